@@ -1,0 +1,1 @@
+"""One small rule for each operator, by named axes."""

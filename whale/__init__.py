@@ -1,0 +1,66 @@
+"""Whale: annotate a local PyTorch model in a few lines and train it in parallel.
+
+This module is the public surface and nothing else. It is lazy (PEP 562): ``import whale`` loads neither torch nor any part of
+Whale; a name is imported from its home the first time it is used.
+
+>>> import whale
+>>> whale.WhaleError.exit_code
+1
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whale.annotations import annotate, cluster, replicate, set_default_strategy, split, stage
+    from whale.api import parallelize, shard_dataset, verify
+    from whale.errors import WhaleError
+    from whale.ir.cluster import Cluster
+    from whale.ir.plan import Plan
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Cluster",
+    "Plan",
+    "WhaleError",
+    "__version__",
+    "annotate",
+    "cluster",
+    "parallelize",
+    "replicate",
+    "set_default_strategy",
+    "shard_dataset",
+    "split",
+    "stage",
+    "verify",
+]
+
+_HOMES = {
+    "Cluster": "whale.ir.cluster",
+    "Plan": "whale.ir.plan",
+    "WhaleError": "whale.errors",
+    "annotate": "whale.annotations",
+    "cluster": "whale.annotations",
+    "parallelize": "whale.api",
+    "replicate": "whale.annotations",
+    "set_default_strategy": "whale.annotations",
+    "shard_dataset": "whale.api",
+    "split": "whale.annotations",
+    "stage": "whale.annotations",
+    "verify": "whale.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home, once; afterwards it is an ordinary attribute of this module."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'whale' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
