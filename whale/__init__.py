@@ -1,7 +1,7 @@
 """Whale: annotate a local PyTorch model in a few lines and train it in parallel.
 
-This module is the public surface and nothing else. It is lazy (PEP 562): ``import whale`` loads neither torch nor any part of
-Whale; a name is imported from its home the first time it is used.
+This module is the public surface and nothing else. It is lazy (PEP 562): ``import whale`` loads neither torch nor any
+part of Whale; a name is imported from its home the first time it is used.
 
 >>> import whale
 >>> whale.WhaleError.exit_code

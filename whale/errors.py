@@ -13,8 +13,9 @@
     ├── WorkerError (RuntimeError)  exit 6   a rank failed, did not start, or timed out
     └── ScheduleError               exit 1   the static check found an inconsistency in our own programs
 
-``except whale.WhaleError`` catches all of them. ``exit_code`` is what the ``whale`` command exits with. A message says what
-was given, which rule it breaks and what to do about it. This module imports nothing of Whale and nothing heavy.
+``except whale.WhaleError`` catches all of them. ``exit_code`` is what the ``whale`` command exits with. A message
+says what was given, which rule it breaks and what to do about it. This module imports nothing of Whale and nothing
+heavy.
 """
 
 from __future__ import annotations
@@ -120,6 +121,6 @@ class WorkerError(WhaleError, RuntimeError):
 
 
 class ScheduleError(WhaleError):
-    """The static check found an inconsistency in the programs Whale itself made, before anything ran: please report it."""
+    """The static check found an inconsistency in Whale's own programs, before anything ran: please report it."""
 
     exit_code: ClassVar[int] = 1

@@ -1,1 +1,1 @@
-"""What the other parts share, as data: cluster, strategies, placements, schedules, plans. It imports only the errors."""
+"""What the parts share, as data: cluster, strategies, placements, schedules, plans. It imports only the errors."""

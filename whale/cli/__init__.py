@@ -1,0 +1,17 @@
+"""The ``whale`` command: few verbs, results on stdout, everything else on stderr, one exit code for each kind of
+failure.
+
+torch is loaded only inside the verbs that need it, so that ``whale -h`` is instant. Exit codes: 0 done, 1 a fault of
+ours, 2 usage, 3 a bad input file, 4 infeasible, 5 a damaged checkpoint, 6 a worker failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from whale.cli.app import app
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line of this process and exit with its code."""
+    app.main(prog_name="whale")

@@ -1,0 +1,152 @@
+"""``whale doctor``: what people paste into issues. It changes nothing, and what is missing is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+import click
+
+import whale
+from whale.cli.options import verbosity_options
+
+_PACKAGES = ("torch", "numpy", "networkx", "pydantic", "safetensors", "transformers")
+_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_GIB = 2**30
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@verbosity_options
+def doctor(as_json: bool) -> None:
+    """Report Python, torch, devices, communication backends, cores and memory."""
+    report = examine()
+    if as_json:
+        click.echo(json.dumps(report, indent=2, sort_keys=True))
+    else:
+        click.echo(_as_text(report))
+
+
+def examine() -> dict[str, Any]:
+    """Look at this process and this machine. Sizes are in bytes.
+
+    Returns:
+        A value that JSON can hold, with the keys ``whale``, ``python``, ``platform``, ``packages``, ``torch``,
+        ``devices``, ``backends``, ``cores``, ``memory_bytes``, ``environment`` and ``problems`` (sentences, empty
+        when all is well).
+    """
+    problems: list[str] = []
+    report: dict[str, Any] = {
+        "whale": whale.__version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cores": {"usable": _usable_cores(), "present": os.cpu_count()},
+        "memory_bytes": _memory(),
+        "environment": {name: os.environ[name] for name in _LAUNCH_VARIABLES if name in os.environ},
+        "torch": None,
+        "devices": [],
+        "backends": {},
+        "problems": problems,
+    }
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:
+        problems.append(f"torch does not import: {error}")
+        return report
+    report["torch"] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "num_threads": torch.get_num_threads(),
+        "distributed": dist.is_available(),
+    }
+    if dist.is_available():
+        report["backends"] = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    else:
+        problems.append("this build of torch has no torch.distributed: only one process can train")
+    report["devices"] = _cuda_devices(problems)
+    if report["devices"] and not report["backends"].get("nccl", False):
+        problems.append("there are CUDA devices, but this build of torch has no NCCL")
+    return report
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> dict[str, int | None]:
+    """Total and available bytes of the host, as Linux tells; None where it does not."""
+    found: dict[str, int | None] = {"total": None, "available": None}
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                key, _, rest = line.partition(":")
+                if key in ("MemTotal", "MemAvailable"):
+                    found["total" if key == "MemTotal" else "available"] = int(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return found
+
+
+def _cuda_devices(problems: list[str]) -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    devices = []
+    try:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices.append(
+                {
+                    "index": index,
+                    "name": properties.name,
+                    "memory_bytes": properties.total_memory,
+                    "compute_capability": f"{properties.major}.{properties.minor}",
+                }
+            )
+    except RuntimeError as error:
+        problems.append(f"the CUDA devices cannot be read: {error}")
+    return devices
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    cores, memory, torch_report = report["cores"], report["memory_bytes"], report["torch"]
+    rows = [
+        ("whale", report["whale"]),
+        ("python", f"{report['python']} ({report['executable']})"),
+        ("platform", report["platform"]),
+        *((name, version or "not installed") for name, version in report["packages"].items()),
+    ]
+    if torch_report is not None:
+        rows.append(("threads of torch", str(torch_report["num_threads"])))
+        rows.append(("CUDA of torch", torch_report["cuda"] or "none (a CPU build)"))
+    rows += [
+        (f"backend {name}", "available" if there else "not available") for name, there in report["backends"].items()
+    ]
+    rows += [
+        (f"device cuda:{device['index']}", f"{device['name']}, {device['memory_bytes'] / _GIB:.1f} GiB")
+        for device in report["devices"]
+    ]
+    if not report["devices"]:
+        rows.append(("devices", "no accelerator; the CPU is used"))
+    rows.append(("cores", f"{cores['usable']} usable of {cores['present']}"))
+    if memory["total"] is not None and memory["available"] is not None:
+        rows.append(("memory", f"{memory['total'] / _GIB:.1f} GiB, {memory['available'] / _GIB:.1f} GiB available"))
+    rows += sorted(report["environment"].items())
+    rows += [("problem", problem) for problem in report["problems"]]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,268 @@
+"""``--model``: from ``file.py:callable`` or ``hf:<model_type>`` and ``--set key=value`` to a model and an example
+batch.
+
+The only place of the command line that runs a user's code. torch and transformers are loaded when a model is, not
+before. What it must not know: plans, clusters, strategies.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from whale.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_FORMS = "'file.py:callable' or 'hf:<model_type>', for example 'model.py:build' or 'hf:gpt2'"
+_HF_BATCH_SETTINGS = {"sequence_length": 32, "seed": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What ``--model`` gave: the module, and an example of its *global* batch (dict, tuple or one tensor)."""
+
+    name: str
+    model: torch.nn.Module
+    batch: Any
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Read repeated ``key=value``: JSON where the value is JSON, else Python's three constants, else text.
+
+    Raises:
+        UsageError: without ``=``, with a key that is no identifier, or with a key given twice.
+
+    >>> parse_settings(["layers=2", "dropout=0.1", "tie=true", "act=gelu", "path=a=b"])
+    {'layers': 2, 'dropout': 0.1, 'tie': True, 'act': 'gelu', 'path': 'a=b'}
+    """
+    constants = {"True": True, "False": False, "None": None}
+    parsed: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--set {setting!r}: write key=value, where key is a name, for example --set num_layers=2")
+        if key in parsed:
+            raise UsageError(f"--set {key} is given twice: {parsed[key]!r} and {text!r}; keep one")
+        try:
+            parsed[key] = json.loads(text)
+        except ValueError:
+            parsed[key] = constants.get(text, text)
+    return parsed
+
+
+def load_model(
+    spec: str, settings: dict[str, Any], *, batch_size: int | None = None, device: str = "cpu"
+) -> LoadedModel:
+    """Build the model that ``spec`` names.
+
+    Args:
+        spec: ``file.py:callable``, whose callable returns ``(model, example_batch)``, or ``hf:<model_type>``.
+        settings: keyword arguments of the callable, or values for the configuration of the Hugging Face model
+            (which also takes ``sequence_length`` and ``seed`` for its batch).
+        batch_size: samples of the global batch. A callable receives it as ``batch_size`` where it has such a parameter.
+        device: where parameters are made; ``meta`` allocates nothing.
+
+    Raises:
+        UsageError: for anything that the caller wrote wrongly, the model's own file included.
+    """
+    kind, colon, name = spec.partition(":")
+    if kind == "hf" and colon:
+        return _load_hugging_face(name, settings, batch_size=batch_size or 4, device=device)
+    path_text, colon, name = spec.rpartition(":")
+    if not colon or not path_text.endswith(".py") or not name.isidentifier():
+        raise UsageError(f"--model {spec!r}: write {_FORMS}")
+    return _load_from_file(spec, Path(path_text), name, settings, batch_size=batch_size, device=device)
+
+
+# --- a user's file ----------------------------------------------------------------------------------------------------
+
+
+def _load_from_file(
+    spec: str, path: Path, name: str, settings: dict[str, Any], *, batch_size: int | None, device: str
+) -> LoadedModel:
+    module = _import_file(path)
+    build = getattr(module, name, None)
+    if not callable(build):
+        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise UsageError(f"--model {spec}: {path} has no callable {name!r}{_suggestion(name, names)}")
+    arguments = _arguments(spec, build, settings, batch_size)
+    with _device(device):
+        try:
+            result = build(**arguments)
+        except Exception as error:
+            raise UsageError(f"--model {spec}: {name}() raised {_brief(error, path)}") from error
+    return _as_loaded(spec, name, result)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run ``path`` as Python runs a script: with its folder first on the path, so that it finds its neighbours."""
+    path = path.expanduser()
+    if not path.is_file():
+        raise UsageError(f"--model: there is no file {str(path)!r} (looked in {Path.cwd()})")
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    if specification is None or specification.loader is None:
+        raise UsageError(f"--model: {str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(specification)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules.setdefault(path.stem, module)  # a dataclass of the file looks for its module there
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"--model: importing {path} raised {_brief(error, path)}") from error
+    return module
+
+
+def _arguments(
+    spec: str, build: Callable[..., Any], settings: dict[str, Any], batch_size: int | None
+) -> dict[str, Any]:
+    parameters = inspect.signature(build).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in settings:
+        if key not in parameters and not takes_any:
+            raise UsageError(
+                f"--set {key}: the callable of --model {spec} takes {', '.join(parameters) or 'no arguments'}"
+                f"{_suggestion(key, list(parameters))}"
+            )
+    arguments = dict(settings)
+    if batch_size is not None and "batch_size" not in arguments:
+        if "batch_size" not in parameters and not takes_any:
+            raise UsageError(f"--batch {batch_size}: the callable of --model {spec} has no parameter 'batch_size'")
+        arguments["batch_size"] = batch_size
+    empty = inspect.Parameter.empty
+    missing = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.default is empty
+        and key not in arguments
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    if missing:
+        wanted = " ".join(f"--set {key}=..." for key in missing)
+        raise UsageError(f"--model {spec} needs {', '.join(missing)}: add {wanted}")
+    return arguments
+
+
+def _as_loaded(spec: str, name: str, result: Any) -> LoadedModel:
+    import torch
+
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)):
+        raise UsageError(
+            f"--model {spec}: {name}() returned {type(result).__name__}; it must return (model, example_batch), "
+            "where the batch is a dict of keyword arguments, a tuple or one tensor"
+        )
+    return LoadedModel(name=spec, model=result[0], batch=result[1])
+
+
+def _brief(error: BaseException, path: Path) -> str:
+    """Name the error, and the last line of the user's file that it passed through."""
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if Path(traceback.tb_frame.f_code.co_filename) == path:
+            place = f" ({path}:{traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return f"{type(error).__name__}: {error}{place}; -v shows the traceback"
+
+
+def _suggestion(word: str, words: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _device(device: str) -> AbstractContextManager[Any]:
+    import torch
+
+    return torch.device(device)
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+def _load_hugging_face(model_type: str, settings: dict[str, Any], *, batch_size: int, device: str) -> LoadedModel:
+    """Make a model of ``model_type`` with random weights; nothing is downloaded, ever."""
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise UsageError(f"--model hf:{model_type} needs transformers: pip install transformers") from error
+    if model_type not in CONFIG_MAPPING:
+        raise UsageError(
+            f"--model hf:{model_type}: transformers knows no such model type"
+            f"{_suggestion(model_type, list(CONFIG_MAPPING))}"
+        )
+    for_batch = {key: settings.get(key, default) for key, default in _HF_BATCH_SETTINGS.items()}
+    for_config = {key: value for key, value in settings.items() if key not in _HF_BATCH_SETTINGS}
+    default = AutoConfig.for_model(model_type)
+    known = sorted(name for name in {*default.to_dict(), *default.attribute_map})
+    for key in for_config:
+        if key not in known:
+            raise UsageError(
+                f"--set {key}: the configuration of {model_type} has no such value{_suggestion(key, known)}"
+            )
+    for key, value in for_batch.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UsageError(f"--set {key}={value!r}: it must be a whole number, not negative")
+    import torch
+
+    config = AutoConfig.for_model(model_type, **for_config)
+    build, make_batch = _hugging_face_task(model_type, config)
+    generator = torch.Generator().manual_seed(for_batch["seed"])
+    try:
+        with _device(device), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(for_batch["seed"])
+            model = build(config)
+    except Exception as error:
+        raise UsageError(
+            f"--model hf:{model_type} with these settings raised {type(error).__name__}: {error}"
+        ) from error
+    batch = make_batch(config, batch_size, for_batch["sequence_length"], generator)
+    return LoadedModel(name=f"hf:{model_type}", model=model, batch=batch)
+
+
+def _hugging_face_task(model_type: str, config: Any) -> tuple[Callable[[Any], Any], Callable[..., dict[str, Any]]]:
+    """The first task, of those that have a loss of their own, for which the architecture has a head."""
+    import transformers
+
+    tasks = (
+        (transformers.AutoModelForCausalLM, _tokens_batch),
+        (transformers.AutoModelForMaskedLM, _tokens_batch),
+        (transformers.AutoModelForSeq2SeqLM, _tokens_batch),
+        (transformers.AutoModelForImageClassification, _images_batch),
+    )
+    for task, make_batch in tasks:
+        if type(config) in task._model_mapping:
+            return task.from_config, make_batch
+    raise UsageError(
+        f"--model hf:{model_type} has no language-model or image-classification head; write a file.py:callable "
+        "that returns (model, example_batch)"
+    )
+
+
+def _tokens_batch(config: Any, batch_size: int, sequence_length: int, generator: torch.Generator) -> dict[str, Any]:
+    import torch
+
+    vocabulary = config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (batch_size, sequence_length), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _images_batch(config: Any, batch_size: int, sequence_length: int, generator: torch.Generator) -> dict[str, Any]:
+    import torch
+
+    size = getattr(config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), height, width, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch_size,), generator=generator)}

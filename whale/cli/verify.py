@@ -1,0 +1,117 @@
+"""``whale verify``: run a model locally and in parallel on the same global batch, and show how far loss and gradients
+differ.
+
+The comparison itself is ``whale.api.verify``; this file loads the model, calls it, and shows what it returns. Started
+by ``torchrun -m whale verify ...`` it runs on every rank of the launch, and the first rank prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from whale.cli.model_loader import load_model, parse_settings
+from whale.cli.options import note, verbosity_options
+
+EXIT_NOT_EQUAL = 1
+
+
+@click.command()
+@click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
+@click.option("--batch", "batch_size", type=click.IntRange(min=1), metavar="N", help="Samples in the global batch.")
+@click.option("--cluster", metavar="FILE", help="A cluster file; without it, the devices of the launch.")
+@click.option("--plan", metavar="FILE", help="A plan file, or 'auto' to search.")
+@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Micro-batches in a step.")
+@click.option("--schedule", metavar="NAME", help="The pipeline schedule, for example 1f1b.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@verbosity_options
+def verify(
+    spec: str, settings: tuple[str, ...], batch_size: int | None, as_json: bool, **how: str | int | None
+) -> None:
+    """Compare loss and every gradient of the parallel step with the local step.
+
+    On several ranks: torchrun --nproc-per-node 2 -m whale verify --model model.py:build
+
+    Exits with 0 when they agree within the bounds, and with 1 when they do not.
+    """
+    parsed = parse_settings(settings)
+    loaded = load_model(spec, parsed, batch_size=batch_size)
+    from whale import api
+
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        note(f"verifying {loaded.name} on {os.environ.get('WORLD_SIZE', '1')} rank(s)")
+    given = {name: value for name, value in how.items() if value is not None}
+    report = as_data(api.verify(loaded.model, loaded.batch, **given))
+    if first:
+        click.echo(json.dumps(report, indent=2, default=str) if as_json else as_text(report))
+    if report.get("passed") is False:
+        raise click.exceptions.Exit(EXIT_NOT_EQUAL)
+
+
+def as_data(report: Any) -> dict[str, Any]:
+    """The report as a mapping, with ``passed`` among its keys where the report has such a property.
+
+    >>> as_data({"passed": True, "loss": 0.5})
+    {'passed': True, 'loss': 0.5}
+    """
+    if isinstance(report, Mapping):
+        return dict(report)
+    if dataclasses.is_dataclass(report) and not isinstance(report, type):
+        data = dataclasses.asdict(report)
+    elif hasattr(report, "model_dump"):
+        data = report.model_dump(mode="json")
+    else:
+        data = dict(vars(report))
+    if hasattr(report, "passed"):
+        data["passed"] = bool(report.passed)
+    return data
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Single values as lines, then each list of records or mapping of names as a table of its own."""
+    tables = {name: value for name, value in report.items() if _is_table(value)}
+    single = {name: value for name, value in report.items() if name not in tables and name != "passed"}
+    parts = []
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            parts.append(_table(name, ["name", "value"], [[key, item] for key, item in value.items()]))
+        else:
+            parts.append(_table(name, list(value[0]), [list(row.values()) for row in value]))
+    if single:
+        width = max(len(name) for name in single)
+        parts.append("\n".join(f"{name.replace('_', ' '):<{width}}  {_cell(value)}" for name, value in single.items()))
+    if "passed" in report:
+        parts.append("parity: " + ("ok" if report["passed"] else "NOT EQUAL"))
+    return "\n\n".join(parts)
+
+
+def _is_table(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _table(title: str, columns: list[str], rows: list[list[Any]]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title.replace("_", " "), title_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column.replace("_", " "), justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    console = Console(width=1000, no_color=True, force_terminal=False)  # never wrap: a table may go into a file
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
