@@ -1,0 +1,248 @@
+"""What an annotation records: a strategy, the region it was put on, and the path of scopes that an operator lies in.
+
+This is the language between the annotations (who write scopes), the captured graph (whose nodes carry them, encoded as
+a string) and the planner (who places them on devices). It knows no module, no torch and no device: only what the user
+wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from whale.errors import AnnotationError
+
+__all__ = [
+    "DeviceSelection",
+    "Kind",
+    "Layout",
+    "Scope",
+    "ScopePath",
+    "StageCut",
+    "Strategy",
+    "check_nesting",
+    "cut_at_stage",
+    "decode_scopes",
+    "encode_scopes",
+    "region_of",
+]
+
+Kind = Literal["replicate", "split", "stage", "cluster"]
+Layout = Literal["all", "row", "average", "ranks", "type", "name"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSelection:
+    """Which physical devices a region may use: what ``cluster(...)`` records.
+
+    Attributes:
+        layout: ``all`` every device; ``row`` consecutive groups of ``number`` devices; ``average`` ``number`` groups of
+            equal size; ``ranks`` those of ``ranks``; ``type`` those of type ``label``; ``name`` the device, or the
+            devices of the node, named ``label``.
+        number: of devices in a row, or of groups; only for ``row`` and ``average``.
+        ranks: of the devices chosen; only for ``ranks``.
+        label: the type or name; only for ``type`` and ``name``.
+    """
+
+    layout: Layout
+    number: int | None = None
+    ranks: tuple[int, ...] = ()
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise AnnotationError(
+                f"cluster({self.layout!r}): unknown layout; use 'all', 'row' with a number, 'average' with a number, "
+                "a list of ranks, type=... or name=..."
+            )
+        if self.layout in ("row", "average"):
+            _check_positive(self.number, f"cluster({self.layout!r}, {self.number!r})", "number of devices or groups")
+        elif self.number is not None:
+            raise AnnotationError(f"cluster: the layout {self.layout!r} takes no number, but was given {self.number!r}")
+        if self.layout == "ranks":
+            _check_ranks(self.ranks)
+        if self.layout in ("type", "name") and (not isinstance(self.label, str) or not self.label.strip()):
+            raise AnnotationError(
+                f"cluster({self.layout}={self.label!r}): give the {self.layout} as a string that is not empty"
+            )
+
+    def __str__(self) -> str:
+        match self.layout:
+            case "all":
+                return "cluster('all')"
+            case "row" | "average":
+                return f"cluster({self.layout!r}, {self.number})"
+            case "ranks":
+                return f"cluster({list(self.ranks)})"
+            case _:
+                return f"cluster({self.layout}={self.label!r})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One annotation, as data.
+
+    Attributes:
+        kind: of the primitive that the user called.
+        degree: number of replicas, parts or devices; None lets the planner choose.
+        devices: only for ``cluster``.
+
+    >>> print(Strategy(kind="split", degree=4), Strategy(kind="stage"))
+    split(4) stage()
+    """
+
+    kind: Kind
+    degree: int | None = None
+    devices: DeviceSelection | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise AnnotationError(f"unknown strategy {self.kind!r}; use one of {', '.join(get_args(Kind))}")
+        if (self.kind == "cluster") != (self.devices is not None):
+            raise AnnotationError(
+                "devices are chosen by cluster(...), and by nothing else: nest the other strategies in it"
+            )
+        if self.degree is not None:
+            if self.kind == "cluster":
+                raise AnnotationError("cluster(...) has no degree: nest stage(n), replicate(n) or split(n) in it")
+            _check_positive(self.degree, f"{self.kind}({self.degree!r})", "degree")
+
+    def __str__(self) -> str:
+        return (
+            str(self.devices)
+            if self.devices is not None
+            else f"{self.kind}({'' if self.degree is None else self.degree})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """One entered annotation: the strategy, and the identity of the region that it covers.
+
+    Two scopes with equal strategies and different regions are different regions: two ``with whale.stage():`` are two
+    stages.
+
+    >>> print(Scope(strategy=Strategy(kind="stage", degree=2), region="stage#0"))
+    stage(2) of stage#0
+    """
+
+    strategy: Strategy
+    region: str
+
+    def __str__(self) -> str:
+        return f"{self.strategy} of {self.region}"
+
+
+ScopePath = tuple[Scope, ...]
+"""The scopes that an operator lies in, from the outermost to the innermost."""
+
+
+class StageCut(NamedTuple):
+    """A scope path cut at its stage: what lies around the stage, the stage (None if there is none), what lies in it."""
+
+    outer: ScopePath
+    stage: Scope | None
+    inner: ScopePath
+
+
+def region_of(path: ScopePath) -> str:
+    """Identity of the innermost region of *path*; the empty string for an operator with no annotation."""
+    return path[-1].region if path else ""
+
+
+def check_nesting(strategies: Iterable[Strategy]) -> None:
+    """Refuse a nest without a meaning: a stage may lie in ``replicate`` and ``cluster``, never in a stage or a split.
+
+    Args:
+        strategies: from the outermost to the innermost.
+
+    Raises:
+        AnnotationError: naming the two annotations that contradict each other.
+
+    >>> check_nesting([Strategy(kind="stage", degree=8), Strategy(kind="replicate", degree=2), Strategy(kind="split")])
+    """
+    outer: list[Strategy] = []
+    for strategy in strategies:
+        if strategy.kind == "stage":
+            for other in outer:
+                if other.kind == "stage":
+                    raise AnnotationError(
+                        f"{strategy} lies in {other}: a stage cannot contain a stage; put one after the other, or use "
+                        "replicate or split inside the stage"
+                    )
+                if other.kind == "split":
+                    raise AnnotationError(
+                        f"{strategy} lies in {other}: a split region cannot be cut into stages; put {other} inside "
+                        f"{strategy}"
+                    )
+        outer.append(strategy)
+
+
+def cut_at_stage(path: ScopePath) -> StageCut:
+    """Cut *path* at its stage scope, after checking its nesting; with no stage, all of *path* is inner.
+
+    >>> stage = Scope(strategy=Strategy(kind="stage"), region="a")
+    >>> split = Scope(strategy=Strategy(kind="split"), region="b")
+    >>> cut_at_stage((stage, split)).inner == cut_at_stage((split,)).inner == (split,)
+    True
+    """
+    check_nesting(scope.strategy for scope in path)
+    for index, scope in enumerate(path):
+        if scope.strategy.kind == "stage":
+            return StageCut(path[:index], scope, path[index + 1 :])
+    return StageCut((), None, path)
+
+
+def encode_scopes(path: ScopePath) -> str:
+    """*path* as a line of JSON, the form in which graph nodes carry it.
+
+    >>> encode_scopes((Scope(strategy=Strategy(kind="split", degree=4), region="lm_head"),))
+    '[["split",4,null,"lm_head"]]'
+    """
+    rows: list[list[object]] = []
+    for scope in path:
+        devices = scope.strategy.devices
+        chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
+        rows.append([scope.strategy.kind, scope.strategy.degree, chosen, scope.region])
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def decode_scopes(text: str) -> ScopePath:
+    """The inverse of :func:`encode_scopes`.
+
+    Raises:
+        AnnotationError: if *text* was not made by :func:`encode_scopes`.
+    """
+    try:
+        path: list[Scope] = []
+        for kind, degree, chosen, region in json.loads(text):
+            devices = None
+            if chosen is not None:
+                layout, number, ranks, label = chosen
+                devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
+            if not isinstance(region, str):
+                raise TypeError("a region is a string")
+            path.append(Scope(strategy=Strategy(kind=kind, degree=degree, devices=devices), region=region))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise AnnotationError(f"not an encoded scope path: {text[:200]!r} ({error})") from error
+    return tuple(path)
+
+
+def _check_positive(number: object, given: str, noun: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise AnnotationError(f"{given}: the {noun} must be a positive integer, not {number!r}")
+
+
+def _check_ranks(ranks: tuple[int, ...]) -> None:
+    if not ranks:
+        raise AnnotationError("cluster([]): the list of ranks is empty; name at least one device")
+    for rank in ranks:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise AnnotationError(f"cluster({list(ranks)}): ranks are integers from 0 up, not {rank!r}")
+    if len(set(ranks)) < len(ranks):
+        repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        raise AnnotationError(
+            f"cluster({list(ranks)}): rank {repeated[0]} is listed more than once; list each device once"
+        )
