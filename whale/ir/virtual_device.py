@@ -1,0 +1,166 @@
+"""The ordered mesh of devices that one stage runs on, the capacity of each, and the role of each axis for each region.
+
+*Axis* is of a mesh, *dim* of a tensor. The first axis varies slowest: ranks are row-major. This file describes a mesh
+that the planner has chosen; it knows neither how it was chosen nor any process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from whale.errors import UsageError
+from whale.ir.strategy import ScopePath
+
+__all__ = ["MeshAxis", "RegionRoles", "Role", "VirtualDevice"]
+
+Role = Literal["replicate", "split"]
+"""What a region does along a mesh axis: each slice takes its share of the batch, or its part of the operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAxis:
+    """One axis of a mesh; ``size`` is the number of slices along it, at least 2 (an axis of size 1 is left out)."""
+
+    name: str
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise UsageError(f"mesh axis {self.name!r} has size {self.size}: an axis of size 1 is left out of the mesh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualDevice:
+    """The devices of one stage.
+
+    Attributes:
+        stage: position of the stage in the pipeline.
+        ranks: of the devices, row-major over the axes.
+        axes: from the outermost (slowest) to the innermost; none for a single device.
+        speeds: FLOP/s of each device, in the order of ``ranks``.
+        memory_bytes: capacity of each device, in the order of ``ranks``.
+
+    >>> mesh = VirtualDevice(
+    ...     stage=0,
+    ...     ranks=(4, 5, 6, 7),
+    ...     axes=(MeshAxis(name="data", size=2), MeshAxis(name="split", size=2)),
+    ...     speeds=(2.0, 2.0, 1.0, 1.0),
+    ...     memory_bytes=(1, 1, 1, 1),
+    ... )
+    >>> mesh.coordinates(6), mesh.group(0, 6), mesh.group(1, 6)
+    ((1, 0), (4, 6), (6, 7))
+    >>> mesh.axis_speeds(0), mesh.axis_speeds(1)
+    ((4.0, 2.0), (3.0, 3.0))
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    axes: tuple[MeshAxis, ...]
+    speeds: tuple[float, ...]
+    memory_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        size = prod(axis.size for axis in self.axes)
+        if len(self.ranks) != size or len(set(self.ranks)) != size:
+            raise UsageError(f"a mesh of {self.shape} needs {size} different ranks, not {list(self.ranks)}")
+        if len(self.speeds) != size or len(self.memory_bytes) != size:
+            raise UsageError(
+                f"a mesh of {size} devices needs a speed and a memory for each, not {len(self.speeds)} speeds and "
+                f"{len(self.memory_bytes)} memories"
+            )
+        if len({axis.name for axis in self.axes}) != len(self.axes):
+            raise UsageError(f"the axes of a mesh need different names, not {[axis.name for axis in self.axes]}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each axis."""
+        return tuple(axis.size for axis in self.axes)
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+    def position(self, rank: int) -> int:
+        """Where *rank* stands in ``ranks``; raises UsageError if it does not belong to this stage."""
+        try:
+            return self._position[rank]
+        except KeyError:
+            raise UsageError(f"rank {rank} is not on stage {self.stage}, whose ranks are {list(self.ranks)}") from None
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Index of *rank* along each axis."""
+        position = self.position(rank)
+        found: list[int] = []
+        for axis in reversed(self.axes):
+            position, index = divmod(position, axis.size)
+            found.append(index)
+        return tuple(reversed(found))
+
+    def _stride(self, axis_index: int) -> int:
+        if not 0 <= axis_index < len(self.axes):
+            raise UsageError(f"axis {axis_index} does not exist: stage {self.stage} has {len(self.axes)} mesh axes")
+        return prod(self.shape[axis_index + 1 :])
+
+    def group(self, axis_index: int, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from *rank* only along that axis, itself included, in the order of the axis."""
+        stride = self._stride(axis_index)
+        first = self.position(rank) - self.coordinates(rank)[axis_index] * stride
+        return tuple(self.ranks[first + index * stride] for index in range(self.axes[axis_index].size))
+
+    def slices(self, axis_index: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks at each index of that axis: every device is in exactly one slice."""
+        stride, size = self._stride(axis_index), self.axes[axis_index].size
+        return tuple(
+            tuple(rank for position, rank in enumerate(self.ranks) if position // stride % size == index)
+            for index in range(size)
+        )
+
+    def axis_speeds(self, axis_index: int) -> tuple[float, ...]:
+        """FLOP/s of each slice along that axis: the sum over the devices of the slice.
+
+        A slice works together, each of its devices on its own part, so it is as fast as all of them: the shares of an
+        axis are proportional to these sums. (Where the parts inside a slice are cut evenly over unequal devices this is
+        too hopeful.)
+        """
+        return tuple(sum(self.speeds[self.position(rank)] for rank in members) for members in self.slices(axis_index))
+
+
+@dataclass(frozen=True)
+class RegionRoles(Mapping[str, tuple[Role, ...]]):
+    """The role of each region of a stage along each mesh axis, by its identity; the empty string is the unannotated
+    rest.
+
+    >>> roles = RegionRoles((("", ("replicate",)), ("lm_head", ("split",))))
+    >>> roles["lm_head"]
+    ('split',)
+    """
+
+    entries: tuple[tuple[str, tuple[Role, ...]], ...]
+
+    @cached_property
+    def _table(self) -> dict[str, tuple[Role, ...]]:
+        return dict(self.entries)
+
+    def __getitem__(self, region: str) -> tuple[Role, ...]:
+        return self._table[region]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def of(self, path: ScopePath) -> tuple[Role, ...]:
+        """Roles of the innermost region of *path* that is known here: a region inside a region inherits its roles."""
+        for scope in reversed(path):
+            if scope.region in self._table:
+                return self._table[scope.region]
+        if "" in self._table:
+            return self._table[""]
+        raise UsageError(
+            f"no region of {[str(scope) for scope in path]} belongs to this stage, which has {sorted(self)}"
+        )
