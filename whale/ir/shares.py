@@ -56,8 +56,9 @@ def shares(total: int, weights: Sequence[float], *, minimum: int = 0) -> tuple[i
         raise UsageError(f"all {len(weights)} weights are zero: nobody could receive anything")
 
     # Receivers whose proportional share is below the minimum get exactly the minimum and leave the division; that
-    # lowers the share of the rest, so repeat until nobody falls below. At most len(weights) rounds, since each removes
-    # a receiver. its = [minimum] * len(weights)
+    # lowers the share of the rest, so repeat until nobody falls below: at most len(weights) rounds, since each removes
+    # one.
+    units = [minimum] * len(weights)
     dividing = [index for index, weight in enumerate(exact) if weight > 0]
     while True:
         remaining = total - minimum * (len(weights) - len(dividing))
