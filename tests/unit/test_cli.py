@@ -1,0 +1,169 @@
+"""The command line: results on stdout, one message on stderr, an exit code for each kind of failure."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import whale
+from whale import errors
+from whale.cli.app import WhaleGroup, app
+from whale.cli.options import verbosity_options
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def run_raising(error: BaseException, *arguments: str) -> Result:
+    """Run a verb that raises ``error`` under the group that translates errors."""
+
+    @click.group(cls=WhaleGroup)
+    def group() -> None:
+        pass
+
+    @group.command()
+    @verbosity_options
+    def verb() -> NoReturn:
+        raise error
+
+    return CliRunner().invoke(group, ["verb", *arguments])
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert whale.__version__ in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["nosuchverb"], ["doctor", "--nosuchoption"], ["verify"]])
+def test_usage_error_is_2_and_on_stderr(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Error" in result.stderr
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_whale_error_is_one_message_and_its_exit_code(name: str) -> None:
+    kind = getattr(errors, name)
+    result = run_raising(kind("the reason"))
+    assert result.exit_code == kind.exit_code
+    assert result.stderr == "whale: error: the reason\n"
+    assert result.stdout == ""
+
+
+def test_verbose_shows_the_traceback_and_the_message_last() -> None:
+    result = run_raising(errors.InfeasibleError("the reason"), "-v")
+    assert result.exit_code == 4
+    assert "Traceback" in result.stderr
+    assert result.stderr.rstrip().endswith("whale: error: the reason")
+
+
+def test_any_other_exception_is_our_fault() -> None:
+    result = run_raising(ZeroDivisionError("division"))
+    assert result.exit_code == 1
+    assert "internal error: ZeroDivisionError: division" in result.stderr
+    assert "whale doctor" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_interrupt_is_130() -> None:
+    assert run_raising(KeyboardInterrupt()).exit_code == 130
+
+
+def test_doctor_as_json_has_every_part() -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["whale"] == whale.__version__
+    assert report["packages"]["torch"] is not None
+    assert report["backends"].keys() == {"gloo", "nccl"}
+    assert report["cores"]["usable"] >= 1
+    assert report["problems"] == []
+
+
+def test_doctor_as_text_names_torch_devices_and_memory() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    for word in ("whale", "python", "torch", "gloo", "cores", "memory"):
+        assert word in result.stdout
+
+
+def test_doctor_reports_a_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "torch does not import" in result.stdout
+
+
+@dataclass
+class _Report:
+    """What ``whale.api.verify`` may return: data, and a verdict."""
+
+    loss: float = 0.5
+    gradients: list[dict[str, Any]] = field(default_factory=lambda: [{"name": "weight", "relative_error": 1e-15}])
+    passed: bool = True
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[dict[str, Any]]:
+    """Stand in for the comparison, and put a model where it is looked for."""
+    recorded: list[dict[str, Any]] = []
+
+    def fake_verify(model: Any, batch: Any, **how: Any) -> _Report:
+        recorded.append({"model": model, "batch": batch, **how})
+        return _Report(passed=how.get("schedule") != "wrong")
+
+    api = SimpleNamespace(verify=fake_verify)
+    monkeypatch.setitem(sys.modules, "whale.api", api)
+    monkeypatch.setattr(whale, "api", api, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "verified_model.py").write_text(
+        "import torch\ndef build(width=3, batch_size=2):\n"
+        "    return torch.nn.Linear(width, 1), torch.zeros(batch_size, width)\n"
+    )
+    return recorded
+
+
+def test_verify_calls_the_api_with_what_was_given(calls: list[dict[str, Any]]) -> None:
+    result = run(
+        "verify", "--model", "verified_model.py:build", "--set", "width=5", "--batch", "7", "--micro-batches", "2"
+    )
+    assert result.exit_code == 0, result.output
+    (call,) = calls
+    assert tuple(call["batch"].shape) == (7, 5)
+    assert call.keys() == {"model", "batch", "micro_batches"}
+
+
+def test_verify_prints_a_table_and_the_verdict(calls: list[dict[str, Any]]) -> None:
+    result = run("verify", "--model", "verified_model.py:build")
+    assert "relative error" in result.stdout and "1e-15" in result.stdout
+    assert "parity: ok" in result.stdout
+    assert "verifying" in result.stderr and "verifying" not in result.stdout
+
+
+def test_verify_as_json_is_the_report(calls: list[dict[str, Any]]) -> None:
+    result = run("verify", "--model", "verified_model.py:build", "--json", "-q")
+    assert json.loads(result.stdout)["gradients"] == [{"name": "weight", "relative_error": 1e-15}]
+    assert result.stderr == ""
+
+
+def test_verify_fails_where_parity_fails(calls: list[dict[str, Any]]) -> None:
+    result = run("verify", "--model", "verified_model.py:build", "--schedule", "wrong")
+    assert result.exit_code == 1
+    assert "NOT EQUAL" in result.stdout
+
+
+def test_only_the_first_rank_prints(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    result = run("verify", "--model", "verified_model.py:build")
+    assert result.exit_code == 0
+    assert len(calls) == 1
+    assert result.output == ""
