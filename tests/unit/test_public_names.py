@@ -83,5 +83,6 @@ def test_import_planner_loads_no_torch() -> None:
 
 @pytest.mark.parametrize("arguments", [["-h"], ["--version"], ["verify", "-h"], ["doctor", "-h"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
-    program = f"sys.argv = ['whale', *{arguments!r}]\nimport whale.cli\ntry:\n    whale.cli.main()\nexcept SystemExit as e:\n    assert not e.code"
+    run_help = "try:\n    whale.cli.main()\nexcept SystemExit as end:\n    assert not end.code"
+    program = f"sys.argv = ['whale', *{arguments!r}]\nimport whale.cli\n{run_help}"
     assert _loaded_after(program, HEAVY) == []
