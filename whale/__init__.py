@@ -52,14 +52,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its home, once; afterwards it is an ordinary attribute of this module."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'whale' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker sees the imports above, and so finds a misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from its home, once; afterwards it is an ordinary attribute of this module."""
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'whale' has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
