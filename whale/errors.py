@@ -79,13 +79,25 @@ class _LocatedError(WhaleError):
 
 
 class CaptureError(_LocatedError):
-    """The model cannot be captured as one graph; ``path`` and ``line`` say where in the model's source.
+    """The model cannot be captured as one graph; ``file`` and ``line`` say where in the model's source.
 
-    >>> str(CaptureError("a branch depends on data", path="model.py", line=12))
+    >>> str(CaptureError("a branch depends on data", file="model.py", line=12))
     'model.py:12: a branch depends on data'
     """
 
     exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: str, *, file: str | PathLike[str] | None = None, line: int | None = None) -> None:
+        super().__init__(message, path=file, line=line)
+
+    @property
+    def file(self) -> str | None:
+        """The source file of the model; may be set later, which leaves the message as it is."""
+        return self.path
+
+    @file.setter
+    def file(self, file: str | None) -> None:
+        self.path = file
 
 
 class InputFileError(_LocatedError, ValueError):

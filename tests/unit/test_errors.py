@@ -53,17 +53,17 @@ def test_worker_error_is_a_runtime_error() -> None:
     assert issubclass(errors.WorkerError, RuntimeError)
 
 
-@pytest.mark.parametrize("kind", [errors.InputFileError, errors.PlanMismatchError, errors.CaptureError])
-@pytest.mark.parametrize(
-    ("path", "line", "shown"),
-    [
-        ("a.toml", 3, "a.toml:3: bad"),
-        (Path("a.toml"), None, "a.toml: bad"),
-        (None, 3, "line 3: bad"),
-        (None, None, "bad"),
-    ],
-)
-def test_place_in_a_file_is_shown_and_survives_pickling(
+PLACES = [
+    ("a.toml", 3, "a.toml:3: bad"),
+    (Path("a.toml"), None, "a.toml: bad"),
+    (None, 3, "line 3: bad"),
+    (None, None, "bad"),
+]
+
+
+@pytest.mark.parametrize("kind", [errors.InputFileError, errors.PlanMismatchError])
+@pytest.mark.parametrize(("path", "line", "shown"), PLACES)
+def test_place_in_an_input_file_is_shown_and_survives_pickling(
     kind: type[errors.InputFileError], path: str | Path | None, line: int | None, shown: str
 ) -> None:
     error = kind("bad", path=path, line=line)
@@ -71,3 +71,19 @@ def test_place_in_a_file_is_shown_and_survives_pickling(
         assert str(copy) == shown
         assert (copy.message, copy.path, copy.line) == ("bad", None if path is None else "a.toml", line)
         assert type(copy) is kind
+
+
+@pytest.mark.parametrize(("file", "line", "shown"), PLACES)
+def test_place_in_the_model_is_shown_and_survives_pickling(
+    file: str | Path | None, line: int | None, shown: str
+) -> None:
+    error = errors.CaptureError("bad", file=file, line=line)
+    for copy in (error, pickle.loads(pickle.dumps(error))):
+        assert str(copy) == shown
+        assert (copy.message, copy.file, copy.line) == ("bad", None if file is None else "a.toml", line)
+
+
+def test_place_of_a_capture_error_may_be_found_later() -> None:
+    error = errors.CaptureError("bad")
+    error.file, error.line = "model.py", 7
+    assert (error.file, error.line, str(error)) == ("model.py", 7, "bad")
