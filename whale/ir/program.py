@@ -1,0 +1,311 @@
+"""The program of each rank: a global order of tasks, projected on ranks, as plain tuples.
+
+`project` walks the order once. At each task it writes the computation into the program of every rank of the stage,
+and each transfer that follows into the programs of both its ends in the same step, so any two ranks agree on the
+order of what they exchange, and everything that a rank waits for is earlier in the global order. The executor runs
+these tuples, the simulator prices them, `explain` prints them and `whale.ir.check` proves them free of deadlocks.
+This file knows no torch, no strategies and no process groups: a stage is a name for work that its ranks do together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+from whale.ir.schedule import Kind, Order, Task
+
+__all__ = [
+    "Box",
+    "Compute",
+    "Copy",
+    "Direction",
+    "Edge",
+    "Free",
+    "Instruction",
+    "Program",
+    "Receive",
+    "Reduce",
+    "ReduceSpec",
+    "Send",
+    "Shape",
+    "StageSpec",
+    "Transfer",
+    "box_shape",
+    "box_size",
+    "format_program",
+    "forward_only",
+    "project",
+    "project_rank",
+]
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""A half-open range in each dim of a rank's own tensor; () is a whole scalar."""
+Direction = Literal["forward", "backward"]
+
+
+class Transfer(NamedTuple):
+    """A box of a tensor of rank ``source`` that becomes a box, of the same shape, of a tensor of rank ``target``.
+
+    A box of zero size is not sent. ``source == target`` is a copy within the rank.
+    """
+
+    source: int
+    target: int
+    source_box: Box
+    target_box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """A value that one stage produces and a later one reads, and how its parts travel, for each micro-batch.
+
+    Several edges may leave from one (stage, value); the gradients that come back on them are summed at the producer.
+
+    Attributes:
+        index: position in the list of all edges; a stage receives its values in this order. value: the name of the
+        value among the outputs of the source stage. source_stage: the stage that produces it. target_stage: the stage
+        that reads it, later in the chain. needs_grad: whether a gradient comes back; if not, ``backward`` is empty.
+        dtype: torch's name of the type, as in ``float32``. forward: for each micro-batch, the transfers from ranks of
+        the source stage to ranks of the target stage. Boxes that
+            arrive at a rank are disjoint and fill its tensor.
+        backward: for each micro-batch, the transfers of the gradient from ranks of the *target* stage to ranks of the
+            *source* stage. Boxes that arrive at a rank may overlap, and are summed; what none fills is zero.
+        source_shapes: for each micro-batch, the local shape on each rank of the source stage.
+        target_shapes: for each micro-batch, the local shape on each rank of the target stage.
+    """
+
+    index: int
+    value: str
+    source_stage: int
+    target_stage: int
+    needs_grad: bool
+    dtype: str
+    forward: tuple[tuple[Transfer, ...], ...]
+    backward: tuple[tuple[Transfer, ...], ...]
+    source_shapes: tuple[Mapping[int, Shape], ...]
+    target_shapes: tuple[Mapping[int, Shape], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """A stage and the ranks that compute it together; the ranks of different stages may overlap."""
+
+    index: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceSpec:
+    """A bucket of gradients to be summed over ``ranks``, once the backwards of all its ``stages`` are done.
+
+    A parameter that two stages share is in a bucket of both. Buckets are reduced by stage completion, then by index,
+    so the parameters whose gradients are ready first belong into the bucket of lower index.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+
+
+class Compute(NamedTuple):
+    """Run one task of a stage, together with the stage's other ranks."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return str(Task(*self))
+
+
+class Send(NamedTuple):
+    """Start to send ``box`` of this rank's value (backward: of the gradient of its received value) to ``peer``."""
+
+    edge: int
+    direction: Direction
+    micro_batch: int
+    peer: int
+    box: Box
+
+    def __str__(self) -> str:
+        return f"send {_exchange(self)} to {self.peer} {_ranges(self.box)}"
+
+
+class Receive(NamedTuple):
+    """Start to receive ``box`` of this rank's value (backward: of the gradient of what it produced) from ``peer``."""
+
+    edge: int
+    direction: Direction
+    micro_batch: int
+    peer: int
+    box: Box
+
+    def __str__(self) -> str:
+        return f"receive {_exchange(self)} from {self.peer} {_ranges(self.box)}"
+
+
+class Copy(NamedTuple):
+    """A transfer whose two ends are this rank."""
+
+    edge: int
+    direction: Direction
+    micro_batch: int
+    source_box: Box
+    target_box: Box
+
+    def __str__(self) -> str:
+        return f"copy {_exchange(self)} {_ranges(self.source_box)} to {_ranges(self.target_box)}"
+
+
+class Reduce(NamedTuple):
+    """Start, at the latest here, to sum the gradients of a bucket over its ranks."""
+
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"reduce bucket {self.bucket}"
+
+
+class Free(NamedTuple):
+    """Forget the activations of a micro-batch."""
+
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"free stage {self.stage} m{self.micro_batch}"
+
+
+Instruction = Compute | Send | Receive | Copy | Reduce | Free
+Program = tuple[Instruction, ...]
+
+
+def project(
+    order: Order, stages: Sequence[StageSpec], edges: Sequence[Edge], reduces: Sequence[ReduceSpec] = ()
+) -> dict[int, Program]:
+    """Return the program of every rank of ``stages``, in time linear in its size.
+
+    An order of forwards only gives the programs of an evaluation. `whale.ir.check.check_programs` says what must hold.
+
+    >>> programs = project((Task("F", 0, 0), Task("B", 0, 0)), [StageSpec(index=0, ranks=(0,))], [])
+    >>> [str(instruction) for instruction in programs[0]]
+    ['0F0', '0B0', 'free stage 0 m0']
+    """
+    programs: dict[int, list[Instruction]] = {rank: [] for stage in stages for rank in stage.ranks}
+    for rank, instruction in _walk(order, stages, edges, reduces, None):
+        programs[rank].append(instruction)
+    return {rank: tuple(program) for rank, program in sorted(programs.items())}
+
+
+def project_rank(
+    order: Order, stages: Sequence[StageSpec], edges: Sequence[Edge], reduces: Sequence[ReduceSpec], rank: int
+) -> Program:
+    """Return ``project(...)[rank]`` without making the programs of the others."""
+    return tuple(instruction for _, instruction in _walk(order, stages, edges, reduces, rank))
+
+
+def _walk(
+    order: Order, stages: Sequence[StageSpec], edges: Sequence[Edge], reduces: Sequence[ReduceSpec], only: int | None
+) -> Iterator[tuple[int, Instruction]]:
+    """Walk the order once; with ``only`` leave out what is not of that rank."""
+    ranks_of = {stage.index: stage.ranks if only is None else _part(stage.ranks, only) for stage in stages}
+    leaving: dict[int, list[Edge]] = {stage.index: [] for stage in stages}
+    entering: dict[int, list[Edge]] = {stage.index: [] for stage in stages}
+    for edge in edges:
+        leaving[edge.source_stage].append(edge)
+        if edge.needs_grad:
+            entering[edge.target_stage].append(edge)
+    last_task: dict[tuple[int, int], Task] = {}
+    last_backward: dict[int, int] = {}
+    for position, task in enumerate(order):
+        last_task[task.stage, task.micro_batch] = task
+        if task.kind in "BW":
+            last_backward[task.stage] = position
+    reduce_at: dict[int, list[ReduceSpec]] = {}
+    for reduce in reduces:
+        ends = [last_backward[stage] for stage in reduce.stages if stage in last_backward]
+        if ends:
+            reduce_at.setdefault(max(ends), []).append(reduce)
+
+    for position, task in enumerate(order):
+        kind, stage, micro_batch = task
+        for rank in ranks_of[stage]:
+            yield rank, Compute(kind, stage, micro_batch)
+        if kind == "F":
+            for edge in leaving[stage]:
+                yield from _exchanges(edge.index, "forward", micro_batch, edge.forward[micro_batch], only)
+        elif kind != "W":
+            for edge in entering[stage]:
+                yield from _exchanges(edge.index, "backward", micro_batch, edge.backward[micro_batch], only)
+        if last_task[stage, micro_batch] is task:
+            for rank in ranks_of[stage]:
+                yield rank, Free(stage, micro_batch)
+        for reduce in reduce_at.get(position, ()):
+            for rank in reduce.ranks if only is None else _part(reduce.ranks, only):
+                yield rank, Reduce(reduce.index)
+
+
+def _exchanges(
+    edge: int, direction: Direction, micro_batch: int, transfers: Iterable[Transfer], only: int | None
+) -> Iterator[tuple[int, Instruction]]:
+    for source, target, source_box, target_box in transfers:
+        if (only is not None and only != source and only != target) or 0 in box_shape(source_box):
+            continue
+        if source == target:
+            yield source, Copy(edge, direction, micro_batch, source_box, target_box)
+            continue
+        if only is None or only == source:
+            yield source, Send(edge, direction, micro_batch, target, source_box)
+        if only is None or only == target:
+            yield target, Receive(edge, direction, micro_batch, source, target_box)
+
+
+def _part(ranks: tuple[int, ...], only: int) -> tuple[int, ...]:
+    return (only,) if only in ranks else ()
+
+
+def forward_only(program: Program) -> Program:
+    """Return the part of a training program that an evaluation runs: forwards, what they exchange, earlier frees."""
+    result: list[Instruction] = []
+    held: Free | None = None
+    for instruction in program:
+        if isinstance(instruction, Compute):
+            if instruction.kind != "F":
+                continue
+            if held is not None:
+                result.append(held)
+            held = Free(instruction.stage, instruction.micro_batch)
+        elif not isinstance(instruction, Send | Receive | Copy) or instruction.direction != "forward":
+            continue
+        result.append(instruction)
+    return tuple(result) if held is None else (*result, held)
+
+
+def box_shape(box: Box) -> Shape:
+    """Return the extent in each dim; a box is empty if one of them is 0.
+
+    >>> box_shape(((2, 5), (0, 4)))
+    (3, 4)
+    """
+    return tuple([stop - start for start, stop in box])
+
+
+def box_size(box: Box) -> int:
+    """Return the number of elements."""
+    return prod(box_shape(box))
+
+
+def format_program(program: Program) -> str:
+    """Write one instruction per line, for a reader."""
+    return "\n".join(map(str, program))
+
+
+def _exchange(instruction: Send | Receive | Copy) -> str:
+    return f"edge {instruction.edge} {instruction.direction} m{instruction.micro_batch}"
+
+
+def _ranges(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
