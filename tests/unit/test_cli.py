@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -71,6 +72,13 @@ def test_any_other_exception_is_our_fault() -> None:
     assert "internal error: ZeroDivisionError: division" in result.stderr
     assert "whale doctor" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_launcher_is_told_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    run_raising(errors.WorkerError("rank 1 timed out"))
+    assert json.loads(file.read_text())["message"]["message"] == "whale: error: rank 1 timed out"
 
 
 def test_interrupt_is_130() -> None:

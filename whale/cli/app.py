@@ -7,7 +7,11 @@ needs when it runs.
 
 from __future__ import annotations
 
+import json
+import os
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import click
@@ -54,6 +58,23 @@ def _show(ctx: click.Context, error: BaseException, message: str) -> None:
     if ctx.find_root().meta.get("whale.verbosity", 0) > 0:
         click.echo("".join(traceback.format_exception(error)), err=True)
     click.echo(message, err=True)
+    _tell_launcher(error, message)
+
+
+def _tell_launcher(error: BaseException, message: str) -> None:
+    """Under torchrun, leave the reason where it looks for one, so that its closing report shows it for the first rank.
+
+    The form is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, which would need torch.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    reason = message if isinstance(error, WhaleError) else "".join(traceback.format_exception(error)) + message
+    extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+    try:
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    except OSError as failure:
+        click.echo(f"whale: the launcher could not be told: {failure}", err=True)
 
 
 @click.group(cls=WhaleGroup, context_settings={"help_option_names": ["-h", "--help"]})
