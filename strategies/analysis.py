@@ -1,0 +1,258 @@
+"""Apply the axis rules to a whole graph: which dims walk together, and how each operator can be sharded.
+
+The result is independent of devices: it is computed once for a captured graph, then read by the placement solver
+for every mesh axis and by the lowering for every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import fx
+
+from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement, shard
+from whale.strategies.axes import Atoms, Dim
+from whale.strategies.rules import rule_of
+from whale.strategies.rules.registry import Op, OpAxis, Rule, Value, output_shapes, resolve, value_shape
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to compute an operator on one mesh axis: a placement for each operand and each output."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    leaf: int = -1
+    form: str = ""
+
+    def __str__(self) -> str:
+        return f"{','.join(map(str, self.inputs))}->{','.join(map(str, self.outputs))}"
+
+
+@dataclass
+class Analysis:
+    """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of atoms."""
+
+    atoms: Atoms = field(default_factory=Atoms)
+    dims: dict[Value, list[Dim]] = field(default_factory=dict)
+    ops: dict[fx.Node, Op] = field(default_factory=dict)
+    rules: dict[fx.Node, Rule] = field(default_factory=dict)
+    choices: dict[fx.Node, list[Choice]] = field(default_factory=dict)
+
+    def shardable(self, value: Value, leaf: int, dim: int) -> bool:
+        """Whether dim *dim* of a value can be cut along *leaf*."""
+        return self.atoms.count(self.dims[value][dim], leaf) == 1
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node computes something (``getitem`` only picks an output)."""
+    return node.op == "call_function" and resolve(node)[0] is node
+
+
+def analyse(graph: fx.Graph) -> Analysis:
+    """Find the axes of every value and the sharding choices of every operator of a captured graph."""
+    analysis = Analysis()
+    atoms = analysis.atoms
+    tiles = _tiling_slices(graph)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                analysis.dims[(node, 0)] = [atoms.dim(s) for s in value_shape((node, 0))]
+            continue
+        if not is_call(node):
+            continue
+        op = Op(node)
+        rule = rule_of(node)
+        analysis.ops[node], analysis.rules[node] = op, rule
+        for index, shape in enumerate(output_shapes(node)):
+            analysis.dims[(node, index)] = [atoms.dim(size) for size in shape]
+        if node in tiles:
+            _cut_tiles(analysis, node, tiles[node])
+        _relate(analysis, op, rule)
+    for node in analysis.ops:
+        analysis.choices[node] = _choices(analysis, node)
+    return analysis
+
+
+def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
+    """Record in the atoms what the rule says of one call; block the axes whose structures contradict."""
+    atoms, dims = analysis.atoms, analysis.dims
+
+    def operand(index: int) -> list[Dim]:
+        return dims[op.operands[index]]
+
+    def output(index: int) -> list[Dim]:
+        return dims[(op.node, index)]
+
+    for axis in rule.axes:
+        members = [operand(i)[d] for i, d in axis.inputs.items()] + [output(i)[d] for i, d in axis.outputs.items()]
+        if axis.blocked or axis.form == "grouped_queries":
+            continue
+        if axis.form == "grouped_heads":  # queries are (key-value heads, group): the key-value heads walk together
+            query, key = members[0], members[1]
+            group = atoms.dim(atoms.extent(query) // atoms.extent(key))
+            pairs = [(query, [key, group]), (key, [members[2]]), (query, [members[-1]])]
+            axis.blocked = not all([atoms.align([a], b) for a, b in pairs])
+            continue
+        for member in members[1:]:
+            if atoms.extent(member) != atoms.extent(members[0]) or not atoms.align([members[0]], [member]):
+                axis.blocked = True
+    for source, target in rule.views:
+        atoms.align(operand(source), output(target))
+    for source, dim, sizes in rule.sums:
+        if source >= 0:
+            whole, parts = operand(source)[dim], [output(i)[dim] for i in range(len(sizes))]
+        else:
+            whole, parts = output(0)[dim], [operand(i)[dim] for i in range(len(sizes))]
+        rule.axes.append(_join(atoms, whole, parts, sizes, source, dim))
+
+
+def _join(
+    atoms: Atoms, whole: Dim, parts: Sequence[Dim], sizes: Sequence[int], source: int, dim: int
+) -> OpAxis:
+    """Say that *whole* is the parts one after the other; the axis of the split or the join."""
+    many = dict.fromkeys(range(len(parts)), dim)
+    axis = OpAxis({source: dim}, many) if source >= 0 else OpAxis(many, {0: dim})
+    if len(parts) == 1:
+        axis.blocked = not atoms.align([whole], [parts[0]])
+    elif len(set(sizes)) == 1 and sizes[0] > 1:
+        ok = all([atoms.align([parts[0]], [part]) for part in parts[1:]])
+        axis.blocked = not (atoms.align([whole], [[atoms.new(len(parts))], parts[0]]) and ok)
+    elif len(whole) == 1 and min(sizes) > 1:
+        cut = atoms.split_sum(whole[0], sizes)
+        axis.blocked = cut is None or not all([atoms.align([[c]], [p]) for c, p in zip(cut, parts, strict=True)])
+    else:
+        axis.blocked = True
+    return axis
+
+
+def _tiling_slices(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], int, int]]:
+    """Slices which together tile a dim are a split written otherwise: node -> (sizes, index, dim)."""
+    groups: dict[tuple[Value, int], list[tuple[int, int, fx.Node]]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.slice.Tensor:
+            source = resolve(node.args[0])
+            shape = value_shape(source)
+            bound = Op(node).args
+            dim = (bound.get("dim") or 0) % len(shape)
+            if bound.get("step", 1) != 1:
+                continue
+            start = min(max(_wrap(bound.get("start") or 0, shape[dim]), 0), shape[dim])
+            groups[(source, dim)].append((start, start + node.meta["val"].shape[dim], node))
+    found = {}
+    for (source, dim), slices in groups.items():
+        bounds = sorted({(first, last) for first, last, _ in slices})
+        tiled = bounds[0][0] == 0 and bounds[-1][1] == value_shape(source)[dim] and len(bounds) > 1
+        if tiled and all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False)):
+            sizes = tuple(last - first for first, last in bounds)
+            for first, last, node in slices:
+                found[node] = (sizes, bounds.index((first, last)), dim)
+    return found
+
+
+def _wrap(index: int, size: int) -> int:
+    return index + size if index < 0 else index
+
+
+def _cut_tiles(analysis: Analysis, node: fx.Node, tile: tuple[tuple[int, ...], int, int]) -> None:
+    """Make a tiling slice shardable along its dim, as a split is."""
+    sizes, index, dim = tile
+    atoms = analysis.atoms
+    whole = analysis.dims[analysis.ops[node].operands[0]][dim]
+    if min(sizes) < 2:
+        return
+    out = analysis.dims[(node, 0)][dim]
+    if len(set(sizes)) == 1:
+        joined = atoms.align([whole], [[atoms.new(len(sizes))], out])
+    else:
+        cut = atoms.split_sum(whole[0], sizes) if len(whole) == 1 else None
+        joined = cut is not None and atoms.align([[cut[index]]], [out])
+    if not joined:
+        return
+    rule = analysis.rules[node]
+    rule.axes = [axis for axis in rule.axes if axis.inputs.get(0) != dim] + [OpAxis({0: dim}, {0: dim}, form="tile")]
+    start, extent = sum(sizes[:index]), sizes[index]
+
+    def local(op: Op, args: dict, shapes: object) -> dict:
+        size = shapes.outputs[0][dim]  # type: ignore[attr-defined]
+        first = start * size // extent
+        return {**args, "start": first, "end": first + size}
+
+    rule.local = local
+
+
+def _choices(analysis: Analysis, node: fx.Node) -> list[Choice]:
+    """Every way to compute one call on one mesh axis; computing it whole is the first."""
+    op, rule = analysis.ops[node], analysis.rules[node]
+    num_inputs, num_outputs = len(op.operands), len(output_shapes(node))
+    found = [Choice((REPLICATE,) * num_inputs, (REPLICATE,) * num_outputs)]
+    for axis in rule.axes:
+        if not axis.blocked:
+            found += _axis_choices(analysis, op, rule, axis)
+    for source, target in rule.views:
+        found += _view_choices(analysis, op, source, target)
+    for partial in rule.linear:
+        inputs = tuple(PARTIAL if i in partial else FANOUT for i in range(num_inputs))
+        found.append(Choice(inputs, (PARTIAL,) * num_outputs))
+    return found
+
+
+def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Iterable[Choice]:
+    atoms = analysis.atoms
+    members = [(op.operands[i], d) for i, d in axis.inputs.items()]
+    members += [((op.node, i), d) for i, d in axis.outputs.items()]
+    if not members:
+        return
+    first, dim = members[0]
+    for leaf in atoms.leaves(analysis.dims[first][dim]):
+        if not all(analysis.shardable(value, leaf, d) for value, d in members):
+            continue
+        if axis.form == "grouped_queries" and atoms.count(analysis.dims[op.operands[1]][dim], leaf) != 0:
+            continue
+        if axis.form.startswith("vocabulary") and not _contiguous(analysis, members, leaf):
+            continue
+        inputs = tuple(
+            shard(axis.inputs[i], leaf)
+            if i in axis.inputs
+            else (PARTIAL if i in rule.additive and not axis.outputs else FANOUT)
+            for i in range(len(op.operands))
+        )
+        outputs = tuple(
+            shard(axis.outputs[i], leaf) if i in axis.outputs else _CONTRACTED.get(axis.form, PARTIAL) for i in range(len(output_shapes(op.node)))
+        )
+        yield Choice(inputs, outputs, leaf, axis.form)
+
+
+_CONTRACTED = {"vocabulary_cross_entropy": REPLICATE}
+"""What a contracted axis leaves where its special form has summed already."""
+
+
+def _contiguous(analysis: Analysis, members: Sequence[tuple[Value, int]], leaf: int) -> bool:
+    """Whether each part of the axis is one stretch, so that a part is a range of indices."""
+    return all(
+        len(segments) == 1 and segments[0].outer == 1
+        for value, dim in members
+        for segments in [analysis.atoms.segments(analysis.dims[value][dim], leaf, {})]
+    )
+
+
+def _view_choices(analysis: Analysis, op: Op, source: int, target: int) -> Iterable[Choice]:
+    atoms = analysis.atoms
+
+    def positions(dims: list[Dim]) -> dict[tuple[int, int], int]:
+        flat = [(atom, d) for d, dim in enumerate(dims) for atom in atoms.flat(dim)]
+        extents = [atoms.extent([atom]) for atom, _ in flat]
+        return {(atom, prod(extents[i + 1 :])): d for i, (atom, d) in enumerate(flat)}
+
+    value, out = op.operands[source], (op.node, target)
+    inside, outside = positions(analysis.dims[value]), positions(analysis.dims[out])
+    for place, dim in inside.items():
+        if place not in outside:
+            continue
+        for leaf in atoms.leaves([place[0]]):
+            if analysis.shardable(value, leaf, dim) and analysis.shardable(out, leaf, outside[place]):
+                yield Choice((shard(dim, leaf),), (shard(outside[place], leaf),), leaf)

@@ -1,0 +1,232 @@
+"""Axis atoms: what the dims of all tensors of a model have in common.
+
+Every dim of every tensor is a product of *atoms*. Operators say which dims are the same axis; from that, atoms are
+merged (two dims that walk together), refined (192 turns out to be 3 x heads x 16) and cut into sums (a fused
+projection of unlike parts). Refinement is substitution: it shows at once wherever the atom occurs, forward and
+backward through the graph, so a weight learns that it consists of heads before any share is cut.
+
+Atoms are sizes and identities. This file knows no operator, no device and no placement cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
+
+from whale.ir.placement import Segment
+
+Dim = list[int]
+"""A dim as a product of atoms, major to minor; the empty list is a dim of size 1."""
+
+
+class Atoms:
+    """The union-find of axis atoms, with product and sum expansions.
+
+    >>> atoms = Atoms()
+    >>> fused, heads, width = atoms.dim(192), atoms.dim(4), atoms.dim(16)
+    >>> atoms.align([fused], [atoms.dim(3), heads, width])
+    True
+    >>> [atoms.size(leaf) for leaf in atoms.leaves(fused)]
+    [3, 4, 16]
+    """
+
+    def __init__(self) -> None:
+        self._size: list[int] = []
+        self._parent: list[int] = []
+        self._product: dict[int, tuple[int, ...]] = {}
+        self._sum: dict[int, tuple[int, ...]] = {}
+
+    def new(self, size: int) -> int:
+        """A fresh atom of this size (at least 2; size 0 is allowed for empty dims)."""
+        self._size.append(size)
+        self._parent.append(len(self._parent))
+        return len(self._size) - 1
+
+    def dim(self, size: int) -> Dim:
+        """A fresh dim of this size."""
+        return [] if size == 1 else [self.new(size)]
+
+    def size(self, atom: int) -> int:
+        """Number of positions of an atom."""
+        return self._size[atom]
+
+    def extent(self, dim: Dim) -> int:
+        """Number of positions of a dim."""
+        return prod(self._size[atom] for atom in dim)
+
+    def find(self, atom: int) -> int:
+        """The representative of an atom."""
+        while self._parent[atom] != atom:
+            self._parent[atom] = self._parent[self._parent[atom]]
+            atom = self._parent[atom]
+        return atom
+
+    def flat(self, dim: Sequence[int]) -> list[int]:
+        """A dim with its product expansions written out: leaves and sums."""
+        result: list[int] = []
+        stack = list(reversed(dim))
+        while stack:
+            atom = self.find(stack.pop())
+            if atom in self._product:
+                stack.extend(reversed(self._product[atom]))
+            else:
+                result.append(atom)
+        return result
+
+    def parts(self, atom: int) -> tuple[int, ...] | None:
+        """The consecutive parts of an atom that is a sum; None for others."""
+        return self._sum.get(self.find(atom))
+
+    # Refinement
+
+    def split_sum(self, atom: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
+        """Cut an atom into consecutive parts of these sizes; None where it is structured otherwise."""
+        atom = self.find(atom)
+        if atom in self._product:
+            return None
+        if atom in self._sum:
+            parts = self._sum[atom]
+            return parts if tuple(self._size[p] for p in parts) == tuple(sizes) else None
+        self._sum[atom] = tuple(self.new(size) for size in sizes)
+        return self._sum[atom]
+
+    def _split_product(self, atom: int, major: int) -> tuple[int, int] | None:
+        """Refine a leaf into (major, rest)."""
+        if atom in self._sum:
+            return None
+        pair = (self.new(major), self.new(self._size[atom] // major))
+        self._product[atom] = pair
+        return pair
+
+    def unify(self, a: int, b: int) -> bool:
+        """Merge two atoms of one size. False where their structures contradict; nothing false is then recorded."""
+        a, b = self.find(a), self.find(b)
+        if a == b:
+            return True
+        if self._size[a] != self._size[b]:
+            return False
+        a_leaf = a not in self._product and a not in self._sum
+        b_leaf = b not in self._product and b not in self._sum
+        if a_leaf or b_leaf:
+            child, parent = (a, b) if a_leaf else (b, a)
+            if not self._occurs(child, parent):
+                self._parent[child] = parent
+            return True
+        if a in self._product and b in self._product:
+            if not self.align([self._product[a]], [self._product[b]]):
+                return False
+        elif a in self._sum and b in self._sum:
+            parts_a, parts_b = self._sum[a], self._sum[b]
+            if [self._size[p] for p in parts_a] != [self._size[p] for p in parts_b]:
+                return False
+            if not all([self.unify(x, y) for x, y in zip(parts_a, parts_b, strict=True)]):
+                return False
+        else:
+            return False
+        self._parent[a] = b
+        return True
+
+    def _occurs(self, leaf: int, atom: int) -> bool:
+        atom = self.find(atom)
+        if atom == leaf:
+            return True
+        children = self._product.get(atom, ()) + self._sum.get(atom, ())
+        return any(self._occurs(leaf, child) for child in children)
+
+    def align(self, left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> bool:
+        """Make two lists of dims with the same number of elements walk together (a view). True if all of it could."""
+        a = list(reversed(self.flat([x for dim in left for x in dim])))
+        b = list(reversed(self.flat([x for dim in right for x in dim])))
+        whole = True
+        while a and b:
+            x, y = self.find(a.pop()), self.find(b.pop())
+            if x == y:
+                continue
+            if x in self._product or y in self._product:  # refined by an earlier step of this very walk
+                a.extend(reversed(self.flat([x])))
+                b.extend(reversed(self.flat([y])))
+                continue
+            size_x, size_y = self._size[x], self._size[y]
+            if size_x == size_y:
+                if not self.unify(x, y):
+                    whole = False
+                continue
+            common = gcd(size_x, size_y)
+            parts_x = self._split_product(x, common) if common not in (1, size_x) else None
+            parts_y = self._split_product(y, common) if common not in (1, size_y) else None
+            if (parts_x or size_x == common) and (parts_y or size_y == common):
+                a.extend(reversed(parts_x or (x,)))
+                b.extend(reversed(parts_y or (y,)))
+                continue
+            whole = False  # e.g. [6, 4] seen as [4, 6]: skip to where both sides meet again
+            while size_x != size_y:
+                if size_x < size_y:
+                    if not a:
+                        return False
+                    size_x *= self._size[a.pop()]
+                else:
+                    if not b:
+                        return False
+                    size_y *= self._size[b.pop()]
+        return whole
+
+    # Reading a refined dim
+
+    def count(self, dim: Sequence[int], leaf: int) -> int:
+        """How often *leaf* cuts this dim: 1 if it can be sharded by it; 0 if not at all; -1 if only in places."""
+        total = 0
+        for atom in self.flat(dim):
+            if atom == leaf:
+                total += 1
+            elif atom in self._sum:
+                counts = {self.count([part], leaf) for part in self._sum[atom]}
+                if counts == {0}:
+                    continue
+                if len(counts) > 1 or -1 in counts:
+                    return -1
+                total += counts.pop()
+        return total
+
+    def leaves(self, dim: Sequence[int]) -> list[int]:
+        """The atoms by which a dim can be sharded, major to minor."""
+        found: list[int] = []
+
+        def visit(atoms: Sequence[int]) -> None:
+            for atom in self.flat(atoms):
+                if atom in self._sum:
+                    for part in self._sum[atom]:
+                        visit([part])
+                elif atom not in found:
+                    found.append(atom)
+
+        visit(dim)
+        return [leaf for leaf in found if self.count(dim, leaf) == 1]
+
+    def local_extent(self, dim: Sequence[int], local: Mapping[int, int]) -> int:
+        """Length of a dim when the leaves in *local* have these many positions instead of all."""
+        total = 1
+        for atom in self.flat(dim):
+            if atom in self._sum:
+                total *= sum(self.local_extent([part], local) for part in self._sum[atom])
+            else:
+                total *= local.get(atom, self._size[atom])
+        return total
+
+    def segments(self, dim: Sequence[int], leaf: int, local: Mapping[int, int]) -> tuple[Segment, ...]:
+        """The stretches of a dim that a cut along *leaf* passes through.
+
+        *local* gives the lengths of leaves that are already cut, *leaf* itself included when it is cut twice.
+        """
+        atoms = self.flat(dim)
+        sizes = [self.local_extent([atom], local) for atom in atoms]
+        for position, atom in enumerate(atoms):
+            outer, inner = prod(sizes[:position]), prod(sizes[position + 1 :])
+            if atom == leaf:
+                return (Segment(outer, local.get(leaf, self._size[leaf]), inner),)
+            if atom in self._sum and self.count([atom], leaf) == 1:
+                parts: tuple[Segment, ...] = ()
+                for part in self._sum[atom]:
+                    parts += self.segments([part], leaf, local)
+                scaled = tuple(Segment(s.outer, s.size, s.inner * inner) for s in parts)
+                return scaled * outer
+        raise KeyError(f"atom {leaf} does not cut this dim")

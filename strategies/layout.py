@@ -1,0 +1,151 @@
+"""Sizes and places on one rank of values whose placements on every mesh axis are known.
+
+A stage's mesh axes are taken in order, the outermost first; the outermost of all is *time*, along which the batch is
+cut into micro-batches. Two axes may cut one atom: the inner one then cuts the part that the outer one left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from whale.ir.placement import Cut, Placement
+from whale.ir.shares import shares
+from whale.strategies.analysis import Analysis
+from whale.strategies.axes import Dim
+from whale.strategies.rules.registry import Value
+
+Placements = tuple[Placement, ...]
+"""One placement for each mesh axis, time first."""
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutAxis:
+    """A mesh axis as the layout sees it: how many ranks, and in which proportion they share.
+
+    ``sizes`` fixes the shares outright (time: the rows of each micro-batch); else they are proportional to
+    ``weights``, whole units, at least one each where there are enough.
+    """
+
+    name: str
+    size: int
+    weights: tuple[float, ...] = ()
+    sizes: tuple[int, ...] | None = None
+
+
+@lru_cache(maxsize=65536)
+def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
+    """How many of *length* units each rank of the axis has."""
+    if axis.sizes is not None:
+        return axis.sizes
+    return shares(length, axis.weights or (1.0,) * axis.size, minimum=1 if length >= axis.size else 0)
+
+
+@dataclass
+class Layout:
+    """Sizes and places on the mesh of one stage."""
+
+    analysis: Analysis
+    axes: Sequence[LayoutAxis]
+    _spans: dict[tuple[Placements, tuple[int, ...]], dict[int, Interval]] = field(default_factory=dict)
+
+    def spans(self, placements: Placements, coordinates: Sequence[int]) -> dict[int, Interval]:
+        """(start, length) of every atom that is cut, at these mesh coordinates."""
+        key = (placements, tuple(coordinates))
+        found = self._spans.get(key)
+        if found is None:
+            found = {}
+            for axis, placement, coordinate in zip(self.axes, placements, coordinates, strict=True):
+                if placement.kind != "S":
+                    continue
+                leaf = placement.atom
+                start, length = found.get(leaf, (0, self.analysis.atoms.size(leaf)))
+                sizes = unit_shares(length, axis)
+                found[leaf] = (start + sum(sizes[:coordinate]), sizes[coordinate])
+            self._spans[key] = found
+        return found
+
+    def local_shape(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
+        """Shape of a value on the rank at these coordinates."""
+        dims = self.analysis.dims[value]
+        shape = [self.analysis.atoms.extent(dim) for dim in dims]
+        cut_dims = {p.dim for p in placements if p.kind == "S"}
+        if cut_dims:
+            spans = self.spans(placements, coordinates)
+            for d in cut_dims:
+                local = {p.atom: spans[p.atom][1] for p in placements if p.kind == "S" and p.dim == d}
+                shape[d] = self.analysis.atoms.local_extent(dims[d], local)
+        return tuple(shape)
+
+    def cut(self, value: Value, placements: Placements, axis: int, coordinates: Sequence[int]) -> Cut:
+        """The cut of a value on one axis, given how the other axes have cut it already."""
+        placement = placements[axis]
+        leaf, dim = placement.atom, placement.dim
+        before = {i for i in range(len(placements)) if i != axis and placements[i].kind == "S"}
+        local: dict[int, int] = {}
+        for i in sorted(before):
+            p = placements[i]
+            if p.atom == leaf and i > axis:
+                continue
+            start_length = local.get(p.atom, self.analysis.atoms.size(p.atom))
+            sizes = unit_shares(start_length, self.axes[i])
+            local[p.atom] = sizes[coordinates[i]]
+        length = local.get(leaf, self.analysis.atoms.size(leaf))
+        here = {p.atom: local[p.atom] for i, p in enumerate(placements) if i in before and p.dim == dim and p.atom in local}
+        segments = self.analysis.atoms.segments(self.analysis.dims[value][dim], leaf, here)
+        return Cut(dim, segments, unit_shares(length, self.axes[axis]))
+
+    def starts(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
+        """Where the local part starts in each dim of the whole value."""
+        intervals = self.intervals(value, placements, coordinates)
+        return tuple(dim[0][0] if dim else 0 for dim in intervals)
+
+    def intervals(
+        self, value: Value, placements: Placements, coordinates: Sequence[int]
+    ) -> tuple[tuple[Interval, ...], ...]:
+        """The stretches of each dim of the whole value that lie on the rank at these coordinates."""
+        spans = self.spans(placements, coordinates)
+        found = []
+        for d, dim in enumerate(self.analysis.dims[value]):
+            here = {p.atom: spans[p.atom] for p in placements if p.kind == "S" and p.dim == d}
+            found.append(dim_intervals(self.analysis, dim, here))
+        return tuple(found)
+
+
+def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -> tuple[Interval, ...]:
+    """Half-open stretches of a dim, in order, when some of its atoms are cut to (start, length)."""
+    atoms = analysis.atoms
+    result: list[Interval] = [(0, 1)]
+    extent = 1
+    for atom in reversed(atoms.flat(dim)):
+        size = atoms.size(atom)
+        parts = atoms.parts(atom)
+        if parts is not None and any(atoms.count([atom], leaf) for leaf in spans):
+            pieces: list[Interval] = []
+            base = 0
+            for part in parts:
+                pieces += [(a + base, b + base) for a, b in dim_intervals(analysis, [part], spans)]
+                base += atoms.size(part)
+            indices = pieces
+        else:
+            start, length = spans.get(atom, (0, size))
+            indices = [(start, start + length)] if length else []
+        if result == [(0, extent)]:
+            result = [(a * extent, b * extent) for a, b in indices]
+        else:
+            result = [(i * extent + a, i * extent + b) for low, high in indices for i in range(low, high) for a, b in result]
+        extent *= size
+    return tuple(_merged(result))
+
+
+def _merged(intervals: list[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for a, b in intervals:
+        if merged and merged[-1][1] == a:
+            merged[-1] = (merged[-1][0], b)
+        elif b > a:
+            merged.append((a, b))
+    return merged

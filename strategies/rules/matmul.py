@@ -1,0 +1,85 @@
+"""Rules of matrix products and attention."""
+
+from __future__ import annotations
+
+from whale.strategies.rules.registry import Op, OpAxis, Rule, notation, register
+
+notation("* i, o i, +o? -> * o", "aten.linear")
+notation("m k, k n -> m n", "aten.mm")
+notation("b m k, b k n -> b m n", "aten.bmm")
+notation("k, k -> ", "aten.dot")
+notation("m k, k -> m", "aten.mv")
+
+
+def _plain_scales(op: Op) -> bool:
+    return op.args.get("beta", 1) == 1
+
+
+@register("aten.addmm", "aten.baddbmm")
+def _addmm(op: Op) -> Rule | None:
+    if not _plain_scales(op) or not all(isinstance(op.args.get(k, 1), (int, float)) for k in ("alpha", "beta")):
+        return None
+    batch = len(op.outputs[0]) - 2
+    bias = op.shape(0)
+    axes = [OpAxis({1: i, 2: i}, {0: i}) for i in range(batch)]
+    axes += [OpAxis({1: batch}, {0: batch}), OpAxis({1: batch + 1, 2: batch}), OpAxis({2: batch + 1}, {0: batch + 1})]
+    for axis in axes:
+        if 0 in axis.outputs:
+            dim = axis.outputs[0] - (batch + 2 - len(bias))
+            if dim >= 0 and bias[dim] != 1:
+                axis.inputs[0] = dim
+    return Rule(axes=axes, additive=frozenset({0}))
+
+
+@register("aten.matmul")
+def _matmul(op: Op) -> Rule | None:
+    left, right, out = op.shape(0), op.shape(1), op.outputs[0]
+    if len(left) < 2 or len(right) < 2:
+        if len(right) == 1 and len(left) >= 2:
+            axes = [OpAxis({0: i}, {0: i}) for i in range(len(left) - 1)]
+            return Rule(axes=[*axes, OpAxis({0: len(left) - 1, 1: 0})])
+        return None
+    axes = []
+    for dim in range(len(out) - 2):
+        axis = OpAxis(outputs={0: dim})
+        for operand, shape in ((0, left), (1, right)):
+            own = dim - (len(out) - len(shape))
+            if own >= 0 and shape[own] != 1:
+                axis.inputs[operand] = own
+        axes.append(axis)
+    axes.append(OpAxis({0: len(left) - 2}, {0: len(out) - 2}))
+    axes.append(OpAxis({0: len(left) - 1, 1: len(right) - 2}))
+    axes.append(OpAxis({1: len(right) - 1}, {0: len(out) - 1}))
+    return Rule(axes=axes)
+
+
+@register("aten.scaled_dot_product_attention")
+def _attention(op: Op) -> Rule | None:
+    query, key, value = (op.shape(i) for i in range(3))
+    if not len(query) == len(key) == len(value) or len(query) < 3:
+        return None
+    batch, width = len(query) - 2, len(query) - 1
+    grouped = bool(op.args.get("enable_gqa")) and query[-3] != key[-3]
+    axes = []
+    for dim in range(batch):
+        if grouped and dim == batch - 1:
+            axes.append(OpAxis({0: dim, 1: dim, 2: dim}, {0: dim}, form="grouped_heads"))
+        else:
+            alike = len({query[dim], key[dim], value[dim]}) == 1
+            axes.append(OpAxis({i: dim for i in range(3)}, {0: dim}, blocked=not alike))
+    axes.append(OpAxis({0: batch}, {0: batch}, blocked=bool(op.args.get("is_causal"))))
+    axes.append(OpAxis({0: width, 1: width}, {}, blocked=True))
+    axes.append(OpAxis({1: batch, 2: batch}, {}, blocked=True))
+    axes.append(OpAxis({2: width}, {0: width}, blocked=value[-1] == query[-1]))
+    mask = op.operand("attn_mask")
+    if mask is not None:
+        shape = op.shape(mask)
+        for axis in axes[: batch + 1]:
+            dim = axis.outputs[0] - (len(query) - len(shape))
+            if dim >= 0 and shape[dim] != 1:
+                axis.inputs[mask] = dim
+        if shape[-1] != 1:
+            axes.append(OpAxis({mask: len(shape) - 1}, {}, blocked=True))
+    if grouped:
+        axes.append(OpAxis({0: batch - 1}, {0: batch - 1}, form="grouped_queries"))
+    return Rule(axes=axes)

@@ -1,0 +1,294 @@
+"""The form of an axis rule, its notation, and the registry from operators to rules.
+
+A rule names the axes of an operator as einsum does. An axis in an output is *free*: shard it and the output is
+sharded. An axis only in inputs is *contracted*: the output is then a term of a sum. Everything else follows: which
+inputs need a bridge, and which input gradients are terms of a sum. A rule knows shapes and arguments, never devices,
+costs or the rest of the graph.
+
+Notation, one group an operand, in the order of the operator's tensor arguments::
+
+    * i, o i, +o? -> * o        linear; ``*`` any leading dims, aligned right
+    b h q d!, b h s! d! -> ...  ``!`` blocks the axis: it is never sharded
+    v@form e, * -> * e          sharding axis v needs the special lowering named ``form``
+    +o?                         ``+`` added to a contraction: a term of the sum; ``?`` may be absent
+
+A dim of size 1 never takes part in an axis (broadcasting).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+Value = tuple[fx.Node, int]
+"""One tensor of the graph: a node, and which of its outputs (0 for a node with one)."""
+
+
+@dataclass
+class OpAxis:
+    """One axis of an operator: the dim it is in each operand and in each output that has it."""
+
+    inputs: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
+    blocked: bool = False
+    form: str = ""
+
+
+@dataclass
+class Rule:
+    """What can be sharded in one call of an operator.
+
+    ``linear``: sets of operands which may all be terms of a sum at once, the output then being one.
+    ``additive``: operands that are added to a contraction. ``views``: (operand, output) pairs that hold the same
+    elements under other shapes. ``reshapes``: an argument holds output sizes (see :func:`Op.local_args`).
+    """
+
+    axes: list[OpAxis] = field(default_factory=list)
+    linear: list[frozenset[int]] = field(default_factory=list)
+    additive: frozenset[int] = frozenset()
+    views: list[tuple[int, int]] = field(default_factory=list)
+    sums: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    local: Callable[[Op, dict[str, Any], LocalShapes], dict[str, Any]] | None = None
+    opaque: bool = False
+
+
+@dataclass(frozen=True)
+class LocalShapes:
+    """Sizes on this rank: of every operand and output of one call, and where its first output starts per dim."""
+
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...] = ()
+
+
+class Op:
+    """One call of an operator, with its arguments by name and its tensor operands in order."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.target = node.target
+        self.name = target_name(node)
+        self.args: dict[str, Any] = {}
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            for position, argument in enumerate(schema.arguments):
+                if position < len(node.args):
+                    self.args[argument.name] = node.args[position]
+                elif argument.name in node.kwargs:
+                    self.args[argument.name] = node.kwargs[argument.name]
+                elif argument.has_default_value():
+                    self.args[argument.name] = argument.default_value
+            self.tensor_names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+        else:
+            self.args = {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
+            self.tensor_names = list(self.args)
+        self.operands: list[Value] = []
+        self.positions: dict[str, list[int | None]] = {}
+        for name in self.tensor_names:
+            leaves = pytree.tree_leaves(self.args.get(name), is_leaf=lambda x: x is None)
+            slots: list[int | None] = []
+            for leaf in leaves:
+                if isinstance(leaf, fx.Node) and is_tensor_value(leaf):
+                    slots.append(len(self.operands))
+                    self.operands.append(resolve(leaf))
+                else:
+                    slots.append(None)
+            self.positions[name] = slots
+
+    def operand(self, name: str) -> int | None:
+        """Index of the operand given as the argument *name*; None where it is absent."""
+        slots = self.positions.get(name) or [None]
+        return slots[0]
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        """Whole shape of an operand."""
+        return value_shape(self.operands[operand])
+
+    @property
+    def outputs(self) -> tuple[tuple[int, ...], ...]:
+        """Whole shapes of the outputs."""
+        return output_shapes(self.node)
+
+
+def is_tensor_value(node: fx.Node) -> bool:
+    """Whether the node yields one tensor (not a tuple, a number or a list)."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def resolve(node: fx.Node) -> Value:
+    """The value behind a node: a ``getitem`` is an output of its producer."""
+    import operator
+
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def value_tensor(value: Value) -> torch.Tensor:
+    """The fake tensor of a value."""
+    meta = value[0].meta["val"]
+    return meta if isinstance(meta, torch.Tensor) else meta[value[1]]
+
+
+def value_shape(value: Value) -> tuple[int, ...]:
+    """Whole shape of a value."""
+    return tuple(value_tensor(value).shape)
+
+
+def needs_grad(value: Value) -> bool:
+    """Whether gradients flow through a value (see ``whale.graph.capture.mark_gradients``)."""
+    return bool(value[0].meta.get("grad")) and value_tensor(value).is_floating_point()
+
+
+def output_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Whole shapes of a node's outputs; an output that is not a tensor counts as a scalar."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return (tuple(val.shape),)
+    if isinstance(val, (tuple, list)):
+        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in val)
+    return ((),)
+
+
+def target_name(node: fx.Node) -> str:
+    """The operator's name without its overload, as ``aten.linear``."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.overloadpacket._qualified_op_name.replace("::", ".")
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+Derivation = Callable[[Op], Rule | None]
+REGISTRY: dict[str, Derivation] = {}
+
+
+def register(*names: str) -> Callable[[Derivation], Derivation]:
+    """Register a derivation for operators (names as :func:`target_name` gives them). It returns None to refuse."""
+
+    def add(derivation: Derivation) -> Derivation:
+        for name in names:
+            REGISTRY[name] = derivation
+        return derivation
+
+    return add
+
+
+def notation(text: str, *names: str, guard: Callable[[Op], bool] | None = None) -> None:
+    """Register a rule in the notation of this file. *guard* refuses calls whose arguments it does not cover."""
+    left, right = (side.strip() for side in text.split("->"))
+    groups = [group.split() for group in left.split(",")]
+    outputs = [group.split() for group in right.split(",")]
+
+    def derive(op: Op) -> Rule | None:
+        if guard is not None and not guard(op):
+            return None
+        return from_notation(op, groups, outputs)
+
+    for name in names:
+        REGISTRY[name] = derive
+
+
+_TOKEN = re.compile(r"(?P<name>\*|\w+)(?P<blocked>!?)(?:@(?P<form>\w+))?(?P<optional>\??)$")
+
+
+def from_notation(op: Op, groups: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> Rule | None:
+    """Bind a parsed notation to one call; None if the ranks of its tensors do not fit."""
+    axes: dict[str, OpAxis] = {}
+    additive: set[int] = set()
+
+    def bind(tokens: Sequence[str], shape: tuple[int, ...], index: int, side: str) -> bool:
+        names: list[tuple[str, bool, str]] = []
+        for token in tokens:
+            match = _TOKEN.match(token.lstrip("+"))
+            assert match is not None, token
+            names.append((match["name"], bool(match["blocked"]), match["form"] or ""))
+        stars = [i for i, (name, _, _) in enumerate(names) if name == "*"]
+        if stars:
+            extra = len(shape) - (len(names) - 1)
+            if extra < 0:
+                return False
+            at = stars[0]
+            leading = [(f"*{extra - i}", names[at][1], "") for i in range(extra)]
+            names = names[:at] + leading + names[at + 1 :]
+        if len(names) != len(shape):
+            return False
+        for dim, (name, blocked, form) in enumerate(names):
+            axis = axes.setdefault(name, OpAxis())
+            axis.blocked |= blocked
+            axis.form = axis.form or form
+            if shape[dim] != 1:
+                getattr(axis, side)[index] = dim
+        return True
+
+    slots = [slot for name in op.tensor_names for slot in op.positions[name]]
+    for position, tokens in enumerate(groups):
+        slot = slots[position] if position < len(slots) else None
+        if slot is None:
+            if not any(token.endswith("?") for token in tokens):
+                return None
+            continue
+        if not bind(tokens, op.shape(slot), slot, "inputs"):
+            return None
+        if tokens and tokens[0].startswith("+"):
+            additive.add(slot)
+    for index, tokens in enumerate(outputs):
+        if index < len(op.outputs) and not bind(tokens, op.outputs[index], index, "outputs"):
+            return None
+    return Rule(axes=list(axes.values()), additive=frozenset(additive))
+
+
+def broadcast_axes(op: Op, operands: Iterable[int], output: int = 0, blocked: Iterable[int] = ()) -> list[OpAxis]:
+    """Axes of operands that broadcast against each other to one output; dims in *blocked* are of the output."""
+    shape = op.outputs[output]
+    blocked = {dim % max(len(shape), 1) for dim in blocked}
+    axes: list[OpAxis] = []
+    for dim, size in enumerate(shape):
+        if size == 1:
+            continue
+        axis = OpAxis(outputs={output: dim}, blocked=dim in blocked)
+        for operand in operands:
+            own = op.shape(operand)
+            position = dim - (len(shape) - len(own))
+            if position >= 0 and own[position] == size:
+                axis.inputs[operand] = position
+        axes.append(axis)
+    return axes
+
+
+def same_axes(op: Op, operand: int, blocked: Iterable[int] = (), outputs: Iterable[int] = (0,)) -> list[OpAxis]:
+    """Axes of an operator whose outputs have the dims of one operand, some of them blocked."""
+    shape = op.shape(operand)
+    blocked = {dim % max(len(shape), 1) for dim in blocked}
+    axes = []
+    for dim, size in enumerate(shape):
+        axis = OpAxis(inputs={operand: dim}, blocked=dim in blocked)
+        for output in outputs:
+            if dim < len(op.outputs[output]) and op.outputs[output][dim] == size:
+                axis.outputs[output] = dim
+            else:
+                axis.blocked = True
+        axes.append(axis)
+    return axes
+
+
+def rule_of(node: fx.Node) -> Rule:
+    """The rule of a call: registered, derived for pointwise operators, or opaque (computed whole)."""
+    op = Op(node)
+    derivation = REGISTRY.get(op.name)
+    rule: Rule | None = None
+    if derivation is not None:
+        rule = derivation(op)
+    elif isinstance(op.target, torch._ops.OpOverload) and torch.Tag.pointwise in op.target.tags:
+        rule = pointwise(op)
+    return rule if rule is not None else Rule(opaque=True)
+
+
+def pointwise(op: Op) -> Rule:
+    """The rule of every elementwise operator: operands broadcast to the output."""
+    return Rule(axes=broadcast_axes(op, range(len(op.operands))))

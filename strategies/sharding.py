@@ -1,0 +1,437 @@
+"""Choose a placement for every tensor of a stage, one mesh axis at a time.
+
+Objective: the bytes that the runtime moves in a step (:func:`conversion_cost`), plus work done more than once
+(:class:`Prices`). Constraints, each an annotation:
+
+* ``split``: a matrix that is read inside the region is stored sharded and never gathered (:data:`_FORBIDDEN`);
+* ``replicate``: operators are cut along the batch, parameters are whole, activations are never bridged
+  (:func:`_allowed`).
+
+Least bytes alone would gather weights for every use (ZeRO-3), so costs only break ties between what the annotations
+allow. The search is a dynamic program over the topological order whose state is the placements of the live values, with
+a beam. Its steps are the segments between narrow places of the graph; a segment that is equal to an earlier one up to
+names is not solved again, so the cost does not grow with depth. Not optimal in general (beam), equal to an ILP's optimum
+where that was compared.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
+from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.rules.registry import Value, needs_grad, output_shapes, value_tensor
+
+Role = Literal["replicate", "split"]
+BEAM = 150
+_FORBIDDEN = 1e15
+"""Price of what an annotation forbids: finite, so that a graph that leaves no way is still lowered, and reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What moving and computing cost, in units of a byte sent over a link.
+
+    ``latency``: a collective's start-up. ``byte_touched``: a byte read or written by a kernel. ``flop``: one floating
+    point operation. ``reduce_scatter``: its price as a fraction of an all-reduce of the same tensor. The defaults are
+    300 GB/s links of 10 us beside 2 TB/s memory and 300 TFLOP/s (an A100's data sheet, rounded).
+    """
+
+    latency: float = 3e6
+    byte_touched: float = 0.15
+    flop: float = 1e-3
+    reduce_scatter: float = 0.5
+
+
+GLOO = Prices(latency=2e5, byte_touched=0.1, flop=1e-2, reduce_scatter=1.0)
+"""Loopback sockets beside a CPU: 1.5 GB/s and 100 us, measured on a 2-core machine; gloo's reduce-scatter gains nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisProblem:
+    """What the solver needs to know of one mesh axis of one stage."""
+
+    nodes: Sequence[fx.Node]
+    roles: Mapping[fx.Node, Role]
+    size: int
+    batch_leaf: int
+    parameters: frozenset[Value]
+    free: frozenset[Value]
+    received: frozenset[Value]
+    outputs: Mapping[Value, Literal["sum", "whole", "any"]]
+    local_bytes: Callable[[Value], int]
+    prices: Prices = field(default_factory=Prices)
+
+
+@dataclass
+class AxisSolution:
+    """A choice for every operator, and how parameters and received values are stored, on one mesh axis."""
+
+    choices: dict[fx.Node, Choice]
+    stored: dict[Value, Placement]
+    cost: float
+    forbidden: list[Value] = field(default_factory=list)
+
+
+def conversion_cost(a: Placement, b: Placement, nbytes: float, size: int, grad: bool, prices: Prices) -> float:
+    """Price of a bridge: what the value's and the gradient's conversions send (ring algorithms)."""
+    if a == b:
+        return 0.0
+    cost = _PRIMITIVE[a.value, b.value](nbytes, size, prices)
+    if grad:
+        cost += _PRIMITIVE[b.gradient, a.gradient](nbytes, size, prices)
+    return cost
+
+
+def _free(nbytes: float, size: int, prices: Prices) -> float:
+    return 0.0
+
+
+def _all_reduce(nbytes: float, size: int, prices: Prices) -> float:
+    return prices.latency + 2 * nbytes * (size - 1) / size
+
+
+def _all_gather(nbytes: float, size: int, prices: Prices) -> float:
+    return prices.latency + nbytes * (size - 1) / size
+
+
+def _reduce_scatter(nbytes: float, size: int, prices: Prices) -> float:
+    return prices.latency + 2 * prices.reduce_scatter * nbytes * (size - 1) / size
+
+
+def _all_to_all(nbytes: float, size: int, prices: Prices) -> float:
+    return prices.latency + nbytes * (size - 1) / size / size
+
+
+_PRIMITIVE = {
+    ("R", "R"): _free, ("R", "S"): _free, ("R", "P"): _free, ("S", "P"): _free, ("P", "P"): _free,
+    ("S", "R"): _all_gather, ("P", "R"): _all_reduce, ("P", "S"): _reduce_scatter, ("S", "S"): _all_to_all,
+}  # fmt: skip
+
+
+def solve_axis(analysis: Analysis, problem: AxisProblem) -> AxisSolution:
+    """The cheapest placements found for one mesh axis of one stage."""
+    return _Solver(analysis, problem).solve()
+
+
+def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[Choice]:
+    """The choices that the node's annotation leaves on this axis."""
+    choices = [c for c in analysis.choices[node] if c.leaf < 0 or analysis.atoms.size(c.leaf) >= problem.size]
+    op = analysis.ops[node]
+    fanout = Choice((FANOUT,) * len(op.operands), (FANOUT,) * len(output_shapes(node)))
+    if problem.roles[node] == "split":
+        return [*choices, fanout] if op.operands else choices
+    batch = [c for c in analysis.choices[node] if c.leaf == problem.batch_leaf and problem.batch_leaf >= 0]
+    linear = [c for c in choices if c.leaf < 0 and PARTIAL in c.inputs]
+    if batch:
+        return batch + linear
+    return [choices[0], fanout, *linear] if op.operands else [choices[0]]
+
+
+def _work(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> float:
+    """Price of computing the node once, forward and backward, in the units of :class:`Prices`."""
+    op = analysis.ops[node]
+    nbytes = sum(problem.local_bytes((node, i)) for i, _ in enumerate(output_shapes(node)))
+    cost = 3 * nbytes * problem.prices.byte_touched
+    contracted = [a for a in analysis.rules[node].axes if not a.outputs and len(a.inputs) > 1]
+    if contracted:
+        axis = contracted[0]
+        operand, dim = next(iter(axis.inputs.items()))
+        count = nbytes / max(value_tensor((node, 0)).element_size(), 1)
+        cost += 6 * count * op.shape(operand)[dim] * problem.prices.flop
+    return cost
+
+
+class _Segment:
+    """A stretch of the topological order in canonical form: values, placements and atoms are small numbers."""
+
+    def __init__(self, solver: _Solver, nodes: Sequence[fx.Node], last: Mapping[Value, int], offset: int) -> None:
+        self.nodes = nodes
+        self.values: dict[Value, int] = {}
+        self.leaves: dict[int, int] = {}
+        self.placements: dict[Placement, int] = {}
+        self.steps: list[tuple] = []
+        self.dead: list[list[int]] = []
+        key: list[object] = []
+        for position, node in enumerate(nodes, offset):
+            op = solver.analysis.ops[node]
+            operands = tuple(
+                self._value(v) if v not in solver.problem.free else -1 for v in op.operands
+            )
+            outputs = tuple(self._value((node, i)) for i in range(len(output_shapes(node))))
+            choices = tuple(
+                (
+                    tuple(self.place(p, needs_grad(v)) for p, v in zip(c.inputs, op.operands, strict=True)),
+                    tuple(self.place(p, needs_grad((node, i))) for i, p in enumerate(c.outputs)),
+                    (0.0 if c.leaf >= 0 else solver.work[node])
+                    + (2 * solver.problem.prices.latency if c.form == "vocabulary_cross_entropy" else 0.0),
+                )
+                for c in solver.allowed[node]
+            )
+            dead = [
+                self.values[v]
+                for v in {*op.operands, *((node, i) for i in range(len(outputs)))}
+                if v in self.values and last.get(v, -1) <= position and v not in solver.problem.outputs
+            ]
+            split = solver.problem.roles[node] == "split"
+            self.steps.append((operands, outputs, choices, split))
+            self.dead.append(sorted(dead))
+            key.append((operands, outputs, choices, split, tuple(self.dead[-1])))
+        self.info = [solver.describe(v) for v in self.values]
+        self.key = (tuple(key), tuple(self.info))
+        self.values_by_id = list(self.values)
+        self.placements_by_id = list(self.placements)
+
+    def _value(self, value: Value) -> int:
+        return self.values.setdefault(value, len(self.values))
+
+    def place(self, placement: Placement, grad: bool) -> tuple[str, int, int]:
+        """Canonical form of a placement: kind, dim, number of the atom. Without a gradient R* is R."""
+        if placement.kind == "R*" and not grad:
+            placement = REPLICATE
+        atom = -1 if placement.atom < 0 else self.leaves.setdefault(placement.atom, len(self.leaves))
+        return placement.kind, placement.dim, atom
+
+    def concrete(self, placement: tuple[str, int, int]) -> Placement:
+        """The inverse of :meth:`place`."""
+        kind, dim, atom = placement
+        return Placement(kind, dim, -1 if atom < 0 else list(self.leaves)[atom])  # type: ignore[arg-type]
+
+
+Canonical = tuple[str, int, int]
+State = tuple[tuple[int, frozenset[Canonical]], ...]
+
+
+class _Solver:
+    def __init__(self, analysis: Analysis, problem: AxisProblem) -> None:
+        self.analysis, self.problem = analysis, problem
+        self.allowed = {n: _allowed(analysis, problem, n) for n in problem.nodes}
+        self.work = {n: _work(analysis, problem, n) * (1 - 1 / problem.size) for n in problem.nodes}
+        self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = {}
+
+    def describe(self, value: Value) -> tuple:
+        """What the price of bridges of a value depends on."""
+        matrix = value in self.problem.parameters and value_tensor(value).dim() >= 2
+        kind = "P" if value in self.problem.parameters else "E" if value in self.problem.received else "A"
+        return self.problem.local_bytes(value), needs_grad(value), kind, matrix
+
+    def solve(self) -> AxisSolution:
+        """Run the program over the segments and read the best path back."""
+        segments = self._segments()
+        beam: dict[tuple, tuple[float, tuple]] = {(): (0.0, ())}
+        for segment in segments:
+            found: dict[tuple, tuple[float, tuple]] = {}
+            for state, (cost, path) in beam.items():
+                inside = [(v, p) for v, p in state if v in segment.values]
+                outside = [(v, p) for v, p in state if v not in segment.values]
+                start = tuple(
+                    sorted((segment.values[v], frozenset(segment.place(x, True) for x in p)) for v, p in inside)
+                )
+                for end, extra, decisions in self._run(segment, start):
+                    after = outside + [
+                        (segment.values_by_id[i], frozenset(segment.concrete(x) for x in p)) for i, p in end
+                    ]
+                    key = tuple(sorted(after, key=lambda item: (item[0][0].name, item[0][1])))
+                    total = cost + extra
+                    if key not in found or total < found[key][0]:
+                        found[key] = (total, (path, decisions))
+            keep = heapq.nsmallest(BEAM, found.items(), key=lambda item: item[1][0])
+            beam = dict(keep)
+        best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(key))
+        cost, path = beam[best_key]
+        decisions: list[tuple[int, ...]] = []
+        while path:
+            path, last = path
+            decisions.append(last)
+        flat = [choice for decision in reversed(decisions) for choice in decision]
+        choices = {n: self.allowed[n][i] for n, i in zip(self.problem.nodes, flat, strict=True)}
+        return self._solution(choices, cost + self._final_cost(best_key))
+
+    def _final_cost(self, state: Iterable[tuple[Value, frozenset[Placement]]]) -> float:
+        """What it costs to leave the outputs as the caller needs them."""
+        total = 0.0
+        for value, available in state:
+            want = self.problem.outputs.get(value)
+            if want is None:
+                continue
+            kinds = {p.kind for p in available}
+            nbytes, grad, _, _ = self.describe(value)
+            if want == "any" and kinds & {"R", "R*", "S"} or want == "sum" and kinds & {"R", "P"} or "R" in kinds:
+                continue
+            if want == "any" and grad and kinds == {"R*"}:
+                total += _all_reduce(nbytes, self.problem.size, self.problem.prices)
+            targets = [conversion_cost(p, REPLICATE, nbytes, self.problem.size, grad, self.problem.prices) for p in available]
+            total += min(targets)
+        return total
+
+    def _segments(self) -> list[_Segment]:
+        """Cut the order where few values are alive."""
+        nodes = list(self.problem.nodes)
+        last: dict[Value, int] = {}
+        for position, node in enumerate(nodes):
+            for value in self.analysis.ops[node].operands:
+                last[value] = position
+        live: set[Value] = set()
+        segments, start = [], 0
+        for position, node in enumerate(nodes):
+            op = self.analysis.ops[node]
+            live |= {(node, i) for i in range(len(output_shapes(node)))}
+            live |= {v for v in op.operands if v in self.problem.received}
+            live = {v for v in live if last.get(v, -1) > position or v in self.problem.outputs}
+            if (len(live) <= 2 and position + 1 - start >= 4) or position + 1 == len(nodes):
+                segments.append(_Segment(self, nodes[start : position + 1], last, start))
+                start = position + 1
+        return segments
+
+    def _run(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
+        key = (segment.key, start)
+        if key not in self.memo:
+            self.memo[key] = self._beam(segment, start)
+        return self.memo[key]
+
+    def _beam(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
+        size, prices = self.problem.size, self.problem.prices
+        info = segment.info
+        costs: dict[tuple, float] = {}
+
+        def bridge(a: Canonical, b: Canonical, value: int) -> float:
+            at = (a, b, value)
+            if at not in costs:
+                nbytes, grad, kind, _ = info[value]
+                cost = conversion_cost(Placement(*a), Placement(*b), nbytes, size, grad, prices)  # type: ignore[arg-type]
+                if kind == "P" and a[0] == "S":
+                    cost += _FORBIDDEN
+                costs[at] = cost
+            return costs[at]
+
+        def stored(value: int, want: Canonical, split: bool, hopeful: bool) -> float:
+            """Price of storing a parameter, or receiving a value, as it is first wanted."""
+            nbytes, grad, kind, matrix = info[value]
+            if kind == "E":
+                return nbytes * (1 / size if want[0] == "S" else 1) + (
+                    _all_reduce(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
+                )
+            if want[0] == "S":
+                return 0.0
+            cost = nbytes * prices.byte_touched + (2.0 * nbytes if want[0] == "R*" and split else 0.0)
+            return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 0.0)
+
+        beam: dict[State, tuple[float, tuple]] = {start: (0.0, ())}
+        for (operands, outputs, choices, split), dead in zip(segment.steps, segment.dead, strict=True):
+            sharded = [
+                any(choice[0][i][0] == "S" for choice in choices) for i in range(len(operands))
+            ]
+            found: dict[State, tuple[float, tuple]] = {}
+            for state, (cost, path) in beam.items():
+                have = dict(state)
+                for number, (inputs, results, work) in enumerate(choices):
+                    total = cost + work
+                    changed = dict(have)
+                    for i, (value, want) in enumerate(zip(operands, inputs, strict=True)):
+                        if value < 0:
+                            if want[0] == "P":
+                                total += 1.0
+                            continue
+                        available = changed.get(value)
+                        if available is None:
+                            total += stored(value, want, split, sharded[i])
+                            changed[value] = frozenset((want,))
+                        elif want not in available:
+                            total += min(bridge(a, want, value) for a in available)
+                            changed[value] = available | {want}
+                    for value, placement in zip(outputs, results, strict=True):
+                        changed[value] = frozenset((placement,))
+                    for value in dead:
+                        changed.pop(value, None)
+                    key = tuple(sorted(changed.items()))
+                    if key not in found or total < found[key][0]:
+                        found[key] = (total, (path, number))
+            if len(found) > BEAM:
+
+                def rank(item: tuple[State, tuple[float, tuple]]) -> float:
+                    pending = sum(
+                        _all_reduce(info[v][0], size, prices)
+                        for v, placed in item[0]
+                        if all(p[0] == "P" for p in placed)
+                    )
+                    return item[1][0] + pending
+
+                found = dict(heapq.nsmallest(BEAM, found.items(), key=rank))
+            beam = found
+        results_out = []
+        for state, (cost, path) in beam.items():
+            decisions: list[int] = []
+            while path:
+                path, number = path
+                decisions.append(number)
+            results_out.append((state, cost, tuple(reversed(decisions))))
+        return results_out
+
+    def _solution(self, choices: dict[fx.Node, Choice], cost: float) -> AxisSolution:
+        """Replay the choices to see how parameters and received values are stored."""
+        stored: dict[Value, Placement] = {}
+        forbidden: list[Value] = []
+        kept = self.problem.parameters | self.problem.received
+        for node in self.problem.nodes:
+            split = self.problem.roles[node] == "split"
+            for value, want in zip(self.analysis.ops[node].operands, choices[node].inputs, strict=True):
+                if value not in kept:
+                    continue
+                if want.kind == "R*" and not needs_grad(value):
+                    want = REPLICATE
+                if want.kind == "P":
+                    want = REPLICATE if value not in stored else want
+                have = stored.setdefault(value, want)
+                if have.kind == "R" and want.kind == "R*":
+                    stored[value] = FANOUT
+                elif have.kind == "S" and want != have and want.kind != "P" and value in self.problem.parameters:
+                    forbidden.append(value)
+                if split and value in self.problem.parameters and value_tensor(value).dim() >= 2 and want.kind != "S":
+                    forbidden.append(value)
+        for value in self.problem.received:
+            if stored.get(value, REPLICATE).kind in ("R*", "P"):
+                stored[value] = REPLICATE
+        return AxisSolution(choices, stored, cost, forbidden)
+
+
+def solve_time(
+    analysis: Analysis, nodes: Sequence[fx.Node], batch_leaf: int, free: frozenset[Value]
+) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
+    """How every operator is cut into micro-batches: along the batch, with no bridge at all.
+
+    Returns the choices and the operators for which there is none: those whose result for a row depends on other rows.
+    """
+    placed: dict[Value, Placement] = {}
+    choices: dict[fx.Node, Choice] = {}
+    coupled: list[fx.Node] = []
+    for node in nodes:
+        op = analysis.ops[node]
+        have = [None if v in free else placed.get(v, REPLICATE) for v in op.operands]
+
+        def fits(choice: Choice, have: list[Placement | None] = have) -> bool:
+            for want, given in zip(choice.inputs, have, strict=True):
+                if given is None:
+                    if want.kind == "P":
+                        return False
+                elif given.kind == "R" and want.kind in ("R", "R*"):
+                    continue
+                elif want != given:
+                    return False
+            return True
+
+        ordered = sorted(analysis.choices[node], key=lambda c: (c.leaf != batch_leaf, c.leaf >= 0))
+        usable = [c for c in ordered if (c.leaf in (-1, batch_leaf)) and fits(c)]
+        if usable:
+            choice = usable[0]
+        else:
+            coupled.append(node)
+            choice = analysis.choices[node][0]
+        choices[node] = choice
+        for index, placement in enumerate(choice.outputs):
+            placed[(node, index)] = placement
+    return choices, coupled

@@ -1,0 +1,300 @@
+"""Rewrite a captured graph to a smaller vocabulary with the same meaning.
+
+Drops operators that do nothing, inlines higher-order wrappers, and writes means of losses as a sum over a count, so
+that a part of a batch adds its part of the sum over the *global* count. Each rewrite keeps values bit-equal or, for
+means, equal up to the order of a sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def canonicalize(graph: fx.Graph, *, promote: bool = False) -> None:
+    """Rewrite *graph* in place. Fake values stay in ``node.meta["val"]``."""
+    _inline_wrappers(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _DROPPED:
+            graph.erase_node(node)
+            continue
+        if promote:
+            _promote_casts(node)
+        rewrite = _REWRITES.get(node.target)
+        if rewrite is not None:
+            rewrite(graph, node)
+    if promote:
+        _refresh(graph)
+    _drop_dead(graph)
+    graph.lint()
+
+
+def emit(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call with its fake value, scopes and source line taken over from *like*."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in like.meta.items() if k in ("custom", "stack_trace", "nn_module_stack")}
+    node.meta["val"] = _evaluate(node)
+    return node
+
+
+def _evaluate(node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = next(
+        (
+            leaf.fake_mode
+            for n in node.all_input_nodes
+            for leaf in _leaves(n.meta["val"])
+            if isinstance(leaf, torch._subclasses.FakeTensor)
+        ),
+        None,
+    )
+    with torch.no_grad():
+        if mode is None:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        with mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _leaves(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+_DROPPED = {aten._assert_tensor_metadata.default}
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Remove what nothing uses. After functionalization no operator is kept for a side effect."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _identity(graph: fx.Graph, node: fx.Node) -> None:
+    _replace(graph, node, node.args[0])  # type: ignore[arg-type]
+
+
+def _detach(graph: fx.Graph, node: fx.Node) -> None:
+    """``detach_`` of a fresh constant becomes plain ``detach``: there is nothing to change in place."""
+    node.target = aten.detach.default
+
+
+def _cast(graph: fx.Graph, node: fx.Node) -> None:
+    """A cast to the dtype and device that a tensor has is nothing."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    if not isinstance(source, fx.Node):
+        return
+    old, new = source.meta["val"], node.meta["val"]
+    same = old.dtype == new.dtype and old.device == new.device and old.shape == new.shape
+    if same and node.kwargs.get("memory_format") in (None, torch.preserve_format):
+        _identity(graph, node)
+    else:
+        _normalize_cast(graph, node, new)
+
+
+def _normalize_cast(graph: fx.Graph, node: fx.Node, new: torch.Tensor) -> None:
+    node.target = aten._to_copy.default
+    node.args, node.kwargs = (node.args[0],), {"dtype": new.dtype, "device": new.device}
+
+
+def _promote_casts(node: fx.Node) -> None:
+    """Casts to float32 become casts to float64 (a graph for comparisons in float64)."""
+    if torch.float32 in node.args:
+        node.args = tuple(torch.float64 if a is torch.float32 else a for a in node.args)
+    if node.kwargs.get("dtype") is torch.float32:
+        node.kwargs = {**node.kwargs, "dtype": torch.float64}
+
+
+def _refresh(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["val"] = _evaluate(node)
+
+
+def _squeeze(graph: fx.Graph, node: fx.Node) -> None:
+    """Squeezes and unsqueezes are views with known sizes."""
+    with graph.inserting_before(node):
+        view = emit(graph, node, aten.reshape.default, node.args[0], list(node.meta["val"].shape))
+    _replace(graph, node, view)
+
+
+def _reshape_like(graph: fx.Graph, node: fx.Node) -> None:
+    node.target = aten.reshape.default
+    node.args, node.kwargs = (node.args[0], list(node.meta["val"].shape)), {}
+
+
+def _dropout(graph: fx.Graph, node: fx.Node) -> None:
+    probability, train = (*node.args[1:3], *node.kwargs.values())
+    if probability == 0 or train is False:
+        if node.target is aten.native_dropout.default:
+            picks = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
+            if len(picks) != len(node.users):
+                return
+            for pick in picks:
+                _replace(graph, pick, node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+        else:
+            _identity(graph, node)
+
+
+def _cat(graph: fx.Graph, node: fx.Node) -> None:
+    """Joining empty tensors (an empty key-value cache) is nothing."""
+    tensors: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    full = [t for t in tensors if t.meta["val"].numel() > 0]
+    if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
+        _replace(graph, node, full[0])
+    elif 0 < len(full) < len(tensors):
+        node.args = (full, *node.args[1:])
+
+
+_MEAN, _NONE, _SUM = 1, 0, 2
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """The call's arguments by name, in the schema's order."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema.arguments}
+
+
+def _elementwise_loss(graph: fx.Graph, node: fx.Node) -> None:
+    """A reduced loss is its elementwise form, reduced."""
+    bound = _bound(node)
+    reduction = bound.get("reduction", _MEAN)
+    if reduction == _NONE:
+        return
+    with graph.inserting_before(node):
+        bound["reduction"] = _NONE
+        parts = emit(graph, node, node.target, *bound.values())  # type: ignore[arg-type]
+        reduced = emit(graph, node, aten.mean.default if reduction == _MEAN else aten.sum.default, parts)
+    _replace(graph, node, reduced)
+
+
+def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
+    """A mean cross-entropy is a sum over the count (or the weight) of the targets that are not ignored."""
+    bound = _bound(node)
+    reduction = bound.get("reduction", _MEAN)
+    if reduction == _NONE:
+        return
+    target = bound["target"]
+    with graph.inserting_before(node):
+        bound["reduction"] = _NONE
+        parts = emit(graph, node, node.target, *bound.values())  # type: ignore[arg-type]
+        total = emit(graph, node, aten.sum.default, parts)
+        if reduction == _MEAN:
+            if target.meta["val"].is_floating_point():
+                logits = bound["self"].meta["val"]
+                count: Any = logits.numel() // logits.shape[1 if logits.dim() > 1 else 0]
+            else:
+                kept = emit(graph, node, aten.ne.Scalar, target, bound["ignore_index"])
+                if bound.get("weight") is not None:
+                    zero = emit(graph, node, aten.mul.Tensor, target, kept)
+                    each = emit(graph, node, aten.index.Tensor, bound["weight"], [zero])
+                    kept = emit(graph, node, aten.mul.Tensor, each, kept)
+                count = emit(graph, node, aten.sum.default, kept)
+            total = emit(graph, node, aten.div.Tensor, total, count)
+    _replace(graph, node, total)
+
+
+def _inline_wrappers(graph: fx.Graph) -> None:
+    """Inline ``wrap_with_set_grad_enabled`` and ``wrap_with_autocast``; values made without gradient are detached."""
+    owner = graph.owning_module
+    wrappers = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
+    again = True
+    while again:
+        again = False
+        for node in list(graph.nodes):
+            name = getattr(node.target, "__name__", "")
+            if node.op != "call_function" or name not in wrappers:
+                continue
+            body_at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+            attr: fx.Node = node.args[body_at]  # type: ignore[assignment]
+            body: fx.GraphModule = owner.get_submodule(attr.target)  # type: ignore[union-attr, arg-type]
+            enabled = name == "wrap_with_set_grad_enabled" and not node.args[0]
+            holes = [n for n in body.graph.nodes if n.op == "placeholder"]
+            values: dict[fx.Node, Any] = dict(zip(holes, node.args[body_at + 1 :], strict=True))
+            with graph.inserting_before(node):
+                for inner in body.graph.nodes:
+                    if inner.op == "placeholder":
+                        continue
+                    if inner.op == "output":
+                        results = fx.map_arg(inner.args[0], lambda n: values[n])
+                        break
+                    if inner.op == "get_attr":
+                        fresh = graph.get_attr(f"{attr.target}.{inner.target}")
+                        fresh.meta = dict(inner.meta)
+                    else:
+                        fresh = graph.node_copy(inner, lambda n: values[n])
+                    values[inner] = fresh
+                    again = True
+                if enabled:
+                    results = fx.map_arg(results, lambda n: _detached(graph, n))
+            _splice(graph, node, results)
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor) and val.is_floating_point():
+        return emit(graph, node, aten.detach.default, node)
+    return node
+
+
+def _splice(graph: fx.Graph, node: fx.Node, results: Any) -> None:
+    if isinstance(results, fx.Node):
+        results = (results,)
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+    if node.users:
+        node.replace_all_uses_with(results[0])
+    graph.erase_node(node)
+
+
+_REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
+    aten.alias.default: _identity,
+    aten.lift_fresh_copy.default: _identity,
+    aten.detach_.default: _detach,
+    aten.to.dtype: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.to.device: _cast,
+    aten.to.other: _cast,
+    aten._to_copy.default: _cast,
+    aten.type_as.default: _cast,
+    aten.contiguous.default: _identity,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.unsqueeze.default: _squeeze,
+    aten.flatten.using_ints: _squeeze,
+    aten.unflatten.int: _squeeze,
+    aten.view.default: _reshape_like,
+    aten._unsafe_view.default: _reshape_like,
+    aten.reshape.default: _reshape_like,
+    aten.view_as.default: _reshape_like,
+    aten.reshape_as.default: _reshape_like,
+    aten.dropout.default: _dropout,
+    aten.native_dropout.default: _dropout,
+    aten.cat.default: _cat,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.nll_loss.default: _cross_entropy,
+    aten.nll_loss_nd.default: _cross_entropy,
+} | {
+    getattr(aten, name).default: _elementwise_loss
+    for name in (
+        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss",
+    )
+}  # fmt: skip

@@ -1,0 +1,313 @@
+"""Capture a model's training computation as one graph of aten operators, without allocating anything.
+
+The model is copied with fake parameters, its annotated modules are wrapped, and ``torch.export`` (non-strict) records
+the loss as a function of parameters, buffers and batch. The graph is that of the *global* batch: shapes are plain
+numbers, and data parallelism, micro-batches and ragged batches are later cuts of it. Knows nothing of devices to
+run on, placements or process groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.traceback import preserve_node_meta
+
+from whale import annotations
+from whale.errors import CaptureError
+from whale.graph.canonical import canonicalize
+
+Batch = Any
+"""A dict of keyword arguments, a tuple of positional arguments, or one tensor."""
+
+
+@dataclass(kw_only=True)
+class Captured:
+    """A captured model: its graph and what its placeholders are.
+
+    ``parameters`` and ``buffers`` map a placeholder's name to the tensor's name in the model (the first of its names
+    if it is tied), ``constants`` to a tensor, ``inputs`` to the batch leaf that it reads. The graph's output is the
+    loss followed by the new values of the buffers in ``mutated``.
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: dict[str, str]
+    mutated: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The graph as a callable of its placeholders, in order."""
+        return fx.GraphModule(nn.Module(), self.graph)
+
+
+def batch_leaves(batch: Batch) -> dict[str, Any]:
+    """The leaves of a batch by name: the keyword, or ``args[i]``."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    items = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return {f"args[{i}]": item for i, item in enumerate(items)}
+
+
+class _Loss(nn.Module):
+    """The model followed by the choice of its loss."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], loss_fn: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.names = tuple(names)
+        self.loss_fn = loss_fn
+
+    def forward(self, *leaves: Any) -> torch.Tensor:
+        values = dict(zip(self.names, leaves, strict=True))
+        args = [v for k, v in values.items() if k.startswith("args[")]
+        kwargs = {k: v for k, v in values.items() if not k.startswith("args[")}
+        if self.loss_fn is None:
+            output = self.model(*args, **kwargs)
+        else:
+            accepted = _accepted(self.model, len(args), kwargs)
+            output = self.model(*args[: accepted[0]], **{k: kwargs[k] for k in accepted[1]})
+            batch = kwargs if kwargs else tuple(args)
+            output = self.loss_fn(output, batch)
+        return _pick_loss(output)
+
+
+def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """How many positional arguments, and which keywords, the model's forward takes of a batch with a loss_fn."""
+    signature = getattr(model.forward, "__wrapped__", model.forward)
+    parameters = inspect.signature(signature).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return num_args, list(kwargs)
+    names = [p.name for p in parameters]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    return max(min(num_args - 1, len(positional)), min(required, num_args)), [k for k in kwargs if k in names]
+
+
+def _pick_loss(output: Any) -> torch.Tensor:
+    """The scalar loss of a model's output: itself, its ``loss``, or its first element."""
+    loss = output
+    if not isinstance(loss, torch.Tensor):
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None and isinstance(output, (tuple, list)) and output:
+            loss = output[0]
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            f"the model returns {type(output).__name__}, which has no loss: return a scalar tensor, an output with "
+            "a `loss` (pass labels in the batch), or give parallelize a loss_fn(output, batch)"
+        )
+    if loss.dim() != 0:
+        raise CaptureError(
+            f"the loss must be a scalar, but it has shape {tuple(loss.shape)}: reduce it, e.g. with .mean(), or give "
+            "parallelize a loss_fn(output, batch)"
+        )
+    return loss
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy of the model whose parameters and buffers are fake tensors on *device*; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    with mode:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if id(tensor) in memo:
+                continue
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = fake
+    return copy.deepcopy(model, memo)
+
+
+def fake_batch(leaves: Mapping[str, Any], mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
+    """Fake copies of the batch's tensors: equal but distinct, so that aliased ones are not merged."""
+    with mode:
+        return {
+            k: torch.empty(v.shape, dtype=v.dtype, device=device) if isinstance(v, torch.Tensor) else v
+            for k, v in leaves.items()
+        }
+
+
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    device: torch.device | str = "cpu",
+    loss_fn: Callable[..., Any] | None = None,
+    promote: bool = False,
+) -> Captured:
+    """Capture the loss of *model* on a batch of these shapes.
+
+    *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64).
+    Raises :class:`CaptureError` with the user's file and line where the model cannot be captured.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = torch.device(device)
+    leaves = batch_leaves(batch)
+    duplicate = fake_copy(model, mode, device)
+    wrap_annotated(duplicate)
+    fakes = fake_batch(leaves, mode, device)
+    root = _Loss(duplicate, list(fakes), loss_fn).train(model.training)
+    try:
+        with warnings.catch_warnings(), annotations.recording(), preserve_node_meta():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(root, tuple(fakes.values()), strict=False)
+            if _mutates(program.graph):
+                program = program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _capture_error(error, model) from error
+    captured = _read_signature(program, model, list(fakes))
+    canonicalize(captured.graph, promote=promote)
+    mark_gradients(captured, model)
+    return captured
+
+
+_NO_GRADIENT = {
+    torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default,
+    torch.ops.aten.full_like.default, torch.ops.aten.rand_like.default, torch.ops.aten.new_zeros.default,
+    torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default, torch.ops.aten.empty_like.default,
+}  # fmt: skip
+
+
+def mark_gradients(captured: Captured, model: nn.Module) -> None:
+    """Record in ``node.meta["grad"]`` whether gradients flow through a node: it depends on a trainable parameter."""
+    trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["grad"] = captured.parameters.get(node.name) in trainable
+        else:
+            inherits = any(source.meta.get("grad") for source in node.all_input_nodes)
+            node.meta["grad"] = inherits and node.target not in _NO_GRADIENT
+
+
+def wrap_annotated(model: nn.Module) -> None:
+    """Wrap the forward of every annotated module so that the nodes traced in it carry its scopes."""
+    scopes = annotations.module_scopes(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in scopes and "_whale_wrapped" not in module.__dict__:
+            module.forward = _scoped(module.forward, scopes[path])  # type: ignore[method-assign]
+            module.__dict__["_whale_wrapped"] = True
+
+
+def _scoped(forward: Callable[..., Any], scopes: Any) -> Callable[..., Any]:
+    import functools
+
+    @functools.wraps(forward)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with annotations.enter_module(scopes):
+            return forward(*args, **kwargs)
+
+    return scoped
+
+
+def _mutates(graph: fx.Graph) -> bool:
+    """Whether an operator changes its arguments, beyond the harmless ``detach_`` of a fresh constant."""
+    for module in [graph.owning_module, *_submodules(graph)]:
+        for node in module.graph.nodes if module is not None else ():
+            schema = getattr(node.target, "_schema", None)
+            if node.op != "call_function" or schema is None:
+                continue
+            if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+                return True
+            if schema.is_mutable and node.target is not torch.ops.aten.detach_.default:
+                return True
+    return False
+
+
+def _submodules(graph: fx.Graph) -> list[fx.GraphModule]:
+    owner = graph.owning_module
+    return [m for m in owner.modules() if isinstance(m, fx.GraphModule) and m is not owner] if owner else []
+
+
+def _capture_error(error: Exception, model: nn.Module) -> CaptureError:
+    """Say in the user's words why a model could not be captured, with the place in the user's code."""
+    text = str(error)
+    place = None
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    own = [f for f in frames if "/torch/" not in f[0] and "/whale/" not in f[0] and not f[0].startswith("<")]
+    if own:
+        place = own[-1]
+    match = re.search(r'File "([^"]+)", line (\d+)', text)
+    if match and place is None:
+        place = (match[1], int(match[2]))
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    hint = "make the computation independent of tensor values, or take the module out of the parallel model"
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "item()" in text:
+        first = f"control flow or shapes depend on tensor values ({first})"
+        hint = "use torch.where or masks in place of `if`/`nonzero`/`.item()`"
+    where = f" at {place[0]}:{place[1]}" if place else ""
+    message = f"{type(model).__name__} cannot be captured{where}: {first}; {hint}"
+    captured = CaptureError(message)
+    if place:
+        captured.file, captured.line = place
+    return captured
+
+
+def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, leaves: Sequence[str]) -> Captured:
+    """Name every placeholder by what it holds, with the model's own names."""
+    first_name: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        aliases[name] = first_name.setdefault(id(tensor), name)
+    graph_module = program.graph_module
+    captured = Captured(graph=graph_module.graph, parameters={}, buffers={}, constants={}, inputs={}, aliases=aliases)
+    user_inputs = iter(leaves)
+    placeholders = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        name = spec.arg.name
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind is InputKind.PARAMETER:
+            captured.parameters[name] = aliases[target]
+        elif spec.kind is InputKind.BUFFER:
+            captured.buffers[name] = aliases[target]
+        elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
+            constant = program.constants[spec.target]
+            if isinstance(constant, FakeTensor):
+                raise CaptureError(
+                    f"constant {target} has no data while the model is captured: register it as a buffer"
+                )
+            captured.constants[name] = constant.detach() if isinstance(constant, torch.Tensor) else constant
+        else:
+            leaf = next(user_inputs)
+            if name in placeholders and isinstance(placeholders[name].meta.get("val"), torch.Tensor):
+                captured.inputs[name] = leaf
+    _merge_tied(captured)
+    outputs = program.graph_signature.output_specs
+    order = [i for i, s in enumerate(outputs) if s.kind is OutputKind.USER_OUTPUT]
+    mutated = [i for i, s in enumerate(outputs) if s.kind is OutputKind.BUFFER_MUTATION]
+    captured.mutated = tuple(aliases[(outputs[i].target or "").removeprefix("model.")] for i in mutated)
+    output = captured.graph.output_node()
+    output.args = (tuple(output.args[0][i] for i in order + mutated),)  # type: ignore[index, union-attr]
+    return captured
+
+
+def _merge_tied(captured: Captured) -> None:
+    """One placeholder for every tensor, whatever the number of its names."""
+    for table in (captured.parameters, captured.buffers):
+        first: dict[str, fx.Node] = {}
+        for node in list(captured.graph.nodes):
+            if node.op != "placeholder" or node.name not in table:
+                continue
+            kept = first.setdefault(table[node.name], node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                del table[node.name]
+                captured.graph.erase_node(node)

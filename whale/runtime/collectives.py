@@ -1,0 +1,251 @@
+"""The six conversions between placements, their adjoints, and the graph module that carries one.
+
+A bridge changes the placement of a tensor on one mesh axis: the value from *a* to *b*, its gradient from the gradient
+of *b* to the gradient of *a*, with the same primitives::
+
+    value or gradient   R -> S   take        (free)      S -> R   all-gather
+                        R -> P   mask        (free)      P -> R   all-reduce
+                        S -> P   zero-pad    (free)      P -> S   reduce-scatter
+                        S -> S'  all-to-all
+
+Knows tensors, cuts and process groups; nothing of operators, models or plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale.ir.placement import Cut, Placement
+
+Group = Any
+"""A ``torch.distributed`` process group, or None where the axis has one rank."""
+
+
+def parts(x: Tensor, cut: Cut, whole: bool = True) -> list[Tensor]:
+    """The views ``[..., outer, size, inner, ...]`` of a tensor's dim, one a segment of the cut.
+
+    *whole* says whether *x* holds the whole dim; else its segments hold ``x.shape[dim] / extent`` of it.
+    """
+    dim = cut.dim
+    scale = (x.shape[dim], cut.extent)
+    views, base = [], 0
+    for segment in cut.segments:
+        extent = segment.extent * scale[0] // scale[1] if not whole else segment.extent
+        piece = x.narrow(dim, base, extent) if len(cut.segments) > 1 else x
+        size = extent // max(segment.outer * segment.inner, 1)
+        views.append(piece.reshape(*x.shape[:dim], segment.outer, size, segment.inner, *x.shape[dim + 1 :]))
+        base += extent
+    return views
+
+
+def _joined(views: Sequence[Tensor], dim: int) -> Tensor:
+    """The inverse of :func:`parts`."""
+    flat = [v.reshape(*v.shape[:dim], -1 if v.numel() else _extent(v, dim), *v.shape[dim + 3 :]) for v in views]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, dim)
+
+
+def _extent(view: Tensor, dim: int) -> int:
+    return view.shape[dim] * view.shape[dim + 1] * view.shape[dim + 2]
+
+
+def take(x: Tensor, cut: Cut, index: int) -> Tensor:
+    """The part of a whole tensor that rank *index* of the axis holds (R -> S). A view where the part is contiguous."""
+    start, size = cut.start(index), cut.sizes[index]
+    if cut.contiguous:
+        inner = cut.segments[0].inner
+        return x.narrow(cut.dim, start * inner, size * inner)
+    return _joined([view.narrow(cut.dim + 1, start, size) for view in parts(x, cut)], cut.dim)
+
+
+def embed(x: Tensor, cut: Cut, index: int) -> Tensor:
+    """A part in its place in a whole tensor of zeros (S -> P)."""
+    shape = list(x.shape)
+    shape[cut.dim] = cut.extent
+    whole = x.new_zeros(shape)
+    for target, source in zip(parts(whole, cut), _local_parts(x, cut, index), strict=True):
+        target.narrow(cut.dim + 1, cut.start(index), cut.sizes[index]).copy_(source)
+    return whole
+
+
+def _local_parts(x: Tensor, cut: Cut, index: int) -> list[Tensor]:
+    """The segments of rank *index*'s part, seen as ``[..., outer, size, inner, ...]``."""
+    local = Cut(
+        cut.dim,
+        tuple(type(s)(s.outer, cut.sizes[index], s.inner) for s in cut.segments),
+        (cut.sizes[index],),
+    )
+    return parts(x, local)
+
+
+def assemble(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
+    """The whole tensor from the parts of all ranks of the axis."""
+    if cut.contiguous:
+        return torch.cat(list(pieces), cut.dim)
+    local = [_local_parts(piece, cut, index) for index, piece in enumerate(pieces)]
+    return _joined([torch.cat(column, cut.dim + 1) for column in zip(*local, strict=True)], cut.dim)
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group, in place (P -> R)."""
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
+    """The whole tensor on every rank (S -> R). Uneven parts are padded to the largest."""
+    if group is None:
+        return x
+    world = len(cut.sizes)
+    shapes = [list(x.shape) for _ in range(world)]
+    for rank, shape in enumerate(shapes):
+        shape[cut.dim] = cut.local_extent(rank)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    largest = max(sizes)
+    flat = x.contiguous().view(-1)
+    if len(set(sizes)) > 1 and sizes[index] < largest:
+        flat = torch.cat([flat, flat.new_zeros(largest - sizes[index])])
+    gathered = flat.new_empty(world * largest)
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    pieces = [
+        gathered[rank * largest : rank * largest + sizes[rank]].view(shape) for rank, shape in enumerate(shapes)
+    ]
+    if cut.contiguous and cut.dim == 0 and len(set(sizes)) == 1:
+        return gathered.view(cut.extent, *x.shape[1:])
+    return assemble(pieces, cut)
+
+
+def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
+    """The sum over the group, of which each rank keeps its part (P -> S)."""
+    if group is None:
+        return x
+    pieces = [take(x, cut, rank).contiguous() for rank in range(len(cut.sizes))]
+    result = torch.empty_like(pieces[index])
+    if len({piece.numel() for piece in pieces}) == 1:
+        dist.reduce_scatter_tensor(result, torch.cat([p.reshape(-1) for p in pieces]), group=group)
+    else:
+        dist.reduce_scatter(result, pieces, group=group)
+    return result
+
+
+def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) -> Tensor:
+    """From parts along one dim to parts along another (S -> S')."""
+    if group is None:
+        return x
+    world = len(source.sizes)
+    outgoing = [take(x, target, rank).contiguous() for rank in range(world)]
+    mine = list(outgoing[index].shape)
+    shapes = []
+    for rank in range(world):
+        shape = list(mine)
+        shape[source.dim] = source.local_extent(rank)
+        shapes.append(shape)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    received = x.new_empty(sum(sizes))
+    sent = torch.cat([piece.reshape(-1) for piece in outgoing])
+    dist.all_to_all_single(received, sent, sizes, [p.numel() for p in outgoing], group=group)
+    pieces = [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
+    return assemble(pieces, source)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a bridge does on one mesh axis: from placement *source* to *target*, cut so, among these global ranks."""
+
+    source: Placement
+    target: Placement
+    source_cut: Cut | None
+    target_cut: Cut | None
+    ranks: tuple[int, ...]
+    index: int
+    reuse: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source}->{self.target}"
+
+    @property
+    def forward_collective(self) -> str:
+        """The collective of the value, or the empty string."""
+        return _COLLECTIVE.get((self.source.value, self.target.value), "") if len(self.ranks) > 1 else ""
+
+    @property
+    def backward_collective(self) -> str:
+        """The collective of the gradient, or the empty string."""
+        return _COLLECTIVE.get((self.target.gradient, self.source.gradient), "") if len(self.ranks) > 1 else ""
+
+
+_COLLECTIVE = {
+    ("S", "R"): "all_gather",
+    ("P", "R"): "all_reduce",
+    ("P", "S"): "reduce_scatter",
+    ("S", "S"): "all_to_all",
+}
+
+
+def _convert(x: Tensor, a: str, b: str, cut_a: Cut | None, cut_b: Cut | None, index: int, group: Group) -> Tensor:
+    match a, b:
+        case ("R", "R") | ("P", "P"):
+            return x
+        case ("R", "S"):
+            return take(x, cut_b, index)  # type: ignore[arg-type]
+        case ("R", "P"):
+            return x if index == 0 else torch.zeros_like(x)
+        case ("S", "R"):
+            return all_gather(x, cut_a, index, group)  # type: ignore[arg-type]
+        case ("S", "P"):
+            return embed(x, cut_a, index)  # type: ignore[arg-type]
+        case ("P", "R"):
+            return all_reduce(x.contiguous() if not x.is_contiguous() else x.clone(), group)
+        case ("P", "S"):
+            return reduce_scatter(x, cut_b, index, group)  # type: ignore[arg-type]
+        case ("S", "S"):
+            return x if cut_a == cut_b else all_to_all(x, cut_a, cut_b, index, group)  # type: ignore[arg-type]
+    raise AssertionError((a, b))
+
+
+class _BridgeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, conversion: Conversion, group: Group) -> Tensor:
+        ctx.conversion, ctx.group = conversion, group
+        c = conversion
+        if c.reuse and c.forward_collective == "all_reduce" and x.is_contiguous():
+            return all_reduce(x.detach(), group)
+        y = _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, group)
+        return x.view_as(x) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        c = ctx.conversion
+        out = _convert(grad, c.target.gradient, c.source.gradient, c.target_cut, c.source_cut, c.index, ctx.group)
+        return out, None, None
+
+
+class Bridge(nn.Module):
+    """A change of placement inside a stage, as a module of the lowered graph."""
+
+    def __init__(self, conversion: Conversion) -> None:
+        super().__init__()
+        self.conversion = conversion
+        self.group: Group = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that take part, in the order of the axis."""
+        return self.conversion.ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convert the value; the gradient is converted back in the backward pass."""
+        c = self.conversion
+        if x.requires_grad:
+            return _BridgeFunction.apply(x, c, self.group)
+        return _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, self.group)
+
+    def extra_repr(self) -> str:
+        """The conversion and its ranks."""
+        return f"{self.conversion}, ranks={list(self.ranks)}"

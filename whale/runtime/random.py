@@ -1,0 +1,78 @@
+"""Random operators whose numbers depend on where a tensor is, not on which process draws first.
+
+Ranks that hold the same part of a tensor draw the same numbers; ranks that hold different parts draw independent
+ones. The seed is a hash of (user's seed, step, micro-batch, operator, part), so a step can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MASK = (1 << 63) - 1
+
+
+class Clock:
+    """Which step and which micro-batch is running; shared by all seeded operators of a model."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.step, self.micro_batch = seed, 0, 0
+
+    def derive(self, key: int) -> int:
+        """A seed for the operator *key* at this moment."""
+        value = self.seed & _MASK
+        for part in (self.step, self.micro_batch, key):
+            value = _mix(value ^ _mix(part + 0x9E3779B97F4A7C15))
+        return value
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finalizer (Steele et al., OOPSLA 2014)."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) & _MASK
+
+
+def position_key(operator: int, part: tuple[tuple[int, int], ...]) -> int:
+    """A key of an operator and of the part of its output (axis, coordinate) that this rank computes."""
+    key = _mix(operator + 1)
+    for axis, coordinate in part:
+        key = _mix(key ^ _mix(axis * 0x10001 + coordinate + 1))
+    return key
+
+
+class SeededDropout(nn.Module):
+    """Dropout with a generator of its own; the second result, if asked for, is the mask."""
+
+    def __init__(self, probability: float, key: int, clock: Clock, with_mask: bool) -> None:
+        super().__init__()
+        self.probability, self.key, self.clock, self.with_mask = probability, key, clock, with_mask
+        self._generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        """Zero elements with the probability, scale the others up."""
+        if self._generator is None:
+            self._generator = torch.Generator(device=x.device)
+        self._generator.manual_seed(self.clock.derive(self.key))
+        keep = 1.0 - self.probability
+        mask = torch.empty_like(x).bernoulli_(keep, generator=self._generator)
+        y = x * (mask.div_(keep) if keep > 0 else mask)
+        return (y, mask) if self.with_mask else y
+
+
+class SeededCall(nn.Module):
+    """Any other random operator, run with the default generator seeded for it and put back afterwards."""
+
+    def __init__(self, target: Callable[..., Any], key: int, clock: Clock) -> None:
+        super().__init__()
+        self.target, self.key, self.clock = target, key, clock
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator."""
+        devices = {a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"}
+        with torch.random.fork_rng(devices=[d.index for d in devices]):
+            torch.manual_seed(self.clock.derive(self.key))
+            return self.target(*args, **kwargs)
