@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from whale import errors
+from whale import Cluster, errors
+from whale.ir.cluster import DeviceType
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -39,6 +40,16 @@ def test_exit_codes_in_the_guide_are_those_of_the_errors() -> None:
     for code, names in re.findall(r"^\| (\d+) \|.*\| (.*) \|$", guide, flags=re.MULTILINE):
         documented.update({name: int(code) for name in re.findall(r"`(\w+)`", names)})
     assert documented == {name: getattr(errors, name).exit_code for name in errors.__all__}
+
+
+def test_cluster_file_of_the_guide_is_read(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "cluster-files.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```toml\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL)
+    file = tmp_path / "cluster.toml"
+    file.write_text(example, encoding="utf-8")
+    known = DeviceType.of("A100-SXM4-80GB", speed={"float32": 19.5e12}, memory_bytes=80 * 2**30, memory_bandwidth=2e12)
+    cluster = Cluster.load(file, catalog={known.name: known})
+    assert [len(node.ranks) for node in cluster.nodes] == [8, 8, 4]
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda path: path.name)
