@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import zip_longest
-from math import prod
 from typing import NamedTuple
 
 from whale.errors import ScheduleError
@@ -32,6 +31,7 @@ from whale.ir.program import (
     Transfer,
     box_shape,
     box_size,
+    fills,
 )
 from whale.ir.schedule import Order
 
@@ -114,7 +114,7 @@ def check_edges(edges: Sequence[Edge]) -> None:
                 _check_transfer(transfer, sources, targets, f"{where}, forward")
                 parts[transfer.target].append(transfer.target_box)
             for rank, boxes in parts.items():
-                if sum(map(box_size, boxes)) != prod(targets[rank]) or _overlap(boxes):
+                if not fills(boxes, targets[rank]):
                     raise ScheduleError(
                         f"{where}: what rank {rank} receives, {boxes}, does not fill its {targets[rank]} exactly once"
                     )
@@ -130,15 +130,6 @@ def _check_transfer(transfer: Transfer, sources: Mapping[int, Shape], targets: M
             raise ScheduleError(f"{where}: {transfer} leaves the {shape} of rank {rank}")
     if box_shape(source_box) != box_shape(target_box):
         raise ScheduleError(f"{where}: {transfer} has boxes of different shape")
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    filled = [box for box in boxes if box_size(box)]
-    return any(
-        all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
-        for position, one in enumerate(filled)
-        for other in filled[:position]
-    )
 
 
 def _check_pairs(programs: Mapping[int, Program], edges: Sequence[Edge]) -> None:

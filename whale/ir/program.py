@@ -34,6 +34,7 @@ __all__ = [
     "Transfer",
     "box_shape",
     "box_size",
+    "fills",
     "format_program",
     "forward_only",
     "project",
@@ -296,6 +297,22 @@ def box_shape(box: Box) -> Shape:
 def box_size(box: Box) -> int:
     """Return the number of elements."""
     return prod(box_shape(box))
+
+
+def fills(boxes: Sequence[Box], shape: Shape) -> bool:
+    """Say whether boxes inside of a tensor of ``shape`` cover each of its elements exactly once.
+
+    >>> fills([((0, 2), (0, 4)), ((2, 3), (0, 4))], (3, 4)), fills([((0, 2), (0, 4)), ((1, 2), (0, 4))], (3, 4))
+    (True, False)
+    """
+    if sum(map(box_size, boxes)) != prod(shape):
+        return False
+    full = [box for box in boxes if box_size(box)]
+    return not any(
+        all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
+        for position, one in enumerate(full)
+        for other in full[:position]
+    )
 
 
 def format_program(program: Program) -> str:

@@ -1,0 +1,442 @@
+"""The executor: a loop over one rank's program, which computes, sends, receives, reduces and frees as it says.
+
+It keeps what a backward needs from the forward, posts receives early but within a bound, and waits only where a task
+consumes. It knows no strategies, graphs or schedules: a stage is something that maps received values to values sent,
+and collectives inside of it are its own business; that all ranks of a stage run its tasks in one order is the
+program's promise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from whale.errors import ScheduleError
+from whale.ir.program import (
+    Box,
+    Compute,
+    Copy,
+    Direction,
+    Edge,
+    Free,
+    Program,
+    Receive,
+    Reduce,
+    Send,
+    fills,
+    forward_only,
+)
+from whale.runtime.failure import Failures
+from whale.runtime.reduce import Reducer
+
+__all__ = ["Executor", "StageProgram"]
+
+_Key = tuple[int, Direction, int]
+
+
+class StageProgram(Protocol):
+    """What a rank runs of a stage."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the values that `forward` returns; ``loss`` is a scalar whose gradient is 1."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """The stage's parameters on this rank, each once; frozen ones may be among them."""
+        ...
+
+    def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compute a micro-batch from what came on the stage's incoming edges, in the order of their indices."""
+        ...
+
+
+class Executor:
+    """Runs one rank's program, again and again.
+
+    Args:
+        rank: this rank. program: its program for a training step; the part for an evaluation is taken from it. edges:
+        all edges, by index. stages: the stages that this rank computes. reducer: sums the gradients; its buckets are
+        in the program's order. None if no gradient is shared. failures: where failures are reported and looked up; it
+        has the timeout of every wait. group: the process group of all ranks for what goes forward; None is the
+        default group. backward_group: another one for what goes backward, so that on NCCL, where a group's messages
+        between two ranks wait
+            for each other, a late one cannot block the opposite direction. None is the same as ``group``.
+        device: where tensors are received. credit: the most values that may be on their way to this rank before the
+        program asks for them. By default 2, or as
+            many as the program keeps micro-batches; on CUDA 0, as there the program itself runs ahead of the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        program: Program,
+        edges: Sequence[Edge],
+        stages: Mapping[int, StageProgram],
+        reducer: Reducer | None = None,
+        failures: Failures | None = None,
+        group: dist.ProcessGroup | None = None,
+        backward_group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        credit: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.edges = tuple(edges)
+        self.stages = dict(stages)
+        self.reducer = reducer
+        self.failures = failures or Failures(rank)
+        self.groups: dict[Direction, dist.ProcessGroup | None] = {
+            "forward": group,
+            "backward": backward_group if backward_group is not None else group,
+        }
+        self.device = torch.device(device)
+        self.programs = {True: program, False: forward_only(program)}
+        self.credit = credit if credit is not None else 0 if self.device.type == "cuda" else max(2, _most_kept(program))
+        self.entering = {s: [edge for edge in edges if edge.target_stage == s] for s in stages}
+        self.leaving = {s: [edge for edge in edges if edge.source_stage == s] for s in stages}
+        self.boxes: dict[_Key, list[Box]] = {}
+        self.last_backwards: set[Compute] = set()
+        last: dict[int, Compute] = {}
+        for instruction in program:
+            if isinstance(instruction, Compute) and instruction.kind in "BW":
+                last[instruction.stage] = instruction
+            elif isinstance(instruction, Receive):
+                self.boxes.setdefault(instruction[:3], []).append(instruction.box)
+            elif isinstance(instruction, Copy):
+                self.boxes.setdefault(instruction[:3], []).append(instruction.target_box)
+        self.last_backwards.update(last.values())
+        self.disjoint = {key: fills(boxes, self.shape(*key)) for key, boxes in self.boxes.items()}
+        self.dtypes = [getattr(torch, edge.dtype) for edge in edges]
+        planned = [instruction.bucket for instruction in program if isinstance(instruction, Reduce)]
+        given = [bucket.index for bucket in reducer.buckets] if reducer is not None else []
+        if planned != given:
+            raise ScheduleError(f"rank {rank} reduces buckets {planned} in its program, but was given {given}")
+
+    def run(self, train: bool) -> Tensor | None:
+        """Run one step and return the sum of this rank's losses, or None if it computes none.
+
+        In training, gradients are added to the parameters, and those in buckets are summed over their ranks.
+        Otherwise only forwards run, without gradients.
+
+        Raises:
+            WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
+        """
+        with torch.set_grad_enabled(train):
+            return _Step(self, train).run()
+
+    def shape(self, edge: int, direction: Direction, micro_batch: int) -> tuple[int, ...]:
+        """Return the shape of the tensor that arrives here: a value, or the gradient of one."""
+        shapes = self.edges[edge].target_shapes if direction == "forward" else self.edges[edge].source_shapes
+        return shapes[micro_batch][self.rank]
+
+
+def _most_kept(program: Program) -> int:
+    kept = most = 0
+    for instruction in program:
+        kept += isinstance(instruction, Compute) and instruction.kind == "F"
+        kept -= isinstance(instruction, Free)
+        most = max(most, kept)
+    return most
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What a micro-batch leaves at a stage between its tasks."""
+
+    received: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of received values, by edge
+    weight_groups: list[dict[str, Any]] | None = None  # what an I leaves for its W
+    roots: tuple[list[Tensor], list[Tensor]] | None = None  # the same, if the I had no inputs to work for
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A tensor whose parts are arriving."""
+
+    buffer: Tensor | None = None
+    parts: list[tuple[dist.Work | None, Tensor | None, Box, int]] = field(default_factory=list)
+
+
+class _Step:
+    """One run of a program; everything here is forgotten with it."""
+
+    def __init__(self, executor: Executor, train: bool) -> None:
+        self.executor = executor
+        self.train = train
+        self.program = executor.programs[train]
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.arrivals: dict[_Key, _Arrival] = {}
+        self.sends: deque[tuple[int, dist.Work, Tensor, Send]] = deque()
+        self.task: Compute | None = None
+        self.num_tasks = 0
+        self.next_receive = 0  # receives before this position are posted
+        self.loss: Tensor | None = None
+
+    def run(self) -> Tensor | None:
+        executor = self.executor
+        reducer = executor.reducer if self.train else None
+        try:
+            if reducer is not None:
+                reducer.begin()
+            for position, instruction in enumerate(self.program):
+                match instruction:
+                    case Compute():
+                        self.post_receives(position)
+                        self.compute(instruction)
+                    case Send():
+                        self.send(instruction)
+                    case Receive():
+                        self.post_receives(position)
+                    case Copy():
+                        self.copy(instruction)
+                    case Reduce():
+                        if reducer is not None:
+                            reducer.launch(instruction.bucket)
+                    case Free():
+                        del self.kept[instruction.stage, instruction.micro_batch]
+            self.task = None
+            while self.sends:
+                self.complete_send()
+            if reducer is not None:
+                reducer.finish()
+        except Exception as error:
+            failure = executor.failures.failed(self.where(), error)
+            if failure is error:
+                raise
+            raise failure from error
+        return self.loss
+
+    def where(self) -> str:
+        if self.task is None:
+            return "the end of the step"
+        return f"task {self.task} (stage {self.task.stage}, micro-batch {self.task.micro_batch})"
+
+    # Tasks
+
+    def compute(self, task: Compute) -> None:
+        executor = self.executor
+        self.task = task
+        self.num_tasks += 1
+        kind, stage, micro_batch = task
+        while self.sends and self.sends[0][0] < self.num_tasks - 2 * executor.credit - 2:
+            self.complete_send()
+        if kind == "F":
+            self.forward(stage, micro_batch)
+            return
+        kept = self.kept[stage, micro_batch]
+        final = executor.reducer is not None and task in executor.last_backwards
+        if final and executor.reducer is not None:
+            executor.reducer.arm(stage)
+        if kind == "W":
+            self.backward_of_weights(stage, kept)
+        else:
+            roots, seeds = self.roots(stage, micro_batch, kept)
+            if kind == "B":
+                if roots:
+                    torch.autograd.backward(roots, seeds)
+            else:
+                self.backward_of_inputs(stage, kept, roots, seeds)
+            for edge, value in zip(executor.entering[stage], kept.received, strict=True):
+                if edge.needs_grad:
+                    kept.gradients[edge.index] = value.grad if value.grad is not None else torch.zeros_like(value)
+            kept.received = kept.outputs = ()
+        if final and executor.reducer is not None:
+            executor.reducer.finished(stage)
+
+    def forward(self, stage: int, micro_batch: int) -> None:
+        executor = self.executor
+        received = []
+        for edge in executor.entering[stage]:
+            value = self.take(edge.index, "forward", micro_batch)
+            if value is None:
+                value = torch.empty(
+                    executor.shape(edge.index, "forward", micro_batch),
+                    dtype=executor.dtypes[edge.index],
+                    device=executor.device,
+                )
+            received.append(value.requires_grad_(self.train and edge.needs_grad))
+        program = executor.stages[stage]
+        outputs = program.forward(micro_batch, tuple(received))
+        if len(outputs) != len(program.outputs):
+            raise ScheduleError(f"the stage returned {len(outputs)} values, but its outputs are {program.outputs}")
+        for name, output in zip(program.outputs, outputs, strict=True):
+            if name == "loss":
+                self.loss = output.detach() if self.loss is None else self.loss + output.detach()
+        self.kept[stage, micro_batch] = _Kept(tuple(received), outputs)
+
+    def roots(self, stage: int, micro_batch: int, kept: _Kept) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs to go backward from, and their gradients, summed over the stages that read them."""
+        executor = self.executor
+        gradients: dict[str, Tensor] = {}
+        for edge in executor.leaving[stage]:
+            if edge.needs_grad and (gradient := self.take(edge.index, "backward", micro_batch)) is not None:
+                gradients[edge.value] = gradients[edge.value] + gradient if edge.value in gradients else gradient
+        roots, seeds = [], []
+        for name, output in zip(executor.stages[stage].outputs, kept.outputs, strict=True):
+            seed = torch.ones_like(output) if name == "loss" else gradients.get(name)
+            if output.requires_grad and seed is not None:  # a frozen or relayed value may have no gradient
+                roots.append(output)
+                seeds.append(seed)
+        return roots, seeds
+
+    def backward_of_inputs(self, stage: int, kept: _Kept, roots: list[Tensor], seeds: list[Tensor]) -> None:
+        inputs = [value for value in kept.received if value.requires_grad]
+        if not inputs or not roots:
+            kept.roots = (roots, seeds)
+            return
+        from torch.distributed.pipelining._backward import stage_backward_input
+
+        joined = list(_Joined.apply(*roots))
+        weights = [parameter for parameter in self.executor.stages[stage].parameters if parameter.requires_grad]
+        gradients, kept.weight_groups = stage_backward_input(joined, seeds, inputs, iter(weights))
+        for value, gradient in zip(inputs, gradients, strict=True):
+            value.grad = gradient
+
+    def backward_of_weights(self, stage: int, kept: _Kept) -> None:
+        if kept.roots is not None:
+            roots, seeds = kept.roots
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        elif kept.weight_groups is not None:
+            from torch.distributed.pipelining._backward import stage_backward_weight
+
+            weights = [parameter for parameter in self.executor.stages[stage].parameters if parameter.requires_grad]
+            groups = [group for group in kept.weight_groups if "grads" in group]
+            for group in groups:
+                group["grads"] = [grads or () for grads in group["grads"]]
+            # Groups whose graphs meet free each other's tensors, so the graph is retained, until `kept` goes.
+            stage_backward_weight(iter(weights), groups, retain_graph=True)
+        kept.roots = kept.weight_groups = None
+
+    # What travels
+
+    def send(self, instruction: Send) -> None:
+        edge, direction, _, peer, box = instruction
+        part = _part(self.value(instruction), box).contiguous()
+        work = dist.isend(part, peer, group=self.executor.groups[direction])
+        if work is None:
+            raise ScheduleError(f"edge {edge}: rank {self.executor.rank} is not in the group of its edges")
+        self.sends.append((self.num_tasks, work, part, instruction))
+
+    def copy(self, instruction: Copy) -> None:
+        key: _Key = instruction[:3]
+        arrival = self.arrivals.setdefault(key, _Arrival())
+        part = _part(self.value(instruction), instruction.source_box)
+        if self.executor.disjoint[key] and len(self.executor.boxes[key]) == 1:
+            arrival.buffer = part
+            arrival.parts.append((None, None, instruction.target_box, self.executor.rank))
+        else:
+            arrival.parts.append((None, part, instruction.target_box, self.executor.rank))
+
+    def value(self, instruction: Send | Copy) -> Tensor:
+        """Return what an instruction takes its box from, without its history."""
+        executor = self.executor
+        edge = executor.edges[instruction.edge]
+        if instruction.direction == "backward":
+            return self.kept[edge.target_stage, instruction.micro_batch].gradients[edge.index]
+        kept = self.kept[edge.source_stage, instruction.micro_batch]
+        value = kept.outputs[executor.stages[edge.source_stage].outputs.index(edge.value)].detach()
+        expected = edge.source_shapes[instruction.micro_batch][executor.rank]
+        if tuple(value.shape) != tuple(expected) or value.dtype != executor.dtypes[edge.index]:
+            raise ScheduleError(
+                f"value {edge.value!r} is {value.dtype} {tuple(value.shape)}, but the plan says {edge.dtype} {expected}"
+            )
+        return value
+
+    def post_receives(self, position: int) -> None:
+        """Post the receives up to ``position``, and later ones while fewer values than the credit are on their way."""
+        while self.next_receive < len(self.program):
+            if self.next_receive > position and len(self.arrivals) >= self.executor.credit:
+                return
+            instruction = self.program[self.next_receive]
+            self.next_receive += 1
+            if isinstance(instruction, Receive):
+                self.receive(instruction)
+
+    def receive(self, instruction: Receive) -> None:
+        executor = self.executor
+        key: _Key = instruction[:3]
+        arrival = self.arrivals.setdefault(key, _Arrival())
+        dtype = executor.dtypes[instruction.edge]
+        target: Tensor | None = None
+        if executor.disjoint[key]:
+            if arrival.buffer is None:
+                arrival.buffer = torch.empty(executor.shape(*key), dtype=dtype, device=executor.device)
+            target = _part(arrival.buffer, instruction.box)
+        apart = target is None or not target.is_contiguous()
+        if target is None or apart:
+            target = torch.empty([stop - start for start, stop in instruction.box], dtype=dtype, device=executor.device)
+        work = dist.irecv(target, instruction.peer, group=executor.groups[instruction.direction])
+        arrival.parts.append((work, target if apart else None, instruction.box, instruction.peer))
+
+    def take(self, edge: int, direction: Direction, micro_batch: int) -> Tensor | None:
+        """Wait for all parts of a tensor and return it; None if it has none."""
+        executor = self.executor
+        key: _Key = (edge, direction, micro_batch)
+        arrival = self.arrivals.pop(key, None)
+        if arrival is None:
+            return None
+        if arrival.buffer is None:
+            make = torch.empty if executor.disjoint[key] else torch.zeros
+            arrival.buffer = make(executor.shape(*key), dtype=executor.dtypes[edge], device=executor.device)
+        for work, part, box, peer in arrival.parts:
+            if work is not None:
+                self.wait(work, edge, direction, micro_batch, peer, "from")
+            if part is None:
+                continue
+            target = _part(arrival.buffer, box)
+            with torch.no_grad():
+                if executor.disjoint[key]:
+                    target.copy_(part)
+                else:
+                    target.add_(part)
+        return arrival.buffer
+
+    def complete_send(self) -> None:
+        _, work, _, instruction = self.sends.popleft()
+        self.wait(work, instruction.edge, instruction.direction, instruction.micro_batch, instruction.peer, "to")
+
+    def wait(
+        self, work: dist.Work, edge: int, direction: Direction, micro_batch: int, peer: int, preposition: str
+    ) -> None:
+        what = "value" if direction == "forward" else "gradient of value"
+        description = (
+            f"{what} {self.executor.edges[edge].value!r} of micro-batch {micro_batch} {preposition} rank {peer}, "
+            f"in {self.where()}"
+        )
+        self.executor.failures.wait(work, description, (peer,), blocking=self.executor.device.type != "cuda")
+
+
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    """Return the box of a tensor as a view."""
+    if all(start == 0 and stop == extent for (start, stop), extent in zip(box, tensor.shape, strict=True)):
+        return tensor
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+class _Joined(torch.autograd.Function):
+    """Identity on all of a stage's outputs at once.
+
+    torch's split backward detaches its roots in place, which a view does not allow, and misses what a weight
+    contributes to an output that no input reaches. One node over all outputs gives it roots that are no views and a
+    graph with one end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients

@@ -1,0 +1,119 @@
+"""How ranks learn of each other's failures: what a rank reports, and what the others raise instead of a socket error.
+
+A rank that fails writes why into the store before it stops. A rank whose wait then fails, or times out, reads it and
+raises a `WorkerError` that names the first rank that failed. This file knows no stages and no programs, only ranks
+and words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from whale.errors import WhaleError, WorkerError
+
+__all__ = ["Failures"]
+
+_FAILURE = "whale/failure"
+_GRACE_SECONDS = 1.0
+"""For how long a rank that lost another looks for its report; reports are written before connections close."""
+
+
+class Failures:
+    """The failures of one launch.
+
+    Args:
+        rank: this rank.
+        store: where all ranks read and write; None for one process.
+        timeout_seconds: the longest that any wait may take.
+    """
+
+    def __init__(self, rank: int, store: dist.Store | None = None, timeout_seconds: float = 60.0) -> None:
+        self.rank = rank
+        self.timeout_seconds = timeout_seconds
+        self._store = store
+
+    def report(self, message: str) -> None:
+        """Tell the other ranks why this one stops; only the first report of all ranks is kept."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that hosts it
+                self._store.compare_set(_FAILURE, "", f"{self.rank}:{message}")
+
+    def first(self, grace_seconds: float = 0.0) -> tuple[int, str] | None:
+        """Return the rank and the message of the first report, waiting for one up to ``grace_seconds``."""
+        if self._store is None:
+            return None
+        end = time.monotonic() + grace_seconds
+        with contextlib.suppress(RuntimeError):
+            while not self._store.check([_FAILURE]):
+                if time.monotonic() >= end:
+                    return None
+                time.sleep(0.05)
+            rank, _, message = self._store.get(_FAILURE).decode().partition(":")
+            return int(rank), message
+        return None
+
+    def wait(self, work: dist.Work, what: str, ranks: Sequence[int], *, blocking: bool = True) -> None:
+        """Wait for communication with ``ranks``; ``what`` says for what, as in "rank 1 in 1F0, value 'h'".
+
+        With ``blocking`` false the device's queue waits and not this process; the timeout is then the process group's.
+
+        Raises:
+            WorkerError: it failed or took longer than the timeout; names the rank that failed first, or did not come.
+        """
+        try:
+            done = work.wait(timedelta(seconds=self.timeout_seconds)) if blocking else work.wait()
+        except RuntimeError as error:
+            raise self.lost(what, ranks, error) from error
+        if not done:
+            raise self.lost(what, ranks, RuntimeError("the operation was aborted"))
+
+    def lost(self, what: str, ranks: Sequence[int], error: BaseException) -> WorkerError:
+        """Return what to raise when communication with ``ranks`` failed, and report it if it is the first failure."""
+        late = self._late(what, ranks)
+        first = self.first(_GRACE_SECONDS)
+        if first is not None and first[0] != self.rank:
+            return WorkerError(f"rank {first[0]} failed: {first[1]} [rank {self.rank} was waiting for {what}]")
+        who = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = (
+            f"rank {self.rank} waited for {what}, and {who} did not come within {self.timeout_seconds:g} s "
+            f"or closed the connection: {reason}"
+        )
+        self.report(message)
+        return WorkerError(message)
+
+    def failed(self, where: str, error: Exception) -> WhaleError:
+        """Return what to raise when ``error`` stopped this rank at ``where``, and report it.
+
+        A communication inside of a stage that broke because another rank failed names that rank.
+        """
+        if isinstance(error, WorkerError):
+            return error
+        text = str(error)
+        broken = isinstance(error, RuntimeError) and any(word in text.lower() for word in ("connection", "timed out"))
+        first = self.first(_GRACE_SECONDS if broken else 0.0)
+        if broken and first is not None and first[0] != self.rank:
+            return WorkerError(f"rank {first[0]} failed: {first[1]} [rank {self.rank} was in {where}]")
+        message = f"rank {self.rank} failed in {where}: {type(error).__name__}: {text}"
+        self.report(message)
+        if isinstance(error, WhaleError):
+            error.add_note(f"rank {self.rank}, in {where}")
+            return error
+        return WorkerError(message)
+
+    def _late(self, what: str, ranks: Sequence[int]) -> list[int]:
+        """Return those of ``ranks`` that are not waiting for the same thing; all others are, if there is no store."""
+        others = [rank for rank in ranks if rank != self.rank]
+        if self._store is None or (len(others) < 2 and self.rank not in ranks):
+            return others
+        key = f"whale/waiting/{what}"
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{key}/{self.rank}", "")
+            time.sleep(_GRACE_SECONDS)
+            return [rank for rank in others if not self._store.check([f"{key}/{rank}"])] or others
+        return others

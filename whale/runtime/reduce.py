@@ -1,0 +1,223 @@
+"""The sum of gradients over the ranks that own a parameter: bucketed, asynchronous, overlapped with the last backward.
+
+Replicas of a stage and stages that share a weight are the same case here: ranks that each hold a part of one
+gradient. It is a sum, never a mean, because the loss is already divided by a global count. Buckets start in one fixed
+order, so all ranks agree on it. This file knows no stages but as the numbers that the executor says have finished,
+and no strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from whale.errors import ScheduleError, UsageError
+from whale.runtime.failure import Failures
+
+__all__ = ["Bucket", "Reducer", "bucketize"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bucket:
+    """Parameters whose gradients travel together.
+
+    Attributes:
+        index: of the `ReduceSpec` that this is the local part of. parameters: trainable, each once, of one dtype and
+        device; the same list on all ranks. ranks: who owns them. stages: the stages on *this* rank that contribute.
+        group: the process group of ``ranks``; None if this rank is alone. A group of its own, not the one that
+        collectives
+            inside of stages use, because these start whenever a gradient is ready.
+    """
+
+    index: int
+    parameters: tuple[Parameter, ...]
+    ranks: tuple[int, ...]
+    stages: frozenset[int]
+    group: dist.ProcessGroup | None
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A bucket's state during one step."""
+
+    bucket: Bucket
+    stages: set[int]
+    ready: set[Parameter] = field(default_factory=set)
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class Reducer:
+    """Sums gradients of one rank's buckets, in the order in which they are given, which must be the program's.
+
+    In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest
+    where the program says so; `finish`. Gradients that were there before the step, from a step whose gradients are to
+    be accumulated, are put aside and added back, so they are not summed twice.
+
+    Raises:
+        UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], failures: Failures) -> None:
+        self.buckets = tuple(buckets)
+        self._failures = failures
+        self._pending: list[_Pending] = []
+        self._next = 0
+        self._armed: dict[Parameter, _Pending] = {}
+        self._before: list[tuple[Parameter, Tensor]] = []
+        seen: set[Parameter] = set()
+        for bucket in self.buckets:
+            kinds = {(parameter.dtype, parameter.device) for parameter in bucket.parameters}
+            if len(kinds) > 1 or not seen.isdisjoint(bucket.parameters) or len(bucket.parameters) == 0:
+                raise UsageError(f"bucket {bucket.index} needs parameters of one dtype and device, each in one bucket")
+            seen.update(bucket.parameters)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for bucket in self.buckets
+            if bucket.group is not None
+            for parameter in bucket.parameters
+        ]
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._pending = [_Pending(bucket, set(bucket.stages)) for bucket in self.buckets]
+        self._next = 0
+        self._armed.clear()
+        self._before = []
+        for bucket in self.buckets:
+            if bucket.group is None:
+                continue
+            for parameter in bucket.parameters:
+                if parameter.grad is not None:
+                    self._before.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def arm(self, stage: int) -> None:
+        """Say that the stage's next backward is its last: it accumulates final values, where no other stage adds."""
+        for pending in self._pending:
+            if pending.stages == {stage}:
+                for parameter in pending.bucket.parameters:
+                    self._armed[parameter] = pending
+
+    def finished(self, stage: int) -> None:
+        """Say that the stage's last backward is done: gradients that did not come are zero."""
+        self._armed.clear()
+        for pending in self._pending:
+            pending.stages.discard(stage)
+        self._start_ready()
+
+    def launch(self, index: int) -> None:
+        """Make sure that the bucket has started, as the program says it must have by now.
+
+        Raises:
+            ScheduleError: a stage that contributes has not finished, or the program's order is another.
+        """
+        started = [pending.bucket.index for pending in self._pending[: self._next]]
+        if index not in started:
+            raise ScheduleError(f"bucket {index} cannot be reduced yet; of {self._order()} only {started} have started")
+
+    def finish(self) -> None:
+        """Wait for all sums and put them where the optimizer looks.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout; the message names it.
+        """
+        if self._next < len(self._pending):
+            left = [pending.bucket.index for pending in self._pending[self._next :]]
+            raise ScheduleError(f"the step ended before buckets {left} were reduced")
+        for pending in self._pending:
+            bucket = pending.bucket
+            if pending.work is not None:
+                what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
+                self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
+            if pending.flat is not None:
+                sizes = [parameter.numel() for parameter in bucket.parameters]
+                gradients = [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
+                sums = zip(pending.flat.split(sizes), gradients, strict=True)
+                torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in sums])
+        for parameter, before in self._before:
+            if parameter.grad is not None:
+                before.add_(parameter.grad)
+            parameter.grad = before
+        self._pending, self._before = [], []
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Note that a gradient has been added to; called by autograd for every backward, so it must be quick."""
+        pending = self._armed.get(parameter)  # type: ignore[call-overload]
+        if pending is None:
+            return
+        if parameter in pending.ready:
+            raise ScheduleError(
+                f"a parameter of bucket {pending.bucket.index} got two gradients in one backward, as from a reentrant "
+                "checkpoint; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        pending.ready.add(parameter)
+        if len(pending.ready) == len(pending.bucket.parameters):
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Start buckets, in order, up to the first that is not ready."""
+        while self._next < len(self._pending):
+            pending = self._pending[self._next]
+            if pending.stages and len(pending.ready) < len(pending.bucket.parameters):
+                return
+            self._next += 1
+            if pending.bucket.group is not None:
+                with torch.no_grad():
+                    self._start(pending, pending.bucket.group)
+
+    def _start(self, pending: _Pending, group: dist.ProcessGroup) -> None:
+        parameters = pending.bucket.parameters
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            elif parameter.grad.is_sparse:
+                raise UsageError(
+                    f"bucket {pending.bucket.index}: sparse gradients cannot be summed over ranks; use dense"
+                )
+            elif not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()  # ranks must agree on the layout
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if len(gradients) == 1:
+            total = gradients[0]
+        else:
+            total = pending.flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        pending.work = dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+    def _order(self) -> list[int]:
+        return [bucket.index for bucket in self.buckets]
+
+
+def bucketize(parameters: Sequence[Parameter], capacity_bytes: int = 25 * 2**20) -> list[tuple[Parameter, ...]]:
+    """Cut parameters, given in the order of the forward, into buckets in the order in which gradients become ready.
+
+    A parameter larger than the capacity is a bucket of its own, which needs no copy; frozen ones are left out. 25 MiB
+    is the default of torch's `DistributedDataParallel`.
+    """
+    buckets: list[tuple[Parameter, ...]] = []
+    current: list[Parameter] = []
+    held = 0
+    for parameter in reversed(parameters):
+        if not parameter.requires_grad:
+            continue
+        size = parameter.numel() * parameter.element_size()
+        first = current[0] if current else parameter
+        if current and (
+            held + size > capacity_bytes or (first.dtype, first.device) != (parameter.dtype, parameter.device)
+        ):
+            buckets.append(tuple(current))
+            current, held = [], 0
+        current.append(parameter)
+        held += size
+    return [*buckets, tuple(current)] if current else buckets
