@@ -14,10 +14,11 @@ from math import prod
 import torch
 from torch import fx
 
+from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape
 from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement, shard
 from whale.strategies.axes import Atoms, Dim
 from whale.strategies.rules import rule_of
-from whale.strategies.rules.registry import Op, OpAxis, Rule, Value, output_shapes, resolve, value_shape
+from whale.strategies.rules.registry import Op, OpAxis, Rule
 
 
 @dataclass(frozen=True)
@@ -35,26 +36,28 @@ class Choice:
 
 @dataclass
 class Analysis:
-    """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of atoms."""
+    """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of atoms.
+
+    ``batch_leaf`` is the atom along which the batch can be cut, -1 if there is none.
+    """
 
     atoms: Atoms = field(default_factory=Atoms)
     dims: dict[Value, list[Dim]] = field(default_factory=dict)
     ops: dict[fx.Node, Op] = field(default_factory=dict)
     rules: dict[fx.Node, Rule] = field(default_factory=dict)
     choices: dict[fx.Node, list[Choice]] = field(default_factory=dict)
+    batch_leaf: int = -1
 
     def shardable(self, value: Value, leaf: int, dim: int) -> bool:
         """Whether dim *dim* of a value can be cut along *leaf*."""
         return self.atoms.count(self.dims[value][dim], leaf) == 1
 
 
-def is_call(node: fx.Node) -> bool:
-    """Whether a node computes something (``getitem`` only picks an output)."""
-    return node.op == "call_function" and resolve(node)[0] is node
+def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:
+    """Find the axes of every value and the sharding choices of every operator of a captured graph.
 
-
-def analyse(graph: fx.Graph) -> Analysis:
-    """Find the axes of every value and the sharding choices of every operator of a captured graph."""
+    *batch* are the placeholders whose first dim is the batch.
+    """
     analysis = Analysis()
     atoms = analysis.atoms
     tiles = _tiling_slices(graph)
@@ -73,6 +76,12 @@ def analyse(graph: fx.Graph) -> Analysis:
         if node in tiles:
             _cut_tiles(analysis, node, tiles[node])
         _relate(analysis, op, rule)
+    rows = [analysis.dims[(node, 0)][0] for node in batch]
+    for other in rows[1:]:
+        atoms.align([rows[0]], [other])
+    if rows:
+        leaves = atoms.leaves(rows[0])
+        analysis.batch_leaf = leaves[0] if leaves else -1
     for node in analysis.ops:
         analysis.choices[node] = _choices(analysis, node)
     return analysis

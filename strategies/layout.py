@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from whale.graph.values import Value
 from whale.ir.placement import Cut, Placement
 from whale.ir.shares import shares
 from whale.strategies.analysis import Analysis
 from whale.strategies.axes import Dim
-from whale.strategies.rules.registry import Value
 
 Placements = tuple[Placement, ...]
 """One placement for each mesh axis, time first."""

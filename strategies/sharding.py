@@ -23,9 +23,9 @@ from typing import Literal
 
 from torch import fx
 
+from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
 from whale.strategies.analysis import Analysis, Choice
-from whale.strategies.rules.registry import Value, needs_grad, output_shapes, value_tensor
 
 Role = Literal["replicate", "split"]
 BEAM = 150

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from whale.strategies.rules.registry import Op, OpAxis, Rule, register, same_axes, value_tensor
+from whale.graph.values import value_tensor
+from whale.strategies.rules.registry import Op, OpAxis, Rule, register, same_axes
 
 
 @register("aten.embedding")

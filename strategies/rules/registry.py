@@ -26,9 +26,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-Value = tuple[fx.Node, int]
-"""One tensor of the graph: a node, and which of its outputs (0 for a node with one)."""
-
+from whale.graph.values import Value, is_tensor, output_shapes, resolve, value_shape
 
 @dataclass
 class OpAxis:
@@ -94,7 +92,7 @@ class Op:
             leaves = pytree.tree_leaves(self.args.get(name), is_leaf=lambda x: x is None)
             slots: list[int | None] = []
             for leaf in leaves:
-                if isinstance(leaf, fx.Node) and is_tensor_value(leaf):
+                if isinstance(leaf, fx.Node) and is_tensor(leaf):
                     slots.append(len(self.operands))
                     self.operands.append(resolve(leaf))
                 else:
@@ -114,46 +112,6 @@ class Op:
     def outputs(self) -> tuple[tuple[int, ...], ...]:
         """Whole shapes of the outputs."""
         return output_shapes(self.node)
-
-
-def is_tensor_value(node: fx.Node) -> bool:
-    """Whether the node yields one tensor (not a tuple, a number or a list)."""
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def resolve(node: fx.Node) -> Value:
-    """The value behind a node: a ``getitem`` is an output of its producer."""
-    import operator
-
-    if node.op == "call_function" and node.target is operator.getitem:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
-    return node, 0
-
-
-def value_tensor(value: Value) -> torch.Tensor:
-    """The fake tensor of a value."""
-    meta = value[0].meta["val"]
-    return meta if isinstance(meta, torch.Tensor) else meta[value[1]]
-
-
-def value_shape(value: Value) -> tuple[int, ...]:
-    """Whole shape of a value."""
-    return tuple(value_tensor(value).shape)
-
-
-def needs_grad(value: Value) -> bool:
-    """Whether gradients flow through a value (see ``whale.graph.capture.mark_gradients``)."""
-    return bool(value[0].meta.get("grad")) and value_tensor(value).is_floating_point()
-
-
-def output_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """Whole shapes of a node's outputs; an output that is not a tensor counts as a scalar."""
-    val = node.meta.get("val")
-    if isinstance(val, torch.Tensor):
-        return (tuple(val.shape),)
-    if isinstance(val, (tuple, list)):
-        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in val)
-    return ((),)
 
 
 def target_name(node: fx.Node) -> str:

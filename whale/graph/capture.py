@@ -252,12 +252,8 @@ def _capture_error(error: Exception, model: nn.Module) -> CaptureError:
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "item()" in text:
         first = f"control flow or shapes depend on tensor values ({first})"
         hint = "use torch.where or masks in place of `if`/`nonzero`/`.item()`"
-    where = f" at {place[0]}:{place[1]}" if place else ""
-    message = f"{type(model).__name__} cannot be captured{where}: {first}; {hint}"
-    captured = CaptureError(message)
-    if place:
-        captured.file, captured.line = place
-    return captured
+    message = f"{type(model).__name__} cannot be captured: {first}; {hint}"
+    return CaptureError(message, file=place[0] if place else None, line=place[1] if place else None)
 
 
 def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, leaves: Sequence[str]) -> Captured:

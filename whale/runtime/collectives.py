@@ -249,3 +249,15 @@ class Bridge(nn.Module):
     def extra_repr(self) -> str:
         """The conversion and its ranks."""
         return f"{self.conversion}, ranks={list(self.ranks)}"
+
+
+class Take(nn.Module):
+    """The part of a whole tensor that this rank reads, where no gradient flows (R -> S)."""
+
+    def __init__(self, cut: Cut, index: int) -> None:
+        super().__init__()
+        self.cut, self.index = cut, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A view where the part is contiguous."""
+        return take(x, self.cut, self.index)

@@ -1,0 +1,510 @@
+"""Turn one stage of the global graph into the plain local program of one rank.
+
+The result is three graphs of plain tensors: *constant* (floating values that depend on nothing; run once), *step*
+(floating values of the whole batch, such as the number of targets that count; run once a step) and *micro-batch* (the
+stage itself). Floating nodes are derived on demand in the placement in which they are read; pinned nodes are computed
+as the solver chose, with a bridge where a value is wanted in another placement. Local shapes come from the global
+graph and the layout; the new nodes carry none.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from whale.graph.capture import Captured
+from whale.graph.partition import is_random
+from whale.graph.values import Value, needs_grad, output_shapes
+from whale.ir.placement import REPLICATE, Cut, Placement
+from whale.ir.virtual_device import VirtualDevice
+from whale.runtime.collectives import Bridge, Conversion, Take
+from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
+from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.forms import VocabularyCrossEntropy, VocabularyEmbedding
+from whale.strategies.layout import Layout, Placements
+from whale.strategies.rules.registry import LocalShapes, Op
+
+aten = torch.ops.aten
+
+CONSTANT, STEP, MICRO_BATCH = 0, 1, 2
+LEVELS = ("constant", "step", "micro_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStage:
+    """A stage with a placement for everything: the input of the lowering, the same on every rank.
+
+    ``choices[node]`` and ``stored[value]`` have one entry a mesh axis, time first. ``sent`` and ``mutated`` say in
+    which placements values leave the micro-batch graph.
+    """
+
+    index: int
+    mesh: VirtualDevice
+    layout: Layout
+    nodes: tuple[fx.Node, ...]
+    choices: Mapping[fx.Node, tuple[Choice, ...]]
+    stored: Mapping[Value, Placements]
+    received: tuple[Value, ...]
+    sent: Mapping[Value, Placements]
+    loss: Value | None
+    loss_placements: Placements = ()
+    mutated: Mapping[str, Value] = field(default_factory=dict)
+
+
+Source = tuple[str, Any]
+"""Where a placeholder's tensor comes from: ("parameter", name), ("buffer", name), ("constant", name),
+("input", (leaf, intervals)), ("received", position) or (level, position) for an output of an earlier graph."""
+
+
+@dataclass
+class LocalGraph:
+    """One graph of a local program: what feeds its placeholders, in order."""
+
+    module: fx.GraphModule
+    sources: list[Source]
+
+
+@dataclass
+class LocalProgram:
+    """What one rank runs for a stage and a number of rows.
+
+    The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values.
+    """
+
+    constant: LocalGraph
+    step: LocalGraph
+    micro_batch: LocalGraph
+    bridges: list[nn.Module]
+    depends_on_position: bool = False
+
+
+class _Emitter:
+    """A graph being written: its placeholders by source, and the values it has, by placement."""
+
+    def __init__(self, level: int, root: nn.Module) -> None:
+        self.level, self.graph, self.root = level, fx.Graph(), root
+        self.env: dict[tuple[Value, Placements], fx.Node] = {}
+        self.sources: list[Source] = []
+        self._placeholders: dict[Any, fx.Node] = {}
+        self.outputs: list[fx.Node] = []
+        self._output_index: dict[fx.Node, int] = {}
+        self._modules = 0
+
+    def placeholder(self, key: Any, source: Source, hint: str) -> fx.Node:
+        if key not in self._placeholders:
+            last = list(self._placeholders.values())[-1] if self._placeholders else None
+            with self.graph.inserting_after(last) if last else self.graph.inserting_before(None):
+                self._placeholders[key] = self.graph.placeholder(hint)
+            self.sources.append(source)
+        return self._placeholders[key]
+
+    def output(self, node: fx.Node) -> int:
+        if node not in self._output_index:
+            self._output_index[node] = len(self.outputs)
+            self.outputs.append(node)
+        return self._output_index[node]
+
+    def call_module(self, module: nn.Module, args: tuple[Any, ...], hint: str, kwargs: dict | None = None) -> fx.Node:
+        name = f"{hint}_{self._modules}"
+        self._modules += 1
+        self.root.add_module(name, module)
+        return self.graph.call_module(name, args, kwargs or {})
+
+    def finish(self) -> LocalGraph:
+        self.graph.output(tuple(self.outputs))
+        for node in reversed(list(self.graph.nodes)):
+            if node.op in ("call_function", "call_module") and not node.users:
+                self.graph.erase_node(node)
+        return LocalGraph(fx.GraphModule(self.root, self.graph), self.sources)
+
+
+def lower(
+    captured: Captured,
+    analysis: Analysis,
+    stage: PlacedStage,
+    rank: int,
+    micro_batch: int,
+    *,
+    clock: Clock | None = None,
+) -> LocalProgram:
+    """The local program of *rank* for one micro-batch of a stage.
+
+    *clock* seeds random operators by position; without one they are left as they are (a single process).
+    """
+    return _Lowering(captured, analysis, stage, rank, micro_batch, clock).run()
+
+
+class _Lowering:
+    def __init__(
+        self,
+        captured: Captured,
+        analysis: Analysis,
+        stage: PlacedStage,
+        rank: int,
+        micro_batch: int,
+        clock: Clock | None,
+    ) -> None:
+        self.captured, self.analysis, self.stage, self.rank, self.clock = captured, analysis, stage, rank, clock
+        self.coordinates = (micro_batch, *stage.mesh.coordinates(rank))
+        self.groups = ((),) + tuple(stage.mesh.group(i, rank) for i in range(len(stage.mesh.axes)))
+        self.whole: Placements = (REPLICATE,) * len(self.coordinates)
+        self.pinned = set(stage.nodes)
+        self.emitters = [_Emitter(level, nn.Module()) for level in range(3)]
+        self.primary: dict[Value, Placements] = {}
+        self.depends_on_position = False
+        self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
+        self._level: dict[fx.Node, int] = {}
+
+    # The walk
+
+    def run(self) -> LocalProgram:
+        main = self.emitters[MICRO_BATCH]
+        for position, value in enumerate(self.stage.received):
+            placed = self._normal(value, self.stage.stored[value])
+            self.primary[value] = placed
+            main.env[(value, placed)] = main.placeholder(value, ("received", position), f"received_{value[0].name}")
+        for node in self.stage.nodes:
+            self._pinned(node)
+        for value, want in self.stage.sent.items():
+            main.outputs.append(self.read(value, want))
+        if self.stage.loss is not None:
+            main.outputs.append(self.read(self.stage.loss, self.stage.loss_placements))
+        for value in self.stage.mutated.values():
+            main.outputs.append(self.read(value, self.whole))
+        _mark_reusable(main.graph, main.root)
+        graphs = [emitter.finish() for emitter in self.emitters]
+        bridges = [m for g in graphs for m in g.module.modules() if hasattr(m, "group") and hasattr(m, "ranks")]
+        return LocalProgram(*graphs, bridges=bridges, depends_on_position=self.depends_on_position)
+
+    def _normal(self, value: Value, placements: Placements) -> Placements:
+        """Where no gradient flows R* is R; along time it always is: gradients accumulate there."""
+        grad = needs_grad(value)
+        return tuple(
+            REPLICATE if p.kind == "R*" and (axis == 0 or not grad) else p for axis, p in enumerate(placements)
+        )
+
+    def _pinned(self, node: fx.Node) -> None:
+        main = self.emitters[MICRO_BATCH]
+        choices = self.stage.choices[node]
+        op = self.analysis.ops[node]
+        inputs = [tuple(c.inputs[i] for c in choices) for i in range(len(op.operands))]
+        outputs = [
+            self._normal((node, i), tuple(c.outputs[i] for c in choices)) for i in range(len(output_shapes(node)))
+        ]
+        args = [self.read(value, want) for value, want in zip(op.operands, inputs, strict=True)]
+        self._call(main, op, choices, args, inputs, outputs)
+        for index, placed in enumerate(outputs):
+            self.primary[(node, index)] = placed
+
+    # Reading a value in a placement
+
+    def read(self, value: Value, want: Placements) -> fx.Node:
+        """The node that holds *value* placed as wanted, in the micro-batch graph; bridges are made once."""
+        want = self._normal(value, want)
+        main = self.emitters[MICRO_BATCH]
+        if (value, want) in main.env:
+            return main.env[(value, want)]
+        if value[0] in self.pinned or value in self.primary:
+            return self._convert(value, self.primary[value], want)
+        if value[0].op == "placeholder" and value[0].name in self.captured.parameters:
+            name = self.captured.parameters[value[0].name]
+            stored = self._normal(value, self.stage.stored[value])
+            self.primary[value] = stored
+            hint = "p_" + name.replace(".", "_")
+            main.env[(value, stored)] = main.placeholder(value, ("parameter", name), hint)
+            return self.read(value, want)
+        return self._floating(value, want, MICRO_BATCH)
+
+    def _convert(self, value: Value, have: Placements, want: Placements) -> fx.Node:
+        """Bridge from *have* to *want*, axis by axis; parts are put together from the inside out."""
+        main = self.emitters[MICRO_BATCH]
+        node, current = main.env[(value, have)], have
+        for axis, target in self._steps(have, want):
+            after = (*current[:axis], target, *current[axis + 1 :])
+            key = (value, after)
+            if key not in main.env:
+                main.env[key] = self._bridge(main, node, value, current, after, axis)
+            node, current = main.env[key], after
+        return node
+
+    def _steps(self, have: Placements, want: Placements) -> list[tuple[int, Placement]]:
+        changed = {i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b}
+        # An inner axis that cuts an atom which an outer, changing axis cuts too must be whole meanwhile.
+        nested = {
+            inner
+            for inner, p in enumerate(have)
+            if p.kind == "S"
+            and any(
+                outer in changed and (have[outer].atom == p.atom or want[outer].atom == p.atom)
+                for outer in range(inner)
+                if have[outer].kind == "S" or want[outer].kind == "S"
+            )
+        }
+        steps: list[tuple[int, Placement]] = []
+        for axis in sorted(changed | nested, reverse=True):
+            if axis in nested:
+                steps.append((axis, REPLICATE))
+            elif have[axis].kind == "S" or want[axis].kind != "S":
+                steps.append((axis, want[axis]))
+        for axis in sorted(changed | nested):
+            if axis in nested:
+                if want[axis] != REPLICATE:
+                    steps.append((axis, want[axis]))
+            elif have[axis].kind != "S" and want[axis].kind == "S":
+                steps.append((axis, want[axis]))
+        return steps
+
+    def _bridge(
+        self, emitter: _Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
+    ) -> fx.Node:
+        a, b = have[axis], want[axis]
+        cut_a = self._cut(value, have, axis) if a.kind == "S" else None
+        cut_b = self._cut(value, want, axis) if b.kind == "S" else None
+        if axis == 0:
+            raise AssertionError(f"{value[0].name}: a bridge {a}->{b} between micro-batches")
+        if not needs_grad(value) and (a.value, b.value) == ("R", "R"):
+            return node
+        conversion = Conversion(a, b, cut_a, cut_b, self.groups[axis], self.coordinates[axis])
+        kind = conversion.forward_collective or conversion.backward_collective or "take"
+        fresh = emitter.call_module(Bridge(conversion), (node,), f"{kind}_{value[0].name}")
+        fresh.meta["source"] = value[0]
+        return fresh
+
+    def _cut(self, value: Value, placements: Placements, axis: int) -> Cut:
+        return self.stage.layout.cut(value, placements, axis, self.coordinates)
+
+    # Floating values
+
+    def _levels(self, node: fx.Node) -> int:
+        """CONSTANT for what depends on no input and no changing buffer, else STEP."""
+        if node not in self._level:
+            if node.op == "placeholder":
+                constant = node.name in self.captured.constants or (
+                    node.name in self.captured.buffers and self.captured.buffers[node.name] not in self.captured.mutated
+                )
+                self._level[node] = CONSTANT if constant else STEP
+            else:
+                self._level[node] = max((self._levels(n) for n in node.all_input_nodes), default=CONSTANT)
+        return self._level[node]
+
+    def _floating(self, value: Value, want: Placements, level: int) -> fx.Node:
+        """Derive a floating value as wanted, in the earliest graph that can."""
+        want = tuple(REPLICATE if p.kind == "R*" else p for p in want)
+        own = MICRO_BATCH if want[0].kind == "S" else self._levels(value[0])
+        own = min(own, level) if want[0].kind != "S" else own
+        emitter = self.emitters[own]
+        if (value, want) not in emitter.env:
+            emitter.env[(value, want)] = self._derive(emitter, value, want)
+        node = emitter.env[(value, want)]
+        if own == level:
+            return node
+        position = emitter.output(node)
+        hint = f"{LEVELS[own]}_{value[0].name}"
+        return self.emitters[level].placeholder((value, want), (LEVELS[own], position), hint)
+
+    def _derive(self, emitter: _Emitter, value: Value, want: Placements) -> fx.Node:
+        node, index = value
+        for axis, placement in enumerate(want):
+            if placement.kind == "P":  # a term of a sum: rank 0 has it all
+                whole = (*want[:axis], REPLICATE, *want[axis + 1 :])
+                source = self._floating(value, whole, emitter.level)
+                return self._bridge_floating(emitter, source, value, whole, want, axis)
+        if node.op == "placeholder":
+            return self._derive_placeholder(emitter, value, want)
+        op = self.analysis.ops[node]
+        choices = [self._choice_for(node, index, placement) for placement in want]
+        for axis, choice in enumerate(choices):
+            if choice is None:  # cannot be computed in parts: compute more, and take the part
+                return self._taken(emitter, value, want, axis)
+        inputs = [tuple(c.inputs[i] for c in choices) for i in range(len(op.operands))]  # type: ignore[union-attr]
+        outputs = [tuple(c.outputs[i] for c in choices) for i in range(len(output_shapes(node)))]  # type: ignore[union-attr]
+        args = [self._floating(v, w, emitter.level) for v, w in zip(op.operands, inputs, strict=True)]
+        self._call(emitter, op, choices, args, inputs, outputs)  # type: ignore[arg-type]
+        return emitter.env[(value, want)]
+
+    def _taken(self, emitter: _Emitter, value: Value, want: Placements, axis: int) -> fx.Node:
+        """A value that is whole on *axis*, and on inner axes that cut the same atom, of which the part is taken."""
+        nested = [i for i, p in enumerate(want) if i >= axis and p.kind == "S" and p.atom == want[axis].atom]
+        have = tuple(REPLICATE if i in nested else p for i, p in enumerate(want))
+        node = self._floating(value, have, emitter.level)
+        for i in nested:
+            after = (*have[:i], want[i], *have[i + 1 :])
+            node, have = self._bridge_floating(emitter, node, value, have, after, i), after
+        return node
+
+    def _choice_for(self, node: fx.Node, index: int, placement: Placement) -> Choice | None:
+        choices = self.analysis.choices[node]
+        if placement.kind != "S":
+            return choices[0]
+        return next((c for c in choices if c.outputs[index] == placement and "vocabulary" not in c.form), None)
+
+    def _bridge_floating(
+        self, emitter: _Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
+    ) -> fx.Node:
+        if want[axis].kind == "S":
+            cut = self._cut(value, want, axis)
+            if axis == 0:
+                self.depends_on_position = True
+            return emitter.call_module(Take(cut, self.coordinates[axis]), (node,), f"take_{value[0].name}")
+        return self._bridge(emitter, node, value, have, want, axis)
+
+    def _derive_placeholder(self, emitter: _Emitter, value: Value, want: Placements) -> fx.Node:
+        node = value[0]
+        if node.name in self.captured.inputs:
+            leaf = self.captured.inputs[node.name]
+            source: Source = ("input", (leaf, want))
+            return emitter.placeholder((value, want), source, node.name)
+        if node.name in self.captured.parameters:
+            raise AssertionError(f"{node.name}: a floating value reads a parameter")
+        kind, table = (
+            ("buffer", self.captured.buffers) if node.name in self.captured.buffers else ("constant", None)
+        )
+        name = table[node.name] if table is not None else node.name
+        whole = emitter.placeholder((value, self.whole), (kind, name), node.name)
+        emitter.env[(value, self.whole)] = whole
+        cut = [axis for axis, placement in enumerate(want) if placement.kind == "S"]
+        return self._taken(emitter, value, want, cut[0]) if cut else whole
+
+    # Emitting a call
+
+    def _call(
+        self,
+        emitter: _Emitter,
+        op: Op,
+        choices: Sequence[Choice],
+        args: Sequence[fx.Node],
+        inputs: Sequence[Placements],
+        outputs: Sequence[Placements],
+    ) -> None:
+        """Write one operator on local tensors into a graph, and its outputs into the graph's values."""
+        rule = self.analysis.rules[op.node]
+        bound = _substitute(op, args)
+        sharded = any(p.kind == "S" for placements in (*inputs, *outputs) for p in placements)
+        if sharded and rule.local is not None:
+            layout, at = self.stage.layout, self.coordinates
+            starts: tuple[int, ...] = ()
+            if any(c.form == "offset" for c in choices):
+                starts = layout.starts((op.node, 0), outputs[0], at)
+                self.depends_on_position |= outputs[0][0].kind == "S"
+            shapes = LocalShapes(
+                tuple(layout.local_shape(v, p, at) for v, p in zip(op.operands, inputs, strict=True)),
+                tuple(layout.local_shape((op.node, i), p, at) for i, p in enumerate(outputs)),
+                starts,
+            )
+            bound = rule.local(op, bound, shapes)
+        node = self._special(emitter, op, choices, bound, inputs, outputs)
+        if node is None:
+            node = _emit(emitter.graph, op, bound)
+        node.meta["source"] = op.node
+        if isinstance(op.node.meta.get("val"), (tuple, list)):
+            for index, placed in enumerate(outputs):
+                emitter.env[((op.node, index), placed)] = emitter.graph.call_function(operator.getitem, (node, index))
+        else:
+            emitter.env[((op.node, 0), outputs[0])] = node
+
+    def _special(
+        self,
+        emitter: _Emitter,
+        op: Op,
+        choices: Sequence[Choice],
+        bound: dict[str, Any],
+        inputs: Sequence[Placements],
+        outputs: Sequence[Placements],
+    ) -> fx.Node | None:
+        """The special lowering of a call, where one of its sharded axes needs one or it draws random numbers."""
+        for axis, choice in enumerate(choices):
+            if choice.form in ("vocabulary_embedding", "vocabulary_cross_entropy"):
+                held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[choice.inputs[0].dim]
+                start, stop = held[0] if held else (0, 0)
+                if choice.form == "vocabulary_embedding":
+                    table: nn.Module = VocabularyEmbedding(start, stop - start)
+                    return emitter.call_module(table, (bound["weight"], bound["indices"]), choice.form)
+                loss = VocabularyCrossEntropy(start, bound["ignore_index"], self.groups[axis])
+                return emitter.call_module(loss, (bound["self"], bound["target"]), choice.form)
+        if any(c.form == "mean" for c in choices):
+            shape = op.shape(0)
+            dims = bound.get("dim")
+            dims = list(range(len(shape))) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+            keepdim, dtype = bool(bound.get("keepdim", False)), bound.get("dtype")
+            total = emitter.graph.call_function(
+                aten.sum.dim_IntList, (bound["self"], dims or list(range(len(shape))), keepdim), {"dtype": dtype}
+            )
+            count = prod(shape[d] for d in dims) if dims else prod(shape)
+            return emitter.graph.call_function(aten.div.Scalar, (total, count))
+        if is_random(op.node) and self.clock is not None:
+            part = tuple((a, self.coordinates[a]) for a in range(1, len(choices)) if outputs[0][a].kind == "S")
+            key = position_key(self.order[op.node], part)
+            if op.node.target in (aten.dropout.default, aten.native_dropout.default):
+                pair = op.node.target is aten.native_dropout.default
+                dropout = SeededDropout(bound["p"], key, self.clock, pair)
+                return emitter.call_module(dropout, (bound["input"],), "dropout")
+            positional, keyword = _arguments(op, bound)
+            return emitter.call_module(SeededCall(op.target, key, self.clock), positional, "random", keyword)
+        return None
+
+
+def _substitute(op: Op, args: Sequence[fx.Node]) -> dict[str, Any]:
+    """The call's arguments by name with its tensor operands replaced, in order."""
+    replacements = iter(args)
+
+    def replace(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
+            return next(replacements)
+        return leaf
+
+    bound = dict(op.args)
+    for name in op.tensor_names:
+        bound[name] = pytree.tree_map(replace, op.args.get(name), is_leaf=lambda x: x is None)
+    return bound
+
+
+def _arguments(op: Op, bound: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    schema = getattr(op.target, "_schema", None)
+    if schema is None:
+        positional = tuple(bound[str(i)] for i in range(len(op.node.args)))
+        return positional, {k: bound[k] for k in op.node.kwargs}
+    positional_args = [bound[a.name] for a in schema.arguments if not a.kwarg_only]
+    given = [a for a in schema.arguments if not a.kwarg_only]
+    while given and given[-1].has_default_value() and positional_args[-1] == given[-1].default_value:
+        given.pop()
+        positional_args.pop()
+    keyword = {
+        a.name: bound[a.name]
+        for a in schema.arguments
+        if a.kwarg_only and not (a.has_default_value() and bound[a.name] == a.default_value)
+    }
+    return tuple(positional_args), keyword
+
+
+def _emit(graph: fx.Graph, op: Op, bound: dict[str, Any]) -> fx.Node:
+    positional, keyword = _arguments(op, bound)
+    return graph.call_function(op.target, positional, keyword)  # type: ignore[arg-type]
+
+
+_FRESH = {
+    aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
+    aten.conv2d.default, aten.conv1d.default,
+}  # fmt: skip
+_RENAMING = {aten.reshape.default}
+
+
+def _mark_reusable(graph: fx.Graph, root: nn.Module) -> None:
+    """Let an all-reduce work in place where its input is a fresh result that nothing else reads."""
+    for node in graph.nodes:
+        if node.op != "call_module":
+            continue
+        module = root.get_submodule(node.target)
+        if not isinstance(module, Bridge) or module.conversion.forward_collective != "all_reduce":
+            continue
+        source = node.args[0]
+        while source.target in _RENAMING and len(source.users) == 1:
+            source = source.args[0]
+        if source.target in _FRESH and len(source.users) == 1:
+            module.conversion = Conversion(**{**module.conversion.__dict__, "reuse": True})

@@ -1,0 +1,234 @@
+"""From a stage's operators and its mesh to a placement for everything (:class:`PlacedStage`).
+
+Time comes first: every operator is cut along the batch without a bridge, or the model couples the rows and cannot be
+cut into micro-batches. Then the mesh axes, outermost first, each solved with the sizes that the outer ones left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from whale.errors import UsageError
+from whale.graph.capture import Captured
+from whale.graph.partition import Partition, TaskGraph
+from whale.graph.values import Value, value_shape, value_tensor
+from whale.ir.placement import REPLICATE, Placement
+from whale.ir.virtual_device import VirtualDevice
+from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.layout import Layout, LayoutAxis, Placements
+from whale.strategies.lowering import PlacedStage
+from whale.strategies.sharding import AxisProblem, Prices, Role, solve_axis, solve_time
+
+
+@dataclass
+class Report:
+    """What a user should know of the placements: operators computed whole, matrices that could not be split."""
+
+    whole: list[fx.Node] = field(default_factory=list)
+    gathered: list[Value] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProblem:
+    """A stage to place: its operators, its mesh, and the role of each operator on each mesh axis."""
+
+    task_graph: TaskGraph
+    mesh: VirtualDevice
+    roles: Mapping[fx.Node, tuple[Role, ...]]
+    rows: tuple[int, ...]
+    loss: Value | None = None
+    mutated: Mapping[str, Value] = field(default_factory=dict)
+
+
+def batch_placeholders(captured: Captured) -> list[fx.Node]:
+    """The inputs whose first dim is the batch: that of the first tensor input, and all of the same length."""
+    inputs = [n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.inputs]
+    tensors = [n for n in inputs if value_tensor((n, 0)).dim() > 0]
+    if not tensors:
+        return []
+    length = value_shape((tensors[0], 0))[0]
+    return [n for n in tensors if value_shape((n, 0))[0] == length]
+
+
+def place_stage(
+    captured: Captured,
+    analysis: Analysis,
+    partition: Partition,
+    problem: StageProblem,
+    *,
+    prices: Prices,
+    report: Report,
+) -> PlacedStage:
+    """Choose placements for one stage on all of its axes.
+
+    Raises :class:`UsageError` if the batch is cut into micro-batches and an operator couples its rows.
+    """
+    nodes, mesh = problem.task_graph.nodes, problem.mesh
+    free = frozenset(
+        v for n in nodes for v in analysis.ops[n].operands if v[0] in partition.floating or _is_leaf(captured, v)
+    )
+    time, coupled = solve_time(analysis, nodes, analysis.batch_leaf, free)
+    if len(problem.rows) > 1 and coupled:
+        raise UsageError(_coupled_message(coupled[0], len(problem.rows)))
+    if len(problem.rows) == 1:
+        time = {n: analysis.choices[n][0] for n in nodes}
+    layout = Layout(analysis, layout_axes(mesh, problem.rows))
+    chosen: dict[fx.Node, list[Choice]] = {n: [time[n]] for n in nodes}
+    parameters = frozenset(v for n in nodes for v in analysis.ops[n].operands if _is_parameter(captured, v))
+    received = problem.task_graph.received
+    stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in parameters}
+    stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
+    roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
+    outputs: dict[Value, str] = dict.fromkeys(problem.task_graph.sent, "any")
+    outputs |= dict.fromkeys(problem.mutated.values(), "whole")
+    if problem.loss is not None:
+        outputs[problem.loss] = "sum"
+    for axis, mesh_axis in enumerate(mesh.axes):
+
+        def local_bytes(value: Value) -> int:
+            placed = _placed(chosen, stored, value)
+            parts = 1
+            for layout_axis, placement in zip(layout.axes, placed, strict=False):
+                if placement.kind == "S":
+                    parts *= layout_axis.size
+            tensor = value_tensor(value)
+            return max(tensor.numel() * tensor.element_size() // parts, 1)
+
+        solution = solve_axis(
+            analysis,
+            AxisProblem(
+                nodes=nodes,
+                roles={n: roles[n][axis] for n in nodes},
+                size=mesh_axis.size,
+                batch_leaf=analysis.batch_leaf,
+                parameters=parameters,
+                free=free - parameters,
+                received=frozenset(received),
+                outputs=outputs,  # type: ignore[arg-type]
+                local_bytes=local_bytes,
+                prices=prices,
+            ),
+        )
+        for node in nodes:
+            chosen[node].append(solution.choices[node])
+        for value in stored:
+            stored[value].append(solution.stored.get(value, REPLICATE))
+        report.gathered += [v for v in solution.forbidden if v not in report.gathered]
+        report.whole += _computed_whole(analysis, nodes, chosen, axis + 1, report)
+    choices = {n: tuple(c) for n, c in chosen.items()}
+    final = {v: tuple(p) for v, p in stored.items()}
+    return PlacedStage(
+        index=problem.task_graph.index,
+        mesh=mesh,
+        layout=layout,
+        nodes=nodes,
+        choices=choices,
+        stored=final,
+        received=received,
+        sent={v: _leaving(choices, final, v) for v in problem.task_graph.sent},
+        loss=problem.loss,
+        loss_placements=_loss_placements(choices, problem.loss),
+        mutated=problem.mutated,
+    )
+
+
+def layout_axes(mesh: VirtualDevice, rows: Sequence[int]) -> list[LayoutAxis]:
+    """Time and the mesh axes, as the layout sees them."""
+    axes = [LayoutAxis(name="time", size=len(rows), sizes=tuple(rows))]
+    for index, axis in enumerate(mesh.axes):
+        speeds = mesh.axis_speeds(index)
+        weights = () if len(set(speeds)) == 1 else speeds
+        axes.append(LayoutAxis(name=axis.name, size=axis.size, weights=weights))
+    return axes
+
+
+def _is_leaf(captured: Captured, value: Value) -> bool:
+    node = value[0]
+    return node.op == "placeholder" and node.name not in captured.parameters
+
+
+def _is_parameter(captured: Captured, value: Value) -> bool:
+    return value[0].op == "placeholder" and value[0].name in captured.parameters
+
+
+def _time_of(analysis: Analysis, nodes: Sequence[fx.Node], time: Mapping[fx.Node, Choice], value: Value) -> Placement:
+    """How a received value is cut along time: as its first reader wants it."""
+    for node in nodes:
+        for operand, want in zip(analysis.ops[node].operands, time[node].inputs, strict=True):
+            if operand == value:
+                return REPLICATE if want.kind == "R*" else want
+    return REPLICATE
+
+
+def _effective_roles(
+    captured: Captured,
+    analysis: Analysis,
+    nodes: Sequence[fx.Node],
+    roles: Mapping[fx.Node, tuple[Role, ...]],
+    num_axes: int,
+) -> dict[fx.Node, tuple[Role, ...]]:
+    """A replicated operator without parameters that reads a split one may be cut as that one is: a residual sum, a loss.
+
+    What it may not do is decided by the next operator that has parameters.
+    """
+    found: dict[fx.Node, tuple[Role, ...]] = {}
+    for node in nodes:
+        own = list(roles[node])
+        operands = analysis.ops[node].operands
+        if not any(_is_parameter(captured, v) for v in operands):
+            for axis in range(num_axes):
+                if any(found.get(v[0], own)[axis] == "split" for v in operands if v[0] in found):
+                    own[axis] = "split"
+        found[node] = tuple(own)
+    return found
+
+
+def _placed(
+    chosen: Mapping[fx.Node, Sequence[Choice]], stored: Mapping[Value, Sequence[Placement]], value: Value
+) -> list[Placement]:
+    if value in stored:
+        return list(stored[value])
+    return [c.outputs[value[1]] for c in chosen.get(value[0], ())]
+
+
+def _leaving(choices: Mapping[fx.Node, tuple[Choice, ...]], stored: Mapping[Value, Placements], value: Value) -> Placements:
+    """How a sent value leaves: sharded where it is, else whole."""
+    return tuple(p if p.kind == "S" else REPLICATE for p in _placed(choices, stored, value))
+
+
+def _loss_placements(choices: Mapping[fx.Node, tuple[Choice, ...]], loss: Value | None) -> Placements:
+    if loss is None:
+        return ()
+    return tuple(p if p.kind == "P" else REPLICATE for p in _placed(choices, {}, loss))
+
+
+def _computed_whole(
+    analysis: Analysis, nodes: Sequence[fx.Node], chosen: Mapping[fx.Node, Sequence[Choice]], axis: int, report: Report
+) -> list[fx.Node]:
+    """Operators that have no rule and that were therefore computed whole on an axis where their inputs are parts."""
+    found = []
+    for node in nodes:
+        if not analysis.rules[node].opaque or node in report.whole:
+            continue
+        for value in analysis.ops[node].operands:
+            producer = chosen.get(value[0])
+            if producer is not None and producer[axis].outputs[value[1]].kind in "SP":
+                found.append(node)
+                break
+    return found
+
+
+def _coupled_message(node: fx.Node, count: int) -> str:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in lines if line.startswith("File")]
+    place = f" ({files[-1]})" if files else ""
+    return (
+        f"micro_batches={count}: {node.name}{place} computes a row of the batch from other rows, so micro-batches would "
+        "change the result; use micro_batches=1, or take the operator out of the model (e.g. freeze batch-norm with "
+        ".eval())"
+    )
+
+

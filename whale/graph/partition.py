@@ -1,0 +1,183 @@
+"""Cut a captured graph into stages: which operators each stage computes, and which values cross.
+
+A node is *pinned* if it reads (through others) a parameter, changes a buffer or draws random numbers; it is computed
+once, in its stage. Everything else is *floating* (masks, positions, rotary tables, label shifts): each stage that
+needs a floating value computes it from its own rows of the batch. So only hidden states cross a boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from whale.annotations import NODE_KEY
+from whale.errors import AnnotationError
+from whale.graph.capture import Captured
+from whale.graph.values import Value, is_call, operands, value_tensor
+from whale.ir.strategy import ScopePath, StageCut, cut_at_stage, decode_scopes
+
+aten = torch.ops.aten
+
+RANDOM = {
+    aten.dropout.default, aten.native_dropout.default, aten.rand.default, aten.randn.default, aten.rand_like.default,
+    aten.randn_like.default, aten.bernoulli.default, aten.bernoulli.p, aten.multinomial.default, aten.randint.default,
+    aten.randint.low, aten.randperm.default, aten.rrelu.default, aten.normal.float_float,
+}  # fmt: skip
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), node.args, strict=False)) | node.kwargs
+        return bool(given.get("dropout_p"))
+    return node.target in RANDOM
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskGraph:
+    """The pinned operators of one stage, in order, and the values that cross its boundaries.
+
+    ``scopes`` holds the annotation path of every node below its stage. ``received`` come from earlier stages, ``sent``
+    go to later ones.
+    """
+
+    index: int
+    name: str
+    cut: StageCut
+    nodes: tuple[fx.Node, ...]
+    scopes: dict[fx.Node, ScopePath]
+    received: tuple[Value, ...]
+    sent: tuple[Value, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The stages of a graph, and its floating nodes."""
+
+    stages: tuple[TaskGraph, ...]
+    floating: frozenset[fx.Node]
+    stage_of: dict[fx.Node, int]
+
+
+def scopes_of(node: fx.Node) -> ScopePath:
+    """The annotation path that the capture recorded on a node."""
+    text = (node.meta.get("custom") or {}).get(NODE_KEY)
+    return decode_scopes(text) if text else ()
+
+
+def partition(captured: Captured) -> Partition:
+    """Cut the graph at its ``stage`` annotations; a model without any is one stage.
+
+    Raises :class:`AnnotationError` where the annotated stages are not in the order of the data's flow.
+    """
+    calls = [n for n in captured.graph.nodes if is_call(n)]
+    floating = _floating(captured, calls)
+    pinned = [n for n in calls if n not in floating]
+    paths = {n: scopes_of(n) for n in pinned}
+    cuts = {n: cut_at_stage(path) for n, path in paths.items()}
+    order: dict[str, StageCut] = {}
+    for node in pinned:
+        scope = cuts[node].stage
+        if scope is not None:
+            order.setdefault(scope.region, cuts[node])
+    number = {region: i for i, region in enumerate(order)}
+    stage_of = _assign(pinned, cuts, number)
+    return Partition(
+        stages=tuple(
+            _task_graph(captured, index, list(order)[index] if order else "", order, pinned, cuts, stage_of)
+            for index in range(max(len(order), 1))
+        ),
+        floating=floating,
+        stage_of=stage_of,
+    )
+
+
+def _floating(captured: Captured, calls: list[fx.Node]) -> frozenset[fx.Node]:
+    mutated = set(captured.mutated)
+    pinned = {n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.parameters}
+    pinned |= {n for n in captured.graph.nodes if captured.buffers.get(n.name) in mutated and _is_statistic(n)}
+    for node in calls:
+        sources = {source[0] for source in operands(node)}
+        if is_random(node) or sources & pinned or _nontensor_inputs(node) & pinned:
+            pinned.add(node)
+    return frozenset(n for n in calls if n not in pinned)
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Buffers that training changes are pinned; counters (integers) are not: they do not depend on the batch."""
+    return bool(value_tensor((node, 0)).is_floating_point())
+
+
+def _nontensor_inputs(node: fx.Node) -> set[fx.Node]:
+    return set(node.all_input_nodes)
+
+
+def _assign(pinned: list[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int]) -> dict[fx.Node, int]:
+    """Stage of every pinned node: annotated, else the latest of its inputs, else the first of its users."""
+    stage_of: dict[fx.Node, int] = {}
+    for node in pinned:
+        inputs = [stage_of[source] for source, _ in operands(node) if source in stage_of]
+        scope = cuts[node].stage
+        if scope is not None:
+            index = number[scope.region]
+            late = [source for source, _ in operands(node) if stage_of.get(source, -1) > index]
+            if late:
+                raise AnnotationError(
+                    f"stage {scope.region!r} comes before stage {list(number)[stage_of[late[0]]]!r} in the model, but "
+                    f"its operator {node.name} reads {late[0].name} from there; annotate stages in the order of the "
+                    f"data's flow{_line(node)}"
+                )
+            stage_of[node] = index
+        elif inputs:
+            stage_of[node] = max(inputs)
+    for node in reversed(pinned):
+        if node not in stage_of:
+            users = [stage_of[u] for u in _users(node) if u in stage_of]
+            stage_of[node] = min(users, default=0)
+    return stage_of
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """Calls that read any output of a node."""
+    return [call for user in node.users for call in ([user] if is_call(user) else list(user.users))]
+
+
+def _line(node: fx.Node) -> str:
+    """The user's file and line of a node, for messages."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
+    return f" ({lines[-1]})" if lines else ""
+
+
+def _task_graph(
+    captured: Captured,
+    index: int,
+    region: str,
+    order: dict[str, StageCut],
+    pinned: list[fx.Node],
+    cuts: dict[fx.Node, StageCut],
+    stage_of: dict[fx.Node, int],
+) -> TaskGraph:
+    nodes = tuple(n for n in pinned if stage_of[n] == index)
+    received: dict[Value, None] = {}
+    for node in nodes:
+        for source in operands(node):
+            if stage_of.get(source[0], index) < index:
+                received[source] = None
+    sent: dict[Value, None] = {}
+    for node in pinned:
+        if stage_of[node] > index:
+            for source in operands(node):
+                if stage_of.get(source[0], -1) == index:
+                    sent[source] = None
+    cut = order.get(region, StageCut((), None, ()))
+    return TaskGraph(
+        index=index,
+        name=region,
+        cut=cut,
+        nodes=nodes,
+        scopes={n: cuts[n].inner for n in nodes},
+        received=tuple(received),
+        sent=tuple(sent),
+    )

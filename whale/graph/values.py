@@ -1,0 +1,61 @@
+"""The tensors of a graph: a node and which of its outputs. ``getitem`` nodes only pick, and are looked through."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+Value = tuple[fx.Node, int]
+"""One tensor of the graph: a node, and which of its outputs (0 for a node with one)."""
+
+
+def resolve(node: fx.Node) -> Value:
+    """The value behind a node: a ``getitem`` is an output of its producer."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node computes something."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node yields one tensor (not a tuple, a number or a list)."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def operands(node: fx.Node) -> list[Value]:
+    """The tensor operands of a call, in the order of its arguments; one that is given twice counts twice."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [resolve(leaf) for leaf in leaves if isinstance(leaf, fx.Node) and is_tensor(leaf)]
+
+
+def value_tensor(value: Value) -> torch.Tensor:
+    """The fake tensor of a value."""
+    meta = value[0].meta["val"]
+    return meta if isinstance(meta, torch.Tensor) else meta[value[1]]
+
+
+def value_shape(value: Value) -> tuple[int, ...]:
+    """Whole shape of a value."""
+    return tuple(value_tensor(value).shape)
+
+
+def needs_grad(value: Value) -> bool:
+    """Whether gradients flow through a value (see ``whale.graph.capture.mark_gradients``)."""
+    return bool(value[0].meta.get("grad")) and value_tensor(value).is_floating_point()
+
+
+def output_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Whole shapes of a node's outputs; an output that is not a tensor counts as a scalar."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return (tuple(val.shape),)
+    if isinstance(val, (tuple, list)):
+        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in val)
+    return ((),)
