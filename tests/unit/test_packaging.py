@@ -63,5 +63,18 @@ def test_version_is_the_one_of_the_distribution() -> None:
     assert whale.__version__[0].isdigit()
 
 
+def test_every_data_file_is_listed_for_the_wheel() -> None:
+    listed = _project()["tool"]["setuptools"]["package-data"]
+    folders = {"whale": ROOT / "whale", "whale.planner": ROOT / "planner", "whale.strategies": ROOT / "strategies"}
+    shipped = {file for name, globs in listed.items() for glob in globs for file in folders[name].glob(glob)}
+    for folder in folders.values():
+        for parent, subfolders, files in os.walk(folder):
+            subfolders[:] = [sub for sub in subfolders if sub != "__pycache__"]
+            for file in files:
+                assert file.endswith(".py") or Path(parent, file) in shipped, (
+                    f"{Path(parent, file)} is not in the wheel"
+                )
+
+
 def test_types_are_published() -> None:
     assert (ROOT / "whale" / "py.typed").is_file()
