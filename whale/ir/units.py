@@ -1,0 +1,82 @@
+"""Quantities as people write them in files, such as ``"16 GiB"`` or ``"100 Gbit/s"``, as plain numbers in base units.
+
+A quantity always has its unit; ``GB`` is 10**9 bytes and ``GiB`` 2**30. Bits are spelt ``bit``, because ``Gb`` and
+``GB`` are too easily taken for each other.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from math import isfinite
+from typing import Literal
+
+__all__ = ["PATTERNS", "Quantity", "parse_quantity"]
+
+Quantity = Literal["memory", "bandwidth", "latency", "speed"]
+"""Read as bytes, bytes per second, seconds and FLOP per second."""
+
+# Decimal, so that "15 us" is the float 15e-6 and not its neighbour.
+_DECIMAL = {prefix: Decimal(10) ** (3 * power) for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))}
+_BINARY = {prefix: Decimal(2) ** (10 * power) for power, prefix in enumerate(("Ki", "Mi", "Gi", "Ti"), start=1)}
+_BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+_UNITS: dict[Quantity, dict[str, Decimal]] = {
+    "memory": _BYTES,
+    "bandwidth": {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+    | {f"{prefix}bit/s": factor / 8 for prefix, factor in _DECIMAL.items()},
+    "latency": {
+        "s": Decimal(1),
+        "ms": Decimal("1e-3"),
+        "us": Decimal("1e-6"),
+        "µs": Decimal("1e-6"),
+        "ns": Decimal("1e-9"),
+    },
+    "speed": {f"{prefix}{unit}": factor for prefix, factor in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS")},
+}
+_EXAMPLES: dict[Quantity, str] = {
+    "memory": '"16 GiB"',
+    "bandwidth": '"300 GB/s" or "100 Gbit/s"',
+    "latency": '"15 us"',
+    "speed": '"9.3 TFLOP/s"',
+}
+_NUMBER = r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?"
+_WRITTEN = re.compile(rf"\s*({_NUMBER})\s*([A-Za-zµ/]*)\s*")
+
+PATTERNS: dict[Quantity, str] = {
+    quantity: rf"^\s*{_NUMBER}\s*({'|'.join(units)})\s*$" for quantity, units in _UNITS.items()
+}
+"""A regular expression for each quantity, for published schemas."""
+
+
+def parse_quantity(given: object, quantity: Quantity) -> float:
+    """The number that *given* means, in base units.
+
+    Raises:
+        ValueError: *given* is no such quantity; the message shows how to write one.
+
+    >>> parse_quantity("16 GiB", "memory") == 16 * 2**30
+    True
+    >>> parse_quantity("100 Gbit/s", "bandwidth")
+    12500000000.0
+    """
+    example = _EXAMPLES[quantity]
+    if not isinstance(given, str):
+        raise ValueError(f"write a {quantity} as a number with its unit, in quotes, such as {example}, not {given!r}")
+    found = _WRITTEN.fullmatch(given)
+    if found is None:
+        raise ValueError(f"{_short(given)} is no {quantity}; write a number with its unit, such as {example}")
+    number, unit = Decimal(found[1]), found[2]
+    factor = _UNITS[quantity].get(unit)
+    if factor is None:
+        what = f"unknown unit {_short(unit)}" if unit else "no unit"
+        raise ValueError(f"{_short(given)} has {what} for a {quantity}; write it as {example}")
+    value = float(number * factor)
+    if not isfinite(value):
+        raise ValueError(f"{_short(given)} is too large a {quantity}")
+    if value == 0 and quantity != "latency":
+        raise ValueError(f"a {quantity} of {_short(given)} is useless; it must be positive")
+    return value
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:60] + "...")
