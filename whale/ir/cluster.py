@@ -1,0 +1,409 @@
+"""The machines: nodes, devices with their speed and memory, and the links between them; and the file that describes
+them.
+
+A ``Cluster`` is frozen data, made from a file, from what the processes of a launch found out about themselves, or of
+equal devices. It knows no catalog: known device types are passed in. It is not asked how fast anything runs, only what
+there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
+
+from whale.errors import InputFileError, UsageError
+from whale.ir.document import Document, Format, parse_document, read_document
+from whale.ir.units import PATTERNS, Quantity, parse_quantity
+
+__all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "Link", "Node"]
+
+DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8")
+"""The number types that a speed may be given for; ``tfloat32`` is float32 multiplied on NVIDIA's tensor cores."""
+
+MAX_DEVICES = 131_072
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceType:
+    """A kind of accelerator.
+
+    Attributes:
+        name: such as ``A100-SXM4-80GB``.
+        rates: FLOP/s for each number type, as pairs sorted by name; see :meth:`speed`.
+        memory_bytes: capacity.
+        memory_bandwidth: bytes per second.
+    """
+
+    name: str
+    rates: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    memory_bandwidth: float
+
+    @classmethod
+    def of(cls, name: str, *, speed: Mapping[str, float], memory_bytes: int, memory_bandwidth: float) -> DeviceType:
+        """Make a type from a mapping of number types to FLOP/s.
+
+        Raises:
+            UsageError: an unknown number type, none at all, or a figure that is not positive.
+        """
+        unknown = sorted(set(speed) - set(DTYPES))
+        if unknown or not speed:
+            what = f"unknown number type {unknown[0]!r}" if unknown else "no speed"
+            raise UsageError(f"device type {name!r} has {what}; give speeds for {', '.join(DTYPES)}")
+        if min(*speed.values(), memory_bytes, memory_bandwidth) <= 0:
+            raise UsageError(f"device type {name!r}: speeds, memory and memory bandwidth must be positive")
+        return cls(
+            name=name,
+            rates=tuple(sorted(speed.items())),
+            memory_bytes=memory_bytes,
+            memory_bandwidth=memory_bandwidth,
+        )
+
+    def speed(self, dtype: str) -> float:
+        """FLOP/s in *dtype*; one that is not listed runs as float32 does, or else as the slowest that is listed.
+
+        That is right for bfloat16 on devices without it, and too hopeful for float64, whose rate differs most between
+        devices: list it where it matters.
+
+        >>> card = DeviceType.of("card", speed={"float32": 9.3e12}, memory_bytes=2**34, memory_bandwidth=7e11)
+        >>> card.speed("bfloat16")
+        9300000000000.0
+        """
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown number type {dtype!r}; use one of {', '.join(DTYPES)}")
+        rates = dict(self.rates)
+        return rates.get(dtype) or rates.get("float32") or min(rates.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Between two devices, in one direction: ``bandwidth`` in bytes per second, ``latency`` in seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, which one rank drives.
+
+    Attributes:
+        rank: of the process, and position in ``Cluster.devices``.
+        name: unique in the cluster, such as ``A100-SXM4-80GB:3``, where 3 is the rank.
+        type: what it is.
+        node: name of its node.
+    """
+
+    rank: int
+    name: str
+    type: DeviceType
+    node: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Capacity."""
+        return self.type.memory_bytes
+
+    def speed(self, dtype: str) -> float:
+        """FLOP/s in *dtype*; see :meth:`DeviceType.speed`."""
+        return self.type.speed(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine: the ranks of its devices, and its links within and to other nodes (None: it needs none)."""
+
+    name: str
+    ranks: tuple[int, ...]
+    intra: Link | None
+    inter: Link | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All nodes and devices, in the order of ranks.
+
+    >>> cluster = Cluster.parse('''
+    ... [links]
+    ... intra_node = {bandwidth = "300 GB/s", latency = "5 us"}
+    ... [[nodes]]
+    ... devices = 2
+    ... device = "card"
+    ... [device_types.card]
+    ... speed = {float32 = "9.3 TFLOP/s"}
+    ... memory = "16 GiB"
+    ... memory_bandwidth = "732 GB/s"
+    ... ''')
+    >>> [device.name for device in cluster.devices], cluster.link(0, 1).bandwidth
+    (['card:0', 'card:1'], 300000000000.0)
+    """
+
+    nodes: tuple[Node, ...]
+    devices: tuple[Device, ...]
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], *, catalog: Mapping[str, DeviceType] | None = None) -> Cluster:
+        """Read a cluster file, TOML or YAML by its suffix.
+
+        Args:
+            path: of the file.
+            catalog: device types that the file may name without defining them.
+
+        Raises:
+            InputFileError: with file and line, whatever is wrong with the file.
+        """
+        return _cluster_of(read_document(path), catalog or {})
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        format: Format = "toml",
+        *,
+        source: str = "<text>",
+        catalog: Mapping[str, DeviceType] | None = None,
+    ) -> Cluster:
+        """As :meth:`load`, from text; *source* is the name that errors show."""
+        return _cluster_of(parse_document(text, format, source=source), catalog or {})
+
+    @classmethod
+    def of(
+        cls, devices: Sequence[tuple[str, DeviceType]], *, intra: Link | None = None, inter: Link | None = None
+    ) -> Cluster:
+        """A cluster of devices given in the order of ranks, each as the name of its node and its type.
+
+        Raises:
+            UsageError: there is no device, or the ranks of a node are not consecutive.
+        """
+        if not devices:
+            raise UsageError("a cluster needs at least one device")
+        members: dict[str, list[int]] = {}
+        made: list[Device] = []
+        for rank, (node, type_) in enumerate(devices):
+            if node in members and members[node][-1] != rank - 1:
+                raise UsageError(f"the ranks of node {node!r} are not consecutive: it has {members[node]}, then {rank}")
+            members.setdefault(node, []).append(rank)
+            made.append(Device(rank=rank, name=f"{type_.name}:{rank}", type=type_, node=node))
+        nodes = tuple(Node(name=name, ranks=tuple(ranks), intra=intra, inter=inter) for name, ranks in members.items())
+        return cls(nodes=nodes, devices=tuple(made))
+
+    @classmethod
+    def homogeneous(
+        cls,
+        num_devices: int,
+        type: DeviceType | None = None,
+        *,
+        num_devices_per_node: int | None = None,
+        intra: Link | None = None,
+        inter: Link | None = None,
+    ) -> Cluster:
+        """Equal devices on equal nodes, for a launch without a cluster file.
+
+        Without *type* the figures are 1 TFLOP/s, 16 GiB and 1 TB/s: placeholders, enough for what depends on ratios
+        only.
+        """
+        if num_devices < 1:
+            raise UsageError(f"a cluster needs at least one device, not {num_devices}")
+        per_node = num_devices_per_node or num_devices
+        if num_devices % per_node:
+            raise UsageError(f"{num_devices} devices cannot lie on nodes of {per_node}")
+        equal = type or DeviceType.of("device", speed={"float32": 1e12}, memory_bytes=2**34, memory_bandwidth=1e12)
+        return cls.of([(f"node{rank // per_node}", equal) for rank in range(num_devices)], intra=intra, inter=inter)
+
+    def node_of(self, rank: int) -> Node:
+        """The node of the device of *rank*."""
+        name = self._device(rank).node
+        return next(node for node in self.nodes if node.name == name)
+
+    def link(self, first: int, second: int) -> Link:
+        """The link between two ranks; between nodes with unlike links, the smaller bandwidth and the larger latency.
+
+        Raises:
+            UsageError: the cluster does not say what that link is.
+        """
+        here, there = self.node_of(first), self.node_of(second)
+        if here is there:
+            links = [here.intra]
+        else:
+            links = [here.inter, there.inter]
+        known = [link for link in links if link is not None]
+        if len(known) < len(links):
+            kind = "intra" if here is there else "inter"
+            raise UsageError(
+                f"no {kind}_node link is known between ranks {first} and {second}; describe it in a cluster file"
+            )
+        return Link(bandwidth=min(link.bandwidth for link in known), latency=max(link.latency for link in known))
+
+    def _device(self, rank: int) -> Device:
+        if not 0 <= rank < len(self.devices):
+            raise UsageError(f"rank {rank} does not exist: the cluster has {len(self.devices)} devices")
+        return self.devices[rank]
+
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """The JSON schema of the file, as published."""
+        return _File.model_json_schema()
+
+
+# --- the file
+# -----------------------------------------------------------------------------------------------------------
+
+
+def _written(quantity: Quantity) -> Any:
+    def parse(given: object) -> float:
+        return parse_quantity(given, quantity)
+
+    return Annotated[float, BeforeValidator(parse), WithJsonSchema({"type": "string", "pattern": PATTERNS[quantity]})]
+
+
+_Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class _Link(_Table):
+    bandwidth: _written("bandwidth")  # type: ignore[valid-type]
+    latency: _written("latency")  # type: ignore[valid-type]
+
+
+class _Links(_Table):
+    intra_node: _Link | None = None
+    inter_node: _Link | None = None
+
+
+class _Node(_Table):
+    count: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
+    devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+    device: _Name
+    name: _Name | None = None
+    links: _Links = _Links()
+
+
+class _Type(_Table):
+    speed: Annotated[dict[Literal[*DTYPES], _written("speed")], Field(min_length=1)]  # type: ignore[valid-type]
+    memory: _written("memory")  # type: ignore[valid-type]
+    memory_bandwidth: _written("bandwidth")  # type: ignore[valid-type]
+
+
+class _File(_Table):
+    """A cluster: kinds of nodes, the links of their devices, and device types that are not known already."""
+
+    format_version: Literal[1] = 1
+    links: _Links = _Links()
+    nodes: Annotated[list[_Node], Field(min_length=1)]
+    device_types: dict[_Name, _Type] = {}
+
+
+def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluster:
+    try:
+        file = _File.model_validate(document.value)
+    except ValidationError as error:
+        raise _first_error(document, error) from None
+    own = {
+        name: DeviceType.of(
+            name, speed=given.speed, memory_bytes=round(given.memory), memory_bandwidth=given.memory_bandwidth
+        )
+        for name, given in file.device_types.items()
+        if _fits(document, name, given)
+    }
+    types = {**catalog, **own}
+    if sum(entry.count * entry.devices for entry in file.nodes) > MAX_DEVICES:
+        raise document.error(f"describes more than {MAX_DEVICES} devices", ("nodes",))
+    num_nodes = sum(entry.count for entry in file.nodes)
+    nodes: list[Node] = []
+    devices: list[Device] = []
+    names: set[str] = set()
+    for index, entry in enumerate(file.nodes):
+        type_ = types.get(entry.device)
+        if type_ is None:
+            raise document.error(_unknown_type(entry.device, types), ("nodes", index, "device"))
+        intra, inter = entry.links.intra_node or file.links.intra_node, entry.links.inter_node or file.links.inter_node
+        for needed, link, kind in ((entry.devices > 1, intra, "intra_node"), (num_nodes > 1, inter, "inter_node")):
+            if needed and link is None:
+                raise document.error(
+                    f"no {kind} link is given for these nodes; add {kind} = {{bandwidth = ..., latency = ...}} to "
+                    f"[links]",
+                    ("nodes", index),
+                )
+        for copy in range(entry.count):
+            name = f"node{len(nodes)}" if entry.name is None else entry.name + (str(copy) if entry.count > 1 else "")
+            if name in names:
+                raise document.error(f"two nodes are named {name!r}; give each its own name", ("nodes", index))
+            names.add(name)
+            ranks = tuple(range(len(devices), len(devices) + entry.devices))
+            devices += [Device(rank=rank, name=f"{type_.name}:{rank}", type=type_, node=name) for rank in ranks]
+            nodes.append(Node(name=name, ranks=ranks, intra=_link(intra), inter=_link(inter)))
+    return Cluster(nodes=tuple(nodes), devices=tuple(devices))
+
+
+def _fits(document: Document, name: str, given: _Type) -> bool:
+    """Refuse a memory that rounds to no byte, or that is no memory of this world."""
+    if not 1 <= round(given.memory) < 2**60:
+        raise document.error("a memory lies between 1 byte and 1 EiB", ("device_types", name, "memory"))
+    return True
+
+
+def _link(given: _Link | None) -> Link | None:
+    return None if given is None else Link(bandwidth=given.bandwidth, latency=given.latency)
+
+
+def _unknown_type(name: str, types: Mapping[str, DeviceType]) -> str:
+    near = [known for known in types if known.lower().startswith(name.lower())][:6]
+    near = near or difflib.get_close_matches(name, types, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? Otherwise define" if near else "define"
+    return f"unknown device type {name!r}; {hint} it under [device_types]"
+
+
+def _first_error(document: Document, error: ValidationError) -> InputFileError:
+    """The first finding in the order of the file, in the user's words; a misspelt key before the one it leaves
+    missing."""
+    findings = error.errors(include_url=False, include_context=True)
+    findings.sort(
+        key=lambda finding: (finding["type"] != "extra_forbidden", document.line_of(_place(finding["loc"])) or 0)
+    )
+    first = findings[0]
+    place = _place(first["loc"])
+    where = ".".join(str(part) for part in place)
+    match first["type"]:
+        case "extra_forbidden":
+            known = _known_keys(place[:-1])
+            near = difflib.get_close_matches(str(place[-1]), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+            message = f"unknown key {str(place[-1])!r}; {hint}"
+        case "missing":
+            message = f"the key {str(place[-1])!r} is missing"
+        case "value_error":
+            message = f"{where}: {str(first['msg']).removeprefix('Value error, ')}"
+        case "literal_error" if first["loc"][-1] == "[key]":
+            message = f"{where}: unknown number type; use one of {', '.join(DTYPES)}"
+        case _:
+            message = f"{where}: {first['msg']}, not {repr(first['input'])[:80]}"
+    if len(findings) > 1:
+        message += f" (and {len(findings) - 1} more)"
+    return document.error(message, place)
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    return tuple(part for part in loc if part != "[key]")
+
+
+def _known_keys(place: tuple[int | str, ...]) -> list[str]:
+    """The keys of the table at *place*."""
+    table: type[_Table] = _File
+    match place:
+        case ("nodes", _):
+            table = _Node
+        case ("links",) | ("nodes", _, "links"):
+            table = _Links
+        case (*_, "intra_node" | "inter_node"):
+            table = _Link
+        case ("device_types", _):
+            table = _Type
+    return list(table.model_fields)
