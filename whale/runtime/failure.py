@@ -77,7 +77,7 @@ class Failures:
         late = self._late(what, ranks)
         first = self.first(_GRACE_SECONDS)
         if first is not None and first[0] != self.rank:
-            return WorkerError(f"rank {first[0]} failed: {first[1]} [rank {self.rank} was waiting for {what}]")
+            return WorkerError(f"{first[1]} [rank {self.rank} was waiting for {what}]")
         who = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         message = (
@@ -98,8 +98,11 @@ class Failures:
         broken = isinstance(error, RuntimeError) and any(word in text.lower() for word in ("connection", "timed out"))
         first = self.first(_GRACE_SECONDS if broken else 0.0)
         if broken and first is not None and first[0] != self.rank:
-            return WorkerError(f"rank {first[0]} failed: {first[1]} [rank {self.rank} was in {where}]")
-        message = f"rank {self.rank} failed in {where}: {type(error).__name__}: {text}"
+            return WorkerError(f"{first[1]} [rank {self.rank} was in {where}]")
+        root: BaseException = error
+        while root.__cause__ is not None:  # what torch wraps says more than its wrapping
+            root = root.__cause__
+        message = f"rank {self.rank} failed in {where}: {type(root).__name__}: {root}"
         self.report(message)
         if isinstance(error, WhaleError):
             error.add_note(f"rank {self.rank}, in {where}")

@@ -1,0 +1,98 @@
+"""Joining the other processes: the errors that come before anything could hang. No test here starts a process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from whale.errors import PlanMismatchError, UsageError, WorkerError
+from whale.runtime.launch import finalize, groups, initialize
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    yield
+    finalize()
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, port: int, attempt: int = 0) -> None:
+    settings = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+def test_one_process_is_a_world_of_one_without_a_process_group() -> None:
+    world = initialize(expected_world_size=1, device_type="cpu")
+    assert (world.rank, world.size, world.device, world.store) == (0, 1, torch.device("cpu"), None)
+    assert not dist.is_initialized()
+    assert groups([(0,)]) == {}
+
+
+def test_a_plan_for_more_processes_names_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanMismatchError, match="plan is for 4 processes, but 1 was started"):
+        initialize(expected_world_size=4)
+    launched(monkeypatch, 0, 8, 1)
+    with pytest.raises(PlanMismatchError, match="plan is for 4 processes, but 8 were started"):
+        initialize(expected_world_size=4)
+
+
+def test_ranks_that_did_not_start_are_named_within_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore
+) -> None:
+    launched(monkeypatch, 1, 4, store.port)
+    store.set("whale/attempt/0/alive/2", "")
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=r"ranks \[0, 3\] of 4 did not start within 1 s"):
+        initialize(1, device_type="cpu")
+    assert time.monotonic() - begin < 3
+    assert not dist.is_initialized()
+
+
+def test_what_an_earlier_attempt_left_in_the_store_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore
+) -> None:
+    store.set("whale/attempt/0/alive/1", "")
+    launched(monkeypatch, 0, 2, store.port, attempt=1)
+    with pytest.raises(WorkerError, match="rank 1 of 2 did not start"):
+        initialize(1, device_type="cpu")
+
+
+def test_no_store_at_the_address_names_the_address(monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore) -> None:
+    port = store.port
+    del store
+    launched(monkeypatch, 1, 2, port)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(WorkerError, match=r"rank 1: no store at 127\.0\.0\.1:1"):
+        initialize(1, device_type="cpu")
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_an_incomplete_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    launched(monkeypatch, 0, 2, 1)
+    monkeypatch.delenv(name)
+    with pytest.raises(UsageError, match=f"{name}.*torchrun"):
+        initialize(1, device_type="cpu")
+
+
+def test_a_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(UsageError, match="RANK is 'first'"):
+        initialize()
+
+
+def test_an_unknown_device_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="'tpu'"):
+        initialize(device_type="tpu")
