@@ -1,0 +1,233 @@
+"""The mesh of one stage: the coarsest one on which every region of the stage can be laid as its annotations say.
+
+Objective: the fewest axes. Constraints: the product of the axes is the stage's degree; an inner scope sub-divides the
+devices of the outer one, so each numbered scope must cover whole axes; a scope's operators use the same axes in all
+that lies in it. Each region asks for *cuts* of the device order, at strides; a mesh exists if and only if the strides
+of all regions together form a chain in which each divides the next, and then that chain is the mesh: optimal, in time
+linear in the regions. It knows strategies and numbers only: no device, no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import lcm, prod
+from typing import NamedTuple
+
+from whale.errors import AnnotationError
+from whale.ir.strategy import Scope, ScopePath, Strategy, region_of
+from whale.ir.virtual_device import Role
+
+__all__ = ["Mesh", "Needs", "lay_out", "needs_of"]
+
+
+class Needs(NamedTuple):
+    """What the regions of a stage ask of its degree: a multiple of ``multiple``, and all that is left if
+    ``takes_rest``."""
+
+    multiple: int
+    takes_rest: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Sizes of the axes, outermost first, none of them 1, and the role of each axis for each region."""
+
+    sizes: tuple[int, ...]
+    roles: dict[str, tuple[Role, ...]]
+
+
+class _Factor(NamedTuple):
+    """A run of ``size`` slices in one role; ``free`` if no annotation fixes its bounds."""
+
+    size: int
+    role: Role
+    free: bool
+
+
+@dataclass
+class _Region:
+    """A scope and the scopes directly in it."""
+
+    strategy: Strategy | None
+    children: dict[Scope, _Region] = field(default_factory=dict)
+
+    def multiple(self) -> int:
+        """The number of devices that the numbered scopes from here inwards need; any multiple of it will do."""
+        degree = 1 if self.strategy is None else self.strategy.degree or 1
+        return degree * self.multiple_of_children()
+
+    def multiple_of_children(self) -> int:
+        return lcm(*(child.multiple() for child in self.children.values()))
+
+    def takes_rest(self) -> bool:
+        unnumbered = self.strategy is not None and self.strategy.degree is None
+        return unnumbered or any(child.takes_rest() for child in self.children.values())
+
+
+def needs_of(regions: Iterable[ScopePath], default: Strategy | None = None) -> Needs:
+    """What a stage with these regions needs.
+
+    Args:
+        regions: scope paths below the stage, outer to inner; the empty path is what has no annotation there.
+        default: the strategy that those operators get; only its number, if it has one, is a need.
+
+    >>> split = Scope(strategy=Strategy(kind="split", degree=4), region="a")
+    >>> replicate = Scope(strategy=Strategy(kind="replicate"), region="b")
+    >>> needs_of([(), (replicate, split)])
+    Needs(multiple=4, takes_rest=True)
+    """
+    plain = {_without_clusters(path) for path in regions}
+    tree = _tree(plain)
+    multiple = tree.multiple()
+    if () in plain and default is not None and default.degree is not None:
+        multiple = lcm(multiple, default.degree)
+    return Needs(multiple, tree.takes_rest())
+
+
+def lay_out(regions: Sequence[ScopePath], degree: int, *, owner: str, default: Strategy | None = None) -> Mesh:
+    """The mesh of a stage of *degree* devices.
+
+    A numbered scope with more devices than it and what lies in it need is repeated over them: those are replicas,
+    outside of it. An operator between two scopes, such as one in ``replicate(2)`` but outside the ``split(4)`` in it,
+    is replicated over what the inner one divides.
+
+    Args:
+        regions: scope paths below the stage, outer to inner.
+        degree: number of devices.
+        owner: how to name the stage in errors.
+        default: the strategy of the empty path; None replicates it.
+
+    Raises:
+        AnnotationError: degrees that do not fit *degree*, two scopes without a number in a nest, or regions that cut
+            the devices in ways that no one mesh has.
+
+    >>> def scope(kind, n): return Scope(strategy=Strategy(kind=kind, degree=n), region=f"{kind}{n}")
+    >>> mesh = lay_out([(scope("replicate", 2), scope("split", 4)), (scope("split", 8),)], 8, owner="stage(8)")
+    >>> mesh.sizes, mesh.roles["split4"], mesh.roles["split8"]
+    ((2, 4), ('replicate', 'split'), ('split', 'split'))
+    """
+    annotated = {path: _without_clusters(path) for path in regions}
+    _check(annotated.values(), degree, owner, default if () in annotated.values() else None)
+    factors: dict[ScopePath, tuple[_Factor, ...]] = {}
+    _fill(_tree(annotated.values()), degree, (), (), factors)
+    if () in annotated.values() and default is not None:
+        factors[()] = _repeated(degree, default.degree or degree, default)
+    strides = _chain({path: _strides(run) for path, run in factors.items()}, degree, owner)
+    sizes = tuple(outer // inner for outer, inner in pairwise(strides))
+    roles = {region_of(path): _roles(factors[plain], strides) for path, plain in annotated.items()}
+    if "" not in roles:
+        roles[""] = _roles((_Factor(degree, "replicate", True),), strides)
+    return Mesh(sizes=sizes, roles=roles)
+
+
+def _without_clusters(path: ScopePath) -> ScopePath:
+    return tuple(scope for scope in path if scope.strategy.kind != "cluster")
+
+
+def _tree(regions: Iterable[ScopePath]) -> _Region:
+    root = _Region(None)
+    for path in regions:
+        node = root
+        for scope in _without_clusters(path):
+            node = node.children.setdefault(scope, _Region(scope.strategy))
+    return root
+
+
+def _check(regions: Iterable[ScopePath], degree: int, owner: str, default: Strategy | None) -> None:
+    """Refuse degrees that do not fit, in the words of the nest that the user wrote.
+
+    What all regions need together is the least common multiple of the nests' products, so it fits if each nest does.
+    """
+    for path in regions:
+        nest = " > ".join(str(scope.strategy) for scope in path)
+        unnumbered = [scope.strategy for scope in path if scope.strategy.degree is None]
+        if len({strategy.kind for strategy in unnumbered}) > 1:
+            raise AnnotationError(
+                f"{nest} in {owner}: neither {unnumbered[0]} nor {unnumbered[1]} has a number, so it is not said how "
+                f"they divide the devices; give one of them a number"
+            )
+        degrees = [scope.strategy.degree for scope in path if scope.strategy.degree is not None]
+        needed = prod(degrees)
+        if degree % needed:
+            product = f"{' x '.join(map(str, degrees))} = {needed}" if len(degrees) > 1 else str(needed)
+            raise AnnotationError(
+                f"{nest} in {owner} needs {product} devices, which does not divide the {degree} that it has; use "
+                f"degrees whose product divides {degree}, or give it a multiple of {needed} devices"
+            )
+    if default is not None and default.degree is not None and degree % default.degree:
+        raise AnnotationError(
+            f"the default strategy {default} does not divide the {degree} devices of {owner}; leave out its number, or "
+            f"annotate the operators there"
+        )
+
+
+def _fill(
+    node: _Region,
+    available: int,
+    path: ScopePath,
+    outer: tuple[_Factor, ...],
+    found: dict[ScopePath, tuple[_Factor, ...]],
+) -> None:
+    """Note the factors of every scope path from *node* inwards, which has *available* devices inside the factors
+    *outer*."""
+    inside = node.multiple_of_children()
+    if node.strategy is None:
+        run, inside = outer, available
+    elif node.strategy.degree is None:
+        run = (*outer, *_repeated(available // inside, available // inside, node.strategy))
+    else:
+        degree = node.strategy.degree
+        if any(child.takes_rest() for child in node.children.values()):
+            inside = available // degree
+        run = (*outer, *_repeated(available // inside, degree, node.strategy))
+    found[path] = (*run, _Factor(inside, "replicate", True))
+    for scope, child in node.children.items():
+        _fill(child, inside, (*path, scope), run, found)
+
+
+def _repeated(available: int, degree: int, strategy: Strategy) -> tuple[_Factor, ...]:
+    role: Role = "split" if strategy.kind == "split" else "replicate"
+    return (_Factor(available // degree, "replicate", True), _Factor(degree, role, False))
+
+
+def _strides(run: Sequence[_Factor]) -> frozenset[int]:
+    """Where the region cuts the order of devices: between two factors, unless one is free and their roles are the
+    same."""
+    wide = [factor for factor in run if factor.size > 1]
+    stride, strides = 1, set()
+    for outer, inner in zip(reversed(wide[:-1]), reversed(wide[1:]), strict=True):
+        stride *= inner.size
+        if outer.role != inner.role or not (outer.free or inner.free):
+            strides.add(stride)
+    return frozenset(strides)
+
+
+def _chain(strides_of: dict[ScopePath, frozenset[int]], degree: int, owner: str) -> list[int]:
+    """All strides, from *degree* down to 1."""
+    cut_by = {stride: path for path, strides in strides_of.items() for stride in strides}
+    chain = sorted({degree, 1, *cut_by}, reverse=True)
+    for outer, inner in pairwise(chain):
+        if outer % inner:
+            nests = [" > ".join(str(scope.strategy) for scope in cut_by[stride]) for stride in (outer, inner)]
+            raise AnnotationError(
+                f"{nests[0]} and {nests[1]} in {owner} cut its {degree} devices into groups of {outer} and of {inner}, "
+                f"and no mesh has both, because {inner} does not divide {outer}; nest them in the same order, or use "
+                f"degrees that divide each other"
+            )
+    return chain
+
+
+def _roles(run: Sequence[_Factor], strides: Sequence[int]) -> tuple[Role, ...]:
+    """The role of each axis: that of the factor which covers it."""
+    bounds: list[tuple[int, Role]] = []  # the stride just inside each factor, outermost first
+    inner = prod(factor.size for factor in run)
+    for factor in run:
+        inner //= factor.size
+        if factor.size > 1:
+            bounds.append((inner, factor.role))
+    found: list[Role] = []
+    for axis_stride in strides[1:]:
+        found.append(next(role for bound, role in bounds if bound <= axis_stride))
+    return tuple(found)
