@@ -92,6 +92,7 @@ def test_a_definition_in_the_file_wins_over_the_catalog() -> None:
         ("count = 2", "cuont = 2", 5, "unknown key 'cuont'; did you mean 'count'?"),
         ("[links]", "[lniks]", 1, "unknown key 'lniks'; did you mean 'links'?"),
         ("latency", "lat", 2, "unknown key 'lat'"),
+        ("[links]", "'[key]' = 1\n[links]", 1, "unknown key '[key]'"),
         ("memory =", "mem =", 16, "unknown key 'mem'"),
         ("count = 2", "count = 0", 5, "nodes.0.count"),
         ("count = 2", "count = true", 5, "valid integer, not True"),

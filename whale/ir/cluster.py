@@ -15,6 +15,7 @@ from os import PathLike
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails
 
 from whale.errors import InputFileError, UsageError
 from whale.ir.document import Document, Format, parse_document, read_document
@@ -365,11 +366,9 @@ def _first_error(document: Document, error: ValidationError) -> InputFileError:
     """The first finding in the order of the file, in the user's words; a misspelt key before the one it leaves
     missing."""
     findings = error.errors(include_url=False, include_context=True)
-    findings.sort(
-        key=lambda finding: (finding["type"] != "extra_forbidden", document.line_of(_place(finding["loc"])) or 0)
-    )
+    findings.sort(key=lambda finding: (finding["type"] != "extra_forbidden", document.line_of(_place(finding)) or 0))
     first = findings[0]
-    place = _place(first["loc"])
+    place = _place(first)
     where = ".".join(str(part) for part in place)
     match first["type"]:
         case "extra_forbidden":
@@ -390,8 +389,12 @@ def _first_error(document: Document, error: ValidationError) -> InputFileError:
     return document.error(message, place)
 
 
-def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    return tuple(part for part in loc if part != "[key]")
+def _place(finding: ErrorDetails) -> tuple[int | str, ...]:
+    """Path of a finding; pydantic puts ``[key]`` after a key that is itself wrong (a user's key may be called so
+    too)."""
+    loc = finding["loc"]
+    wrong_key = len(loc) > 1 and loc[-1] == "[key]" and finding["type"] != "extra_forbidden"
+    return loc[:-1] if wrong_key else loc
 
 
 def _known_keys(place: tuple[int | str, ...]) -> list[str]:
