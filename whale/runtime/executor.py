@@ -9,7 +9,7 @@ program's promise.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from whale.errors import ScheduleError
+from whale.errors import ScheduleError, UsageError
 from whale.ir.program import (
     Box,
     Compute,
@@ -116,6 +116,8 @@ class Executor:
         self.last_backwards.update(last.values())
         self.disjoint = {key: fills(boxes, self.shape(*key)) for key, boxes in self.boxes.items()}
         self.dtypes = [getattr(torch, edge.dtype) for edge in edges]
+        if any(isinstance(instruction, Compute) and instruction.kind == "I" for instruction in program):
+            self.split_backward = _split_backward()
         planned = [instruction.bucket for instruction in program if isinstance(instruction, Reduce)]
         given = [bucket.index for bucket in reducer.buckets] if reducer is not None else []
         if planned != given:
@@ -137,6 +139,15 @@ class Executor:
         """Return the shape of the tensor that arrives here: a value, or the gradient of one."""
         shapes = self.edges[edge].target_shapes if direction == "forward" else self.edges[edge].source_shapes
         return shapes[micro_batch][self.rank]
+
+
+def _split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's backward of inputs and of weights; not imported within a step, because that takes a second."""
+    try:
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+    except ImportError as error:
+        raise UsageError(f"this torch ({torch.__version__}) cannot split a backward; use schedule '1f1b'") from error
+    return stage_backward_input, stage_backward_weight
 
 
 def _most_kept(program: Program) -> int:
@@ -294,11 +305,9 @@ class _Step:
         if not inputs or not roots:
             kept.roots = (roots, seeds)
             return
-        from torch.distributed.pipelining._backward import stage_backward_input
-
         joined = list(_Joined.apply(*roots))
         weights = [parameter for parameter in self.executor.stages[stage].parameters if parameter.requires_grad]
-        gradients, kept.weight_groups = stage_backward_input(joined, seeds, inputs, iter(weights))
+        gradients, kept.weight_groups = self.executor.split_backward[0](joined, seeds, inputs, iter(weights))
         for value, gradient in zip(inputs, gradients, strict=True):
             value.grad = gradient
 
@@ -308,14 +317,12 @@ class _Step:
             if roots:
                 torch.autograd.backward(roots, seeds)
         elif kept.weight_groups is not None:
-            from torch.distributed.pipelining._backward import stage_backward_weight
-
             weights = [parameter for parameter in self.executor.stages[stage].parameters if parameter.requires_grad]
             groups = [group for group in kept.weight_groups if "grads" in group]
             for group in groups:
                 group["grads"] = [grads or () for grads in group["grads"]]
             # Groups whose graphs meet free each other's tensors, so the graph is retained, until `kept` goes.
-            stage_backward_weight(iter(weights), groups, retain_graph=True)
+            self.executor.split_backward[1](iter(weights), groups, retain_graph=True)
         kept.roots = kept.weight_groups = None
 
     # What travels

@@ -1,0 +1,54 @@
+"""Launch and restart under the real torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from whale.runtime.launch import finalize, groups, initialize
+
+world = initialize(20, expected_world_size=2, device_type="cpu")
+if world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "kill" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+value = torch.tensor(world.rank + 1.0)
+dist.all_reduce(value, group=groups([(0, 1)])[0, 1])
+print(f"rank {world.rank} has {value.item()}", flush=True)
+finalize()
+"""
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(folder: Path, processes: int, *arguments: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += [f"--max-restarts={restarts}", str(script), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_two_processes_meet(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, 2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(filter(None, done.stdout.splitlines())) == ["rank 0 has 3.0", "rank 1 has 3.0"]
+
+
+@pytest.mark.slow
+def test_after_a_killed_rank_the_next_attempt_meets_again(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, 2, "kill", restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("has 3.0") == 2
+
+
+def test_a_wrong_number_of_processes_fails_at_once_with_both_numbers(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, 3)
+    assert done.returncode != 0
+    assert "the plan is for 2 processes, but 3 were started" in done.stderr
