@@ -26,6 +26,7 @@ from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, Conversion, Take
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
+from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.forms import VocabularyCrossEntropy, VocabularyEmbedding
 from whale.strategies.layout import Layout, Placements
@@ -58,33 +59,6 @@ class PlacedStage:
     mutated: Mapping[str, Value] = field(default_factory=dict)
 
 
-Source = tuple[str, Any]
-"""Where a placeholder's tensor comes from: ("parameter", name), ("buffer", name), ("constant", name),
-("input", (leaf, intervals)), ("received", position) or (level, position) for an output of an earlier graph."""
-
-
-@dataclass
-class LocalGraph:
-    """One graph of a local program: what feeds its placeholders, in order."""
-
-    module: fx.GraphModule
-    sources: list[Source]
-
-
-@dataclass
-class LocalProgram:
-    """What one rank runs for a stage and a number of rows.
-
-    The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values.
-    """
-
-    constant: LocalGraph
-    step: LocalGraph
-    micro_batch: LocalGraph
-    bridges: list[nn.Module]
-    depends_on_position: bool = False
-
-
 class _Emitter:
     """A graph being written: its placeholders by source, and the values it has, by placement."""
 
@@ -101,7 +75,7 @@ class _Emitter:
         if key not in self._placeholders:
             last = list(self._placeholders.values())[-1] if self._placeholders else None
             with self.graph.inserting_after(last) if last else self.graph.inserting_before(None):
-                self._placeholders[key] = self.graph.placeholder(hint)
+                self._placeholders[key] = self.graph.placeholder(f"{hint}_{len(self._placeholders)}")
             self.sources.append(source)
         return self._placeholders[key]
 
@@ -359,7 +333,7 @@ class _Lowering:
         node = value[0]
         if node.name in self.captured.inputs:
             leaf = self.captured.inputs[node.name]
-            source: Source = ("input", (leaf, want))
+            source: Source = ("input", (leaf, value, want))
             return emitter.placeholder((value, want), source, node.name)
         if node.name in self.captured.parameters:
             raise AssertionError(f"{node.name}: a floating value reads a parameter")
@@ -508,3 +482,26 @@ def _mark_reusable(graph: fx.Graph, root: nn.Module) -> None:
             source = source.args[0]
         if source.target in _FRESH and len(source.users) == 1:
             module.conversion = Conversion(**{**module.conversion.__dict__, "reuse": True})
+
+
+def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_batch: int) -> LocalProgram:
+    """The program with the stretches of the batch that it reads in one micro-batch; its graphs are shared."""
+    coordinates = (micro_batch, *stage.mesh.coordinates(rank))
+
+    def located(graph: LocalGraph) -> LocalGraph:
+        sources: list[Source] = []
+        for kind, what in graph.sources:
+            if kind == "input":
+                leaf, value, want = what
+                sources.append((kind, (leaf, stage.layout.intervals(value, want, coordinates))))
+            else:
+                sources.append((kind, what))
+        return LocalGraph(graph.module, sources)
+
+    return LocalProgram(
+        constant=located(program.constant),
+        step=located(program.step),
+        micro_batch=located(program.micro_batch),
+        bridges=program.bridges,
+        depends_on_position=program.depends_on_position,
+    )

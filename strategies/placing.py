@@ -15,7 +15,7 @@ from whale.errors import UsageError
 from whale.graph.capture import Captured
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, value_shape, value_tensor
-from whale.ir.placement import REPLICATE, Placement
+from whale.ir.placement import FANOUT, REPLICATE, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.layout import Layout, LayoutAxis, Placements
@@ -33,7 +33,10 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProblem:
-    """A stage to place: its operators, its mesh, and the role of each operator on each mesh axis."""
+    """A stage to place: its operators, its mesh, and the role of each operator on each mesh axis.
+
+    ``fixed`` says how some parameters must be stored. The gradients of ``shared`` ones are summed with other stages'.
+    """
 
     task_graph: TaskGraph
     mesh: VirtualDevice
@@ -41,6 +44,8 @@ class StageProblem:
     rows: tuple[int, ...]
     loss: Value | None = None
     mutated: Mapping[str, Value] = field(default_factory=dict)
+    fixed: Mapping[Value, Placements] = field(default_factory=dict)
+    shared: frozenset[Value] = frozenset()
 
 
 def batch_placeholders(captured: Captured) -> list[fx.Node]:
@@ -110,12 +115,16 @@ def place_stage(
                 outputs=outputs,  # type: ignore[arg-type]
                 local_bytes=local_bytes,
                 prices=prices,
+                fixed={v: p[axis + 1] for v, p in problem.fixed.items()},
             ),
         )
         for node in nodes:
             chosen[node].append(solution.choices[node])
         for value in stored:
-            stored[value].append(solution.stored.get(value, REPLICATE))
+            placement = problem.fixed[value][axis + 1] if value in problem.fixed else solution.stored.get(value, REPLICATE)
+            # What stages sum must be a term of the sum on every rank.
+            shared = value in problem.shared and placement.kind == "R"
+            stored[value].append(FANOUT if shared else placement)
         report.gathered += [v for v in solution.forbidden if v not in report.gathered]
         report.whole += _computed_whole(analysis, nodes, chosen, axis + 1, report)
     choices = {n: tuple(c) for n, c in chosen.items()}

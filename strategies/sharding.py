@@ -66,6 +66,7 @@ class AxisProblem:
     outputs: Mapping[Value, Literal["sum", "whole", "any"]]
     local_bytes: Callable[[Value], int]
     prices: Prices = field(default_factory=Prices)
+    fixed: Mapping[Value, Placement] = field(default_factory=dict)
 
 
 @dataclass
@@ -182,7 +183,10 @@ class _Segment:
             self.steps.append((operands, outputs, choices, split))
             self.dead.append(sorted(dead))
             key.append((operands, outputs, choices, split, tuple(self.dead[-1])))
-        self.info = [solver.describe(v) for v in self.values]
+        self.info = [
+            (*solver.describe(v), None if (p := solver.problem.fixed.get(v)) is None else self.place(p, needs_grad(v)))
+            for v in self.values
+        ]
         self.key = (tuple(key), tuple(self.info))
         self.values_by_id = list(self.values)
         self.placements_by_id = list(self.placements)
@@ -302,7 +306,7 @@ class _Solver:
         def bridge(a: Canonical, b: Canonical, value: int) -> float:
             at = (a, b, value)
             if at not in costs:
-                nbytes, grad, kind, _ = info[value]
+                nbytes, grad, kind = info[value][:3]
                 cost = conversion_cost(Placement(*a), Placement(*b), nbytes, size, grad, prices)  # type: ignore[arg-type]
                 if kind == "P" and a[0] == "S":
                     cost += _FORBIDDEN
@@ -311,7 +315,9 @@ class _Solver:
 
         def stored(value: int, want: Canonical, split: bool, hopeful: bool) -> float:
             """Price of storing a parameter, or receiving a value, as it is first wanted."""
-            nbytes, grad, kind, matrix = info[value]
+            nbytes, grad, kind, matrix, fixed = info[value]
+            if fixed is not None:
+                return 0.0 if fixed[0] != "S" and want[0] != "S" else bridge(fixed, want, value)
             if kind == "E":
                 return nbytes * (1 / size if want[0] == "S" else 1) + (
                     _all_reduce(nbytes, size, prices) if want[0] == "R*" and grad else 0.0

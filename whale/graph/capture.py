@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.traceback import preserve_node_meta
 
-from whale import annotations
+from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
 
@@ -160,7 +160,7 @@ def capture(
     fakes = fake_batch(leaves, mode, device)
     root = _Loss(duplicate, list(fakes), loss_fn).train(model.training)
     try:
-        with warnings.catch_warnings(), annotations.recording(), preserve_node_meta():
+        with warnings.catch_warnings(), recording(), preserve_node_meta():
             warnings.simplefilter("ignore")
             program = torch.export.export(root, tuple(fakes.values()), strict=False)
             if _mutates(program.graph):
@@ -195,7 +195,7 @@ def mark_gradients(captured: Captured, model: nn.Module) -> None:
 
 def wrap_annotated(model: nn.Module) -> None:
     """Wrap the forward of every annotated module so that the nodes traced in it carry its scopes."""
-    scopes = annotations.module_scopes(model)
+    scopes = module_scopes(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if path in scopes and "_whale_wrapped" not in module.__dict__:
             module.forward = _scoped(module.forward, scopes[path])  # type: ignore[method-assign]
@@ -207,7 +207,7 @@ def _scoped(forward: Callable[..., Any], scopes: Any) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def scoped(*args: Any, **kwargs: Any) -> Any:
-        with annotations.enter_module(scopes):
+        with enter_module(scopes):
             return forward(*args, **kwargs)
 
     return scoped

@@ -91,6 +91,24 @@ def initialize(
     return World(rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What torchrun's environment says of this process, before it joins the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def describe(device_type: str | None = None) -> Launch:
+    """Read torchrun's environment without joining anything; one process is a launch of one.
+
+    Raises:
+        UsageError: the environment is incomplete, or this process has no device of its own.
+    """
+    return Launch(rank=_integer("RANK", 0), size=_integer("WORLD_SIZE", 1), device=_device(device_type))
+
+
 def groups(
     rank_sets: Iterable[Iterable[int]], timeout_seconds: float = 60.0
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:

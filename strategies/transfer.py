@@ -1,0 +1,73 @@
+"""Which parts of a value travel from the ranks of one stage to the ranks of another.
+
+Both stages hold the value replicated or sharded, each on its own mesh; the target's parts are intersected with the
+source's. Where several ranks hold the same part, a target reads from itself if it can, else they take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+from whale.ir.program import Box, Transfer
+from whale.strategies.layout import Interval
+
+Region = tuple[tuple[Interval, ...], ...]
+"""What a rank holds: for each dim, stretches of the whole dim, one after the other in its local tensor."""
+
+
+def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> tuple[Transfer, ...]:
+    """The boxes to move so that every target rank has its region, from ranks that hold theirs.
+
+    >>> whole, left, right = (((0, 4),),), (((0, 2),),), (((2, 4),),)
+    >>> [(t.source, t.target, t.source_box, t.target_box) for t in transfers({0: left, 1: right}, {2: whole})]
+    [(0, 2, ((0, 2),), ((0, 2),)), (1, 2, ((0, 2),), ((2, 4),))]
+    """
+    holders: dict[Region, list[int]] = {}
+    for rank, region in sources.items():
+        holders.setdefault(region, []).append(rank)
+    found = []
+    boxes = {region: list(_boxes(region)) for region in {*holders, *targets.values()}}
+    for turn, (target, wanted) in enumerate(targets.items()):
+        for region, ranks in holders.items():
+            source = target if target in ranks else ranks[turn % len(ranks)]
+            for whole_a, local_a in boxes[region]:
+                for whole_b, local_b in boxes[wanted]:
+                    shared = _intersection(whole_a, whole_b)
+                    if shared is not None:
+                        found.append(
+                            Transfer(
+                                source, target, _within(shared, whole_a, local_a), _within(shared, whole_b, local_b)
+                            )
+                        )
+    return tuple(found)
+
+
+def region_shape(region: Region) -> tuple[int, ...]:
+    """Shape of the local tensor of a region."""
+    return tuple(sum(stop - start for start, stop in dim) for dim in region)
+
+
+def _boxes(region: Region) -> Iterator[tuple[Box, Box]]:
+    """(place in the whole tensor, place in the local tensor) of every contiguous box of a region."""
+    per_dim: list[list[tuple[Interval, Interval]]] = []
+    for dim in region:
+        offset, pairs = 0, []
+        for start, stop in dim:
+            pairs.append(((start, stop), (offset, offset + stop - start)))
+            offset += stop - start
+        per_dim.append(pairs)
+    for combination in product(*per_dim):
+        yield tuple(pair[0] for pair in combination), tuple(pair[1] for pair in combination)
+
+
+def _intersection(a: Sequence[Interval], b: Sequence[Interval]) -> Box | None:
+    shared = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return None if any(stop <= start for start, stop in shared) else shared
+
+
+def _within(shared: Box, whole: Box, local: Box) -> Box:
+    return tuple(
+        (place[0] + s[0] - base[0], place[0] + s[1] - base[0])
+        for s, base, place in zip(shared, whole, local, strict=True)
+    )

@@ -1,0 +1,341 @@
+"""What a training script calls: ``parallelize``, ``verify``, ``shard_dataset``.
+
+It joins the world, compiles the model and hands this rank's part to the runtime. Every error that can be found is
+raised before any process group is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whale.annotations import get_default_strategy
+from whale.compiler import Compilation, Options, compile_model, local_tensors, value_name
+from whale.errors import PlanMismatchError, UsageError
+from whale.graph.capture import batch_leaves
+from whale.ir.check import check_programs
+from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan
+from whale.planner.catalog import device_types
+from whale.runtime.executor import Executor
+from whale.runtime.launch import World, describe, groups, initialize
+from whale.runtime.module import CompiledStep, ParallelModule, Shard
+from whale.runtime.random import Clock
+from whale.runtime.reduce import Bucket, Reducer
+from whale.runtime.stage import LocalStage
+
+__all__ = ["ParallelModule", "ParityReport", "parallelize", "shard_dataset", "verify"]
+
+
+def parallelize(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    cluster: str | PathLike[str] | Cluster | None = None,
+    plan: str | PathLike[str] | Plan | None = None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    prefer: str = "consecutive",
+    seed: int = 0,
+    timeout_seconds: float = 60.0,
+    device: str | None = None,
+    promote_casts: bool = False,
+) -> ParallelModule:
+    """Make this rank's part of *model*, annotated or not, so that its steps equal the local model's steps.
+
+    Args:
+        model: any module; on the CPU, on this rank's device, or (for models too large for a host) on the meta device.
+        example_batch: a global batch, of which only shapes and dtypes matter: a dict of keyword arguments, a tuple of
+            positional ones, or one tensor. The first dim of its tensors is the batch.
+        cluster: a cluster file, or a Cluster; by default the devices of the launch, taken as equal.
+        plan: a plan file, or a Plan: what to run, decided before.
+        micro_batches: the parts of the batch that a pipeline works on at a time; must divide it.
+        schedule: ``gpipe``, ``1f1b`` (the default), ``interleaved``, ``zero_bubble`` or ``greedy``.
+        loss_fn: ``loss_fn(output, batch)``, for a model that does not return its loss.
+        prefer: ``consecutive`` or ``replica_in_node``: which devices are neighbours.
+        seed: of dropout and other random operators, which then do not use torch's generator.
+        timeout_seconds: the longest that a rank waits for another.
+        device: ``cpu`` or ``cuda``; by default cuda where there is one.
+        promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
+
+    Raises:
+        UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
+        WorkerError: a rank did not start, or failed.
+    """
+    if isinstance(plan, (str, PathLike)):
+        plan = Plan.load(plan)
+    described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
+    options = Options(
+        micro_batches=micro_batches or (plan.micro_batches if plan else 1),
+        schedule=schedule or (plan.schedule if plan else "1f1b"),
+        default=get_default_strategy(),
+        prefer=prefer,
+        promote=promote_casts,
+        seed=seed,
+    )
+    launch = describe(device)
+    if described is None:
+        described = Cluster.homogeneous(launch.size)
+    elif len(described.devices) != launch.size:
+        raise PlanMismatchError(
+            f"the cluster has {len(described.devices)} devices, but {launch.size} processes were started; use torchrun "
+            f"with {len(described.devices)} in total, or another cluster file"
+        )
+    leaves = batch_leaves(example_batch)
+    _check_devices(model, launch.device)
+    template = _meta_copy(model)
+    compilation = compile_model(
+        template, leaves, described, options, device=launch.device, training=model.training, loss_fn=loss_fn
+    )
+    if launch.size <= _CHECKED_RANKS:
+        check_programs(
+            compilation.programs(), compilation.rank_specs, compilation.edges, compilation.reduces, order=compilation.order
+        )
+    if plan is not None:
+        plan.check(world_size=launch.size, stages=[s.mesh.ranks for s in compilation.stages])
+    world = initialize(timeout_seconds, device_type=device)
+    return _Builder(model, template, described, options, world, loss_fn).build(compilation, leaves)
+
+
+_CHECKED_RANKS = 1024
+"""Up to this many ranks every launch proves its programs; it takes milliseconds for small worlds."""
+
+
+class _Builder:
+    """Makes the parallel module of one rank, and later compiles steps for other batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        template: nn.Module,
+        cluster: Cluster,
+        options: Options,
+        world: World,
+        loss_fn: Callable[..., Any] | None,
+    ) -> None:
+        self.model: nn.Module | None = model
+        self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
+        self.clock = Clock(options.seed)
+        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.reduce_groups: dict[tuple[int, ...], Any] = {}
+        self.first: Compilation | None = None
+
+    def build(self, compilation: Compilation, example: Mapping[str, Any]) -> ParallelModule:
+        model, world = self.model, self.world
+        assert model is not None
+        self.first = compilation
+        self.rows = compilation.rows[0]
+        shards = compilation.shards()
+        named = dict(model.named_parameters())
+        for name, parameter in named.items():
+            if name not in shards:  # nothing reads it: the ranks of the first stage keep it for the state dict
+                whole = tuple(((0, size),) for size in parameter.shape)
+                parts = dict.fromkeys(compilation.stages[0].mesh.ranks, whole)
+                shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
+        buffers = {
+            name: Shard(
+                shape=tuple(b.shape),
+                dtype=b.dtype,
+                parts=dict.fromkeys(self._buffer_ranks(compilation, name), tuple(((0, size),) for size in b.shape)),
+                trainable=False,
+            )
+            for name, b in model.named_buffers()
+        }
+        self.parameters = local_tensors(shards, world.rank, named, world.device)
+        held = {name: b.to(world.device) for name, b in model.named_buffers()}
+        self.tensors = {("parameter", n): p for n, p in self.parameters.items()}
+        self.tensors |= {("buffer", n): b for n, b in held.items()}
+        persistent = set(model.state_dict(keep_vars=True))
+        aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
+        self.model = None
+        if world.size > 1:
+            sets = {s.mesh.group(a, r) for s in compilation.stages for a in range(len(s.mesh.axes)) for r in s.mesh.ranks}
+            self.groups = groups(sets, world.failures.timeout_seconds)
+            self.reduce_groups = groups({spec.ranks for spec in compilation.reduces}, world.failures.timeout_seconds)
+        training = self.template.training
+        module = ParallelModule(
+            world=world,
+            source=self.compile,
+            shards=shards,
+            buffers=buffers,
+            aliases=aliases,
+            tensors={**self.parameters, **held},
+            clock=self.clock,
+            leaves=lambda *args, **kwargs: batch_leaves(kwargs if kwargs else args[0] if len(args) == 1 else args),
+        ).train(training)
+        module.install(example, training, self._assemble(compilation))
+        return module
+
+    def _buffer_ranks(self, compilation: Compilation, name: str) -> Sequence[int]:
+        for stage in compilation.stages:
+            if name in stage.mutated:
+                return stage.mesh.ranks
+        return range(self.world.size)
+
+    def compile(self, batch: Mapping[str, Any], training: bool) -> CompiledStep:
+        """A step for batches of another signature, or for evaluation; parameters stay where they are."""
+        assert self.first is not None
+        compilation = compile_model(
+            self.template,
+            batch,
+            self.cluster,
+            self.options,
+            device=self.world.device,
+            training=training,
+            loss_fn=self.loss_fn,
+            rows_per_micro_batch=self.rows,
+            stored=self.first.stored_forms(),
+        )
+        return self._assemble(compilation)
+
+    def _assemble(self, compilation: Compilation) -> CompiledStep:
+        rank = self.world.rank
+        constants = {("constant", n): t.to(self.world.device) for n, t in compilation.captured.constants.items()}
+        tensors = {**self.tensors, **constants}
+        stages: dict[int, LocalStage] = {}
+        counts = False
+        clock = self.clock if self.world.size > 1 or len(compilation.rows) > 1 else None
+        for stage in compilation.stages:
+            if rank not in stage.mesh.ranks:
+                continue
+            programs = compilation.local_programs(stage, rank, clock)
+            for program in programs:
+                for bridge in program.bridges:
+                    bridge.group = self.groups.get(tuple(sorted(bridge.ranks)))  # type: ignore[assignment]
+            names = [compilation.parameter_name(v) for v in stage.stored if v[0].name in compilation.captured.parameters]
+            outputs = tuple(value_name(v) for v in stage.sent)
+            if stage.loss is not None:
+                outputs += ("loss",)
+                at = stage.mesh.coordinates(rank)
+                counts = all(c == 0 or p.kind == "P" for c, p in zip(at, stage.loss_placements[1:], strict=True))
+            stages[stage.index] = LocalStage(
+                programs=programs,
+                outputs=outputs,
+                mutated=tuple(stage.mutated),
+                tensors=tensors,
+                parameters=[p for n in names if isinstance(p := self.parameters[n], nn.Parameter)],
+                clock=self.clock,
+            )
+        buckets = [
+            Bucket(
+                index=spec.index,
+                parameters=tuple(self.parameters[n] for n in names),  # type: ignore[misc]
+                ranks=spec.ranks,
+                stages=frozenset(spec.stages) & stages.keys(),
+                group=self.reduce_groups.get(spec.ranks),
+            )
+            for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
+            if rank in spec.ranks
+        ]
+        program = compilation.program(rank)
+        order = [i.bucket for i in program if type(i).__name__ == "Reduce"]
+        buckets.sort(key=lambda b: order.index(b.index))
+        executor = Executor(
+            rank=rank,
+            program=program,
+            edges=compilation.edges,
+            stages=stages,
+            reducer=Reducer(buckets, self.world.failures) if buckets else None,
+            failures=self.world.failures,
+            device=self.world.device,
+        )
+        return CompiledStep(executor=executor, stages=list(stages.values()), counts_loss=counts)
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """The model without its data, to capture other batches from."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) not in memo:
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            kept = nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+            memo[id(tensor)] = kept
+    return copy.deepcopy(model, memo)
+
+
+def _check_devices(model: nn.Module, device: torch.device) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type == "meta" or tensor.device == device:
+            continue
+        if tensor.device.type == device.type and device.index is None:
+            continue
+        raise UsageError(
+            f"{name} is on {tensor.device}, but this rank computes on {device}: move the model with "
+            f".to({str(device)!r}) before parallelize, or build it on the meta device"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """How far a parallel step is from the local one. Gradients' errors are relative to the largest element of each.
+
+    ``worst`` names the parameter with the largest error; ``passed`` compares with ``tolerance``.
+    """
+
+    loss: float
+    local_loss: float
+    loss_error: float
+    gradient_error: float
+    worst: str
+    tolerance: float
+    gradients: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss and every gradient are within the tolerance."""
+        return self.loss_error <= self.tolerance and self.gradient_error <= self.tolerance
+
+
+def verify(
+    model: nn.Module, batch: Any, *, loss_fn: Callable[..., Any] | None = None, tolerance: float | None = None, **options: Any
+) -> ParityReport:
+    """Run one step locally and one in parallel from the same weights, and compare the loss and every gradient.
+
+    Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is 1e-9 in float64 and 1e-4
+    in float32. Models with dropout are compared in evaluation mode.
+    """
+    from whale.graph.capture import _Loss
+
+    model = model.eval()
+    leaves = batch_leaves(batch)
+    local = copy.deepcopy(model)
+    loss = _Loss(local, list(leaves), loss_fn)(*[v.clone() if isinstance(v, Tensor) else v for v in leaves.values()])
+    loss.backward()
+    expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}
+    parallel = parallelize(model, batch, loss_fn=loss_fn, **options)
+    found_loss = parallel._run(leaves, True)
+    found = parallel.full_gradients()
+    errors = {}
+    for name, gradient in expected.items():
+        if gradient is None or name not in found:
+            continue
+        scale = gradient.abs().max().item() or 1.0
+        errors[name] = (found[name] - gradient).abs().max().item() / scale
+    worst = max(errors, key=lambda n: errors[n], default="")
+    double = any(p.dtype == torch.float64 for p in local.parameters())
+    return ParityReport(
+        loss=found_loss.item(),
+        local_loss=loss.item(),
+        loss_error=abs(found_loss.item() - loss.item()) / (abs(loss.item()) or 1.0),
+        gradient_error=errors.get(worst, 0.0),
+        worst=worst,
+        tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4,
+        gradients=errors,
+    )
+
+
+def shard_dataset(dataset: Any, *, batch_size: int, drop_last: bool = False) -> Any:
+    """A loader of global batches in the order that every rank agrees on.
+
+    Every rank yields the same global batch; each stage reads only its own rows of it.
+    """
+    return torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=False, drop_last=drop_last)

@@ -1,0 +1,436 @@
+"""From a captured model and the devices to the step that one rank runs: every pass of the compiler, in order.
+
+capture -> partition -> axes -> devices -> placements -> transfers -> order -> this rank's program. Everything but the
+last part is the same on every rank, a pure function of model, batch signature, cluster and options, so all ranks agree
+without a word. Nothing here starts processes or allocates parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whale.errors import UsageError
+from whale.graph.capture import Captured, capture
+from whale.graph.partition import Partition, TaskGraph, partition
+from whale.graph.values import Value, needs_grad, operands, resolve, value_shape, value_tensor
+from whale.ir.cluster import Cluster
+from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
+from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
+from whale.ir.schedule import Order
+from whale.ir.strategy import Strategy
+from whale.planner.orders import schedule_order
+from whale.planner.place import Assignment, StageRequest, place
+from whale.runtime.module import Shard
+from whale.runtime.random import Clock
+from whale.runtime.reduce import bucketize
+from whale.runtime.stage import LocalProgram
+from whale.strategies.analysis import Analysis, analyse
+from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
+from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
+from whale.strategies.sharding import GLOO, Prices
+from whale.strategies.transfer import region_shape, transfers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may choose besides annotations. ``micro_batches`` cut the batch that the model is made with."""
+
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    default: Strategy | None = None
+    prefer: str = "consecutive"
+    promote: bool = False
+    seed: int = 0
+
+
+StoredForm = tuple[str, int, tuple[Segment, ...]]
+"""How a parameter is stored on a mesh axis, in terms that do not depend on one graph: kind, dim, segments of the cut."""
+
+
+@dataclass(kw_only=True)
+class Compilation:
+    """A model, compiled for one batch signature; the same on every rank.
+
+    ``rows`` are the units of the batch in each micro-batch.
+    """
+
+    captured: Captured
+    partition: Partition
+    analysis: Analysis
+    assignment: Assignment
+    stages: tuple[PlacedStage, ...]
+    edges: tuple[Edge, ...]
+    order: Order
+    rows: tuple[int, ...]
+    reduces: tuple[ReduceSpec, ...]
+    bucket_parameters: tuple[tuple[str, ...], ...]
+    report: Report
+    rank_specs: tuple[StageSpec, ...] = field(default=())
+
+    def program(self, rank: int) -> Program:
+        """The tasks, transfers and reductions of one rank."""
+        return project_rank(self.order, self.rank_specs, self.edges, self.reduces, rank)
+
+    def programs(self) -> dict[int, Program]:
+        """The programs of all ranks, for the static check."""
+        return project(self.order, self.rank_specs, self.edges, self.reduces)
+
+    def local_programs(self, stage: PlacedStage, rank: int, clock: Clock | None) -> list[LocalProgram]:
+        """What *rank* runs of a stage in each micro-batch; graphs are shared between micro-batches of equal size."""
+        by_rows: dict[Any, LocalProgram] = {}
+        found = []
+        for index, rows in enumerate(self.rows):
+            base = by_rows.get(rows)
+            if base is None or base.depends_on_position:
+                base = by_rows[rows] = lower(self.captured, self.analysis, stage, rank, index, clock=clock)
+            found.append(at_micro_batch(base, stage, rank, index))
+        return found
+
+    def parameter_name(self, value: Value) -> str:
+        """Name of the parameter behind a placeholder."""
+        return self.captured.parameters[value[0].name]
+
+    def stored_forms(self) -> dict[tuple[int, str], tuple[StoredForm, ...]]:
+        """How every stage stores every parameter, for a later compilation to do the same."""
+        forms = {}
+        for stage in self.stages:
+            for value, placements in stage.stored.items():
+                if value[0].name in self.captured.parameters:
+                    forms[stage.index, self.parameter_name(value)] = tuple(
+                        _form(self.analysis, value, p) for p in placements
+                    )
+        return forms
+
+    def shards(self) -> dict[str, Shard]:
+        """Where every parameter that the loss reads lies."""
+        parts: dict[str, dict[int, Any]] = {}
+        values: dict[str, Value] = {}
+        for stage in self.stages:
+            for value, placements in stage.stored.items():
+                if value[0].name not in self.captured.parameters:
+                    continue
+                name = self.parameter_name(value)
+                values[name] = value
+                held = parts.setdefault(name, {})
+                for rank in stage.mesh.ranks:
+                    held[rank] = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(rank)))
+        return {
+            name: Shard(
+                shape=value_shape(value),
+                dtype=value_tensor(value).dtype,
+                parts=parts[name],
+                trainable=needs_grad(value),
+            )
+            for name, value in values.items()
+        }
+
+
+def _form(analysis: Analysis, value: Value, placement: Placement) -> StoredForm:
+    if placement.kind != "S":
+        return placement.kind, -1, ()
+    return "S", placement.dim, analysis.atoms.segments(analysis.dims[value][placement.dim], placement.atom, {})
+
+
+def _placement(analysis: Analysis, value: Value, form: StoredForm) -> Placement:
+    """The placement of this graph that stores a parameter as *form* says."""
+    kind, dim, segments = form
+    if kind != "S":
+        return Placement(kind)  # type: ignore[arg-type]
+    for leaf in analysis.atoms.leaves(analysis.dims[value][dim]):
+        if analysis.atoms.segments(analysis.dims[value][dim], leaf, {}) == segments:
+            return Placement("S", dim, leaf)
+    raise UsageError(f"{value[0].name} cannot be stored in this batch's graph as it is: its dim {dim} is cut elsewhere")
+
+
+def compile_model(
+    model: nn.Module,
+    batch: Any,
+    cluster: Cluster,
+    options: Options,
+    *,
+    device: torch.device | str,
+    training: bool,
+    loss_fn: Callable[..., Any] | None = None,
+    rows_per_micro_batch: int | None = None,
+    stored: Mapping[tuple[int, str], tuple[StoredForm, ...]] | None = None,
+) -> Compilation:
+    """Compile *model* for batches like *batch*.
+
+    *stored* and *rows_per_micro_batch* are those of an earlier compilation whose parameters are in use.
+
+    Raises the errors of every pass; see :mod:`whale.errors`.
+    """
+    captured = capture(model.train(training), batch, device=device, loss_fn=loss_fn, promote=options.promote)
+    cut = partition(captured)
+    analysis = analyse(captured.graph, batch_placeholders(captured))
+    rows = _rows(analysis, options, rows_per_micro_batch)
+    loss = resolve(captured.graph.output_node().args[0][0])  # type: ignore[index, arg-type]
+    if loss[0] not in cut.stage_of:
+        raise UsageError("the loss depends on no parameter of the model: there is nothing to train")
+    assignment = place(
+        [_request(graph) for graph in cut.stages],
+        cluster.devices,
+        default=options.default,
+        prefer=options.prefer,  # type: ignore[arg-type]
+        dtype=_main_dtype(model),
+    )
+    if assignment.idle_ranks:
+        warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the annotations leave them out", stacklevel=3)
+    report = Report()
+    stages = _place_stages(captured, analysis, cut, assignment, rows, loss, device, report, stored or {})
+    edges = _edges(analysis, cut, stages, len(rows))
+    specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
+    order = schedule_order(
+        options.schedule, len(stages), len(rows), tuple(frozenset(s.mesh.ranks) for s in stages)
+    )
+    compilation = Compilation(
+        captured=captured,
+        partition=cut,
+        analysis=analysis,
+        assignment=assignment,
+        stages=stages,
+        edges=edges,
+        order=order,
+        rows=rows,
+        reduces=(),
+        bucket_parameters=(),
+        report=report,
+        rank_specs=specs,
+    )
+    compilation.reduces, compilation.bucket_parameters = _reduces(compilation)
+    return compilation
+
+
+def _main_dtype(model: nn.Module) -> str:
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    name = str(first.dtype).removeprefix("torch.") if first is not None else "float32"
+    return name if name != "float64" else "float32"
+
+
+def _request(graph: TaskGraph) -> StageRequest:
+    regions = tuple(dict.fromkeys(graph.scopes.values())) or ((),)
+    return StageRequest(stage=graph.cut.stage, outer=graph.cut.outer, regions=regions)
+
+
+def _rows(analysis: Analysis, options: Options, per_micro_batch: int | None) -> tuple[int, ...]:
+    """How many units of the batch each micro-batch has; a later, smaller batch fills micro-batches of the first size."""
+    count = options.micro_batches
+    if count < 1:
+        raise UsageError(f"micro_batches is {count}: it must be at least 1")
+    units = analysis.atoms.size(analysis.batch_leaf) if analysis.batch_leaf >= 0 else 1
+    if per_micro_batch is not None:
+        full, rest = divmod(units, per_micro_batch)
+        return (per_micro_batch,) * full + ((rest,) if rest else ())
+    if units % count:
+        near = [n for n in range(1, units + 1) if units % n == 0]
+        below, above = [n for n in near if n < count], [n for n in near if n > count]
+        nearest = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+        raise UsageError(f"micro_batches={count} does not divide the batch of {units} rows; use {nearest}")
+    return (units // count,) * count
+
+
+def _place_stages(
+    captured: Captured,
+    analysis: Analysis,
+    cut: Partition,
+    assignment: Assignment,
+    rows: tuple[int, ...],
+    loss: Value,
+    device: torch.device | str,
+    report: Report,
+    stored: Mapping[tuple[int, str], tuple[StoredForm, ...]],
+) -> tuple[PlacedStage, ...]:
+    prices = Prices() if torch.device(device).type == "cuda" else GLOO
+    shared = _shared_parameters(captured, cut)
+    outputs: tuple[Any, ...] = captured.graph.output_node().args[0]  # type: ignore[assignment]
+    mutated = {name: resolve(node) for name, node in zip(captured.mutated, outputs[1:], strict=True)}
+    fixed_shared: dict[Value, tuple[Placement, ...]] = {}
+    found: list[PlacedStage] = []
+    for graph, spot in zip(cut.stages, assignment.stages, strict=True):
+        read = {v for n in graph.nodes for v in operands(n) if v[0].name in captured.parameters}
+        fixed: dict[Value, tuple[Placement, ...]] = {}
+        for value in read:
+            form = stored.get((graph.index, captured.parameters[value[0].name]))
+            if form is not None:
+                fixed[value] = tuple(_placement(analysis, value, f) for f in form)
+            elif value in fixed_shared:
+                fixed[value] = fixed_shared[value]
+            elif value in shared and not _same_meshes(assignment, shared[value]):
+                fixed[value] = (REPLICATE,) + (FANOUT,) * len(spot.device.axes)
+        problem = StageProblem(
+            task_graph=graph,
+            mesh=spot.device,
+            roles={n: spot.roles.of(graph.scopes[n]) for n in graph.nodes},
+            rows=rows,
+            loss=loss if cut.stage_of[loss[0]] == graph.index else None,
+            mutated={k: v for k, v in mutated.items() if cut.stage_of.get(v[0], 0) == graph.index},
+            fixed=fixed,
+            shared=frozenset(v for v in read if v in shared),
+        )
+        placed = place_stage(captured, analysis, cut, problem, prices=prices, report=report)
+        for value in read & set(shared):
+            fixed_shared.setdefault(value, placed.stored[value])
+        found.append(placed)
+    _warn(report, captured)
+    return tuple(found)
+
+
+def _shared_parameters(captured: Captured, cut: Partition) -> dict[Value, tuple[int, ...]]:
+    """Parameters that several stages read, and which."""
+    readers: dict[Value, dict[int, None]] = {}
+    for graph in cut.stages:
+        for node in graph.nodes:
+            for value in operands(node):
+                if value[0].name in captured.parameters:
+                    readers.setdefault(value, {})[graph.index] = None
+    return {value: tuple(stages) for value, stages in readers.items() if len(stages) > 1}
+
+
+def _same_meshes(assignment: Assignment, stages: Sequence[int]) -> bool:
+    def mesh(stage: int) -> Any:
+        device = assignment.stages[stage].device
+        return device.shape, tuple(device.axis_speeds(i) for i in range(len(device.axes)))
+
+    return len({mesh(stage) for stage in stages}) == 1
+
+
+def _warn(report: Report, captured: Captured) -> None:
+    names = sorted({str(node.target) for node in report.whole})
+    if names:
+        warnings.warn(
+            f"no axis rule for {', '.join(names)}: computed whole on every rank of its mesh axis, with a bridge before "
+            "it (slower, not wrong)",
+            stacklevel=5,
+        )
+    matrices = [captured.parameters[v[0].name] for v in report.gathered if v[0].name in captured.parameters]
+    if matrices:
+        warnings.warn(
+            f"split: {', '.join(matrices[:5])} cannot be stored in parts by its operators and stays whole", stacklevel=5
+        )
+
+
+def _edges(
+    analysis: Analysis, cut: Partition, stages: Sequence[PlacedStage], micro_batches: int
+) -> tuple[Edge, ...]:
+    """The values that cross stages, and their transfers."""
+    edges: list[Edge] = []
+    regions: dict[Any, Any] = {}
+
+    def held(stage: PlacedStage, value: Value, placements: Any, micro_batch: int) -> dict[int, Any]:
+        key = (stage.index, value, placements, micro_batch)
+        if key not in regions:
+            regions[key] = {
+                rank: stage.layout.intervals(value, placements, (micro_batch, *stage.mesh.coordinates(rank)))
+                for rank in stage.mesh.ranks
+            }
+        return regions[key]
+
+    memo: dict[Any, Any] = {}
+
+    def moved(a: dict[int, Any], b: dict[int, Any]) -> Any:
+        key = (tuple(a.items()), tuple(b.items()))
+        if key not in memo:
+            memo[key] = transfers(a, b)
+        return memo[key]
+
+    for source in stages:
+        for value, placements in source.sent.items():
+            for target in stages[source.index + 1 :]:
+                if value not in target.received:
+                    continue
+                grad = needs_grad(value)
+                ends = [
+                    (held(source, value, placements, m), held(target, value, target.stored[value], m))
+                    for m in range(micro_batches)
+                ]
+                edges.append(
+                    Edge(
+                        index=0,
+                        value=value_name(value),
+                        source_stage=source.index,
+                        target_stage=target.index,
+                        needs_grad=grad,
+                        dtype=str(value_tensor(value).dtype).removeprefix("torch."),
+                        forward=tuple(moved(a, b) for a, b in ends),
+                        backward=tuple(moved(b, a) for a, b in ends) if grad else (),
+                        source_shapes=tuple({r: region_shape(i) for r, i in a.items()} for a, _ in ends),
+                        target_shapes=tuple({r: region_shape(i) for r, i in b.items()} for _, b in ends),
+                    )
+                )
+    # A stage receives its values in the order of the edges' indices, which must be that of PlacedStage.received.
+    edges.sort(key=lambda e: (e.target_stage, [value_name(v) for v in stages[e.target_stage].received].index(e.value)))
+    return tuple(Edge(**{**edge.__dict__, "index": index}) for index, edge in enumerate(edges))
+
+
+def value_name(value: Value) -> str:
+    """Name of a value that crosses stages."""
+    return value[0].name if value[1] == 0 else f"{value[0].name}:{value[1]}"
+
+
+def _reduces(compilation: Compilation) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
+    """Which gradients are sums over which ranks: replicas of a stage, and stages that share a parameter."""
+    readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
+    for stage in compilation.stages:
+        for node in stage.nodes:
+            for value in operands(node):
+                if value[0].name in compilation.captured.parameters and needs_grad(value):
+                    entries = readers.setdefault(compilation.parameter_name(value), [])
+                    if all(s is not stage for s, _ in entries):
+                        entries.append((stage, value))
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[str, torch.Size]]] = {}
+    for name, entries in readers.items():
+        stages = tuple(stage.index for stage, _ in entries)
+        ranks_of: dict[Any, dict[int, tuple[int, ...]]] = {}
+        for stage, value in entries:
+            placements = stage.stored[value]
+            for rank in stage.mesh.ranks:
+                at = stage.mesh.coordinates(rank)
+                region = stage.layout.intervals(value, placements, (0, *at))
+                copies = tuple(c for c, p in zip(at, placements[1:], strict=True) if p.kind == "R")
+                ranks_of.setdefault((region, copies), {})[rank] = region_shape(region)
+        for members in ranks_of.values():
+            ranks = tuple(sorted(members))
+            if len(ranks) > 1:
+                groups.setdefault((ranks, stages), []).append((name, torch.Size(members[ranks[0]])))
+    specs: list[ReduceSpec] = []
+    names: list[tuple[str, ...]] = []
+    dtypes = {name: value_tensor(entries[0][1]).dtype for name, entries in readers.items()}
+    for (ranks, stages), members in groups.items():
+        blanks = {
+            id(p): (p, name)
+            for name, shape in members
+            for p in [nn.Parameter(torch.empty(shape, dtype=dtypes[name], device="meta"))]
+        }
+        for bucket in bucketize([p for p, _ in blanks.values()], capacity_bytes=BUCKET_BYTES):
+            specs.append(ReduceSpec(index=len(specs), ranks=ranks, stages=stages))
+            names.append(tuple(blanks[id(p)][1] for p in bucket))
+    return tuple(specs), tuple(names)
+
+
+BUCKET_BYTES = 4 * 2**20
+"""Capacity of a gradient bucket."""
+
+
+def local_tensors(
+    shards: Mapping[str, Shard], rank: int, whole: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """This rank's parameters, from the whole ones: the user's own object where it is whole, else a copy of the part."""
+    from whale.runtime.stage import part
+
+    found: dict[str, Tensor] = {}
+    for name, shard in shards.items():
+        if rank not in shard.parts:
+            continue
+        source = whole[name]
+        piece = part(source.detach(), shard.parts[rank])
+        if tuple(piece.shape) == tuple(source.shape):
+            found[name] = source
+        else:
+            found[name] = nn.Parameter(piece.clone().contiguous(), requires_grad=source.requires_grad)
+    return found

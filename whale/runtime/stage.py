@@ -1,0 +1,138 @@
+"""What one rank runs of a stage: three local graphs, the tensors that feed them, and what to keep between steps.
+
+The *constant* graph runs once, the *step* graph once a step on the global batch, the *micro-batch* graph for every
+micro-batch. Knows tensors and graphs; not how they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale.runtime.random import Clock
+
+Intervals = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dim of a tensor the half-open stretches that are meant, in order."""
+
+Source = tuple[str, Any]
+"""Where a placeholder's tensor comes from: ("parameter", name), ("buffer", name), ("constant", name),
+("input", (leaf, intervals)), ("received", position), or (level, position) for an earlier graph's output."""
+
+
+@dataclass
+class LocalGraph:
+    """One graph of a local program, and what feeds its placeholders, in order."""
+
+    module: fx.GraphModule
+    sources: list[Source]
+
+
+@dataclass
+class LocalProgram:
+    """What one rank runs for a stage and one micro-batch.
+
+    The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values.
+    ``bridges`` are the modules that need a process group. ``depends_on_position`` says that the program is right for
+    one micro-batch only, not for others of as many rows.
+    """
+
+    constant: LocalGraph
+    step: LocalGraph
+    micro_batch: LocalGraph
+    bridges: list[nn.Module] = field(default_factory=list)
+    depends_on_position: bool = False
+
+
+def part(x: Tensor, intervals: Intervals) -> Tensor:
+    """The part of a tensor that lies in these stretches of each dim; a view where it can be."""
+    for dim, stretches in enumerate(intervals):
+        if stretches == ((0, x.shape[dim]),):
+            continue
+        pieces = [x.narrow(dim, start, stop - start) for start, stop in stretches]
+        if not pieces:
+            x = x.narrow(dim, 0, 0)
+        else:
+            x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return x
+
+
+class LocalStage:
+    """One stage of this rank, as the executor runs it.
+
+    Args:
+        programs: one a micro-batch; equal ones are the same object.
+        outputs: names of what the micro-batch graph returns to the executor.
+        mutated: names of the buffers whose new values follow.
+        tensors: the rank's parameters and buffers by name, and the constants.
+        parameters: the trainable parameters that the stage reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        programs: Sequence[LocalProgram],
+        outputs: tuple[str, ...],
+        mutated: tuple[str, ...],
+        tensors: Mapping[tuple[str, str], Tensor],
+        parameters: Sequence[nn.Parameter],
+        clock: Clock,
+    ) -> None:
+        self.programs, self.outputs, self.mutated, self.clock = programs, outputs, mutated, clock
+        self.parameters = tuple(parameters)
+        self._tensors = tensors
+        self._constants: dict[int, tuple[Tensor, ...]] = {}
+        self._steps: dict[int, tuple[Tensor, ...]] = {}
+        self._batch: Mapping[str, Any] = {}
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Start a step on a global batch: forget what depended on the last one."""
+        self._batch = batch
+        self._steps.clear()
+
+    def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the micro-batch graph; new buffer values are stored, the rest is returned."""
+        program = self.programs[micro_batch]
+        self.clock.micro_batch = micro_batch
+        results = program.micro_batch.module(*self._arguments(program, program.micro_batch, received))
+        if self.mutated:
+            count = len(self.outputs)
+            with torch.no_grad():
+                for name, value in zip(self.mutated, results[count:], strict=True):
+                    self._tensors["buffer", name].copy_(value)
+            results = results[:count]
+        return results
+
+    def _arguments(self, program: LocalProgram, graph: LocalGraph, received: tuple[Tensor, ...]) -> list[Tensor]:
+        arguments = []
+        for kind, what in graph.sources:
+            if kind == "received":
+                arguments.append(received[what])
+            elif kind == "input":
+                leaf, intervals = what
+                arguments.append(part(self._batch[leaf], intervals))
+            elif kind == "constant" and isinstance(what, int):
+                arguments.append(self._constant(program)[what])
+            elif kind == "step":
+                arguments.append(self._step(program)[what])
+            else:
+                arguments.append(self._tensors[kind, what])
+        return arguments
+
+    def _constant(self, program: LocalProgram) -> tuple[Tensor, ...]:
+        key = id(program.constant.module)
+        if key not in self._constants:
+            with torch.no_grad():
+                graph = program.constant
+                self._constants[key] = graph.module(*self._arguments(program, graph, ()))
+        return self._constants[key]
+
+    def _step(self, program: LocalProgram) -> tuple[Tensor, ...]:
+        key = id(program.step.module)
+        if key not in self._steps:
+            with torch.no_grad():
+                self._steps[key] = program.step.module(*self._arguments(program, program.step, ()))
+        return self._steps[key]
