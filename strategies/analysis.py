@@ -99,13 +99,16 @@ def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
 
     for axis in rule.axes:
         members = [operand(i)[d] for i, d in axis.inputs.items()] + [output(i)[d] for i, d in axis.outputs.items()]
-        if axis.blocked or axis.form == "grouped_queries":
+        if axis.blocked:
             continue
-        if axis.form == "grouped_heads":  # queries are (key-value heads, group): the key-value heads walk together
-            query, key = members[0], members[1]
-            group = atoms.dim(atoms.extent(query) // atoms.extent(key))
-            pairs = [(query, [key, group]), (key, [members[2]]), (query, [members[-1]])]
-            axis.blocked = not all([atoms.align([a], b) for a, b in pairs])
+        if axis.factor is not None:
+            outer, size = axis.factor
+            axis.within = atoms.dim(size)
+            pairs = []
+            for member in members:
+                rest = atoms.dim(atoms.extent(member) // (outer * size))
+                pairs.append((member, [atoms.dim(outer), axis.within, rest]))
+            axis.blocked = not all([atoms.align([member], split) for member, split in pairs])
             continue
         for member in members[1:]:
             if atoms.extent(member) != atoms.extent(members[0]) or not atoms.align([members[0]], [member]):
@@ -217,10 +220,8 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
     if not members:
         return
     first, dim = members[0]
-    for leaf in atoms.leaves(analysis.dims[first][dim]):
+    for leaf in atoms.leaves(analysis.dims[first][dim] if axis.within is None else axis.within):
         if not all(analysis.shardable(value, leaf, d) for value, d in members):
-            continue
-        if axis.form == "grouped_queries" and atoms.count(analysis.dims[op.operands[1]][dim], leaf) != 0:
             continue
         if axis.form.startswith("vocabulary") and not _contiguous(analysis, members, leaf):
             continue
@@ -231,12 +232,13 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
             for i in range(len(op.operands))
         )
         outputs = tuple(
-            shard(axis.outputs[i], leaf) if i in axis.outputs else _CONTRACTED.get(axis.form, PARTIAL) for i in range(len(output_shapes(op.node)))
+            shard(axis.outputs[i], leaf) if i in axis.outputs else _CONTRACTED.get(axis.form, PARTIAL)
+            for i in range(len(output_shapes(op.node)))
         )
         yield Choice(inputs, outputs, leaf, axis.form)
 
 
-_CONTRACTED = {"vocabulary_cross_entropy": REPLICATE}
+_CONTRACTED = {"vocabulary_cross_entropy": REPLICATE, "batch_statistics": REPLICATE}
 """What a contracted axis leaves where its special form has summed already."""
 
 

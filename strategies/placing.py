@@ -42,6 +42,7 @@ class StageProblem:
     mesh: VirtualDevice
     roles: Mapping[fx.Node, tuple[Role, ...]]
     rows: tuple[int, ...]
+    time: Mapping[fx.Node, Choice]
     loss: Value | None = None
     mutated: Mapping[str, Value] = field(default_factory=dict)
     fixed: Mapping[Value, Placements] = field(default_factory=dict)
@@ -67,19 +68,10 @@ def place_stage(
     prices: Prices,
     report: Report,
 ) -> PlacedStage:
-    """Choose placements for one stage on all of its axes.
-
-    Raises :class:`UsageError` if the batch is cut into micro-batches and an operator couples its rows.
-    """
+    """Choose placements for one stage on all of its axes."""
     nodes, mesh = problem.task_graph.nodes, problem.mesh
-    free = frozenset(
-        v for n in nodes for v in analysis.ops[n].operands if v[0] in partition.floating or _is_leaf(captured, v)
-    )
-    time, coupled = solve_time(analysis, nodes, analysis.batch_leaf, free)
-    if len(problem.rows) > 1 and coupled:
-        raise UsageError(_coupled_message(coupled[0], len(problem.rows)))
-    if len(problem.rows) == 1:
-        time = {n: analysis.choices[n][0] for n in nodes}
+    free = _free(captured, analysis, partition, nodes)
+    time = {n: problem.time[n] for n in nodes}
     layout = Layout(analysis, layout_axes(mesh, problem.rows))
     chosen: dict[fx.Node, list[Choice]] = {n: [time[n]] for n in nodes}
     parameters = frozenset(v for n in nodes for v in analysis.ops[n].operands if _is_parameter(captured, v))
@@ -141,6 +133,31 @@ def place_stage(
         loss=problem.loss,
         loss_placements=_loss_placements(choices, problem.loss),
         mutated=problem.mutated,
+    )
+
+
+def place_time(
+    captured: Captured, analysis: Analysis, partition: Partition, micro_batches: int
+) -> Mapping[fx.Node, Choice]:
+    """How every pinned operator of the model is cut into micro-batches.
+
+    Raises :class:`UsageError` if the batch is cut and an operator couples its rows.
+    """
+    nodes = [n for n in captured.graph.nodes if n in partition.stage_of]
+    if micro_batches == 1:
+        return {n: analysis.choices[n][0] for n in nodes}
+    time, coupled = solve_time(analysis, nodes, analysis.batch_leaf, _free(captured, analysis, partition, nodes))
+    if coupled:
+        raise UsageError(_coupled_message(coupled[0], micro_batches))
+    return time
+
+
+def _free(
+    captured: Captured, analysis: Analysis, partition: Partition, nodes: Sequence[fx.Node]
+) -> frozenset[Value]:
+    """Values that cost nothing in any placement: floating ones, inputs, constants, buffers."""
+    return frozenset(
+        v for n in nodes for v in analysis.ops[n].operands if v[0] in partition.floating or _is_leaf(captured, v)
     )
 
 

@@ -32,7 +32,7 @@ from whale.runtime.reduce import bucketize
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, analyse
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
-from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
+from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage, place_time
 from whale.strategies.sharding import GLOO, Prices
 from whale.strategies.transfer import region_shape, transfers
 
@@ -251,6 +251,7 @@ def _place_stages(
     outputs: tuple[Any, ...] = captured.graph.output_node().args[0]  # type: ignore[assignment]
     mutated = {name: resolve(node) for name, node in zip(captured.mutated, outputs[1:], strict=True)}
     fixed_shared: dict[Value, tuple[Placement, ...]] = {}
+    time = place_time(captured, analysis, cut, len(rows))
     found: list[PlacedStage] = []
     for graph, spot in zip(cut.stages, assignment.stages, strict=True):
         read = {v for n in graph.nodes for v in operands(n) if v[0].name in captured.parameters}
@@ -268,6 +269,7 @@ def _place_stages(
             mesh=spot.device,
             roles={n: spot.roles.of(graph.scopes[n]) for n in graph.nodes},
             rows=rows,
+            time=time,
             loss=loss if cut.stage_of[loss[0]] == graph.index else None,
             mutated={k: v for k, v in mutated.items() if cut.stage_of.get(v[0], 0) == graph.index},
             fixed=fixed,

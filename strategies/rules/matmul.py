@@ -63,7 +63,7 @@ def _attention(op: Op) -> Rule | None:
     axes = []
     for dim in range(batch):
         if grouped and dim == batch - 1:
-            axes.append(OpAxis({0: dim, 1: dim, 2: dim}, {0: dim}, form="grouped_heads"))
+            axes.append(OpAxis({0: dim, 1: dim, 2: dim}, {0: dim}, factor=(1, key[-3])))
         else:
             alike = len({query[dim], key[dim], value[dim]}) == 1
             axes.append(OpAxis({i: dim for i in range(3)}, {0: dim}, blocked=not alike))
@@ -81,5 +81,5 @@ def _attention(op: Op) -> Rule | None:
         if shape[-1] != 1:
             axes.append(OpAxis({mask: len(shape) - 1}, {}, blocked=True))
     if grouped:
-        axes.append(OpAxis({0: batch - 1}, {0: batch - 1}, form="grouped_queries"))
+        axes.append(OpAxis({0: batch - 1}, {0: batch - 1}, factor=(key[-3], query[-3] // key[-3])))
     return Rule(axes=axes)

@@ -28,14 +28,22 @@ from torch.utils import _pytree as pytree
 
 from whale.graph.values import Value, is_tensor, output_shapes, resolve, value_shape
 
+
 @dataclass
 class OpAxis:
-    """One axis of an operator: the dim it is in each operand and in each output that has it."""
+    """One axis of an operator: the dim it is in each operand and in each output that has it.
+
+    ``factor``: only a factor of each dim is the axis. ``(outer, size)`` sees every dim as [outer, size, rest] and means
+    the middle: the groups of a grouped convolution, the windows of a pooling. ``within`` is that factor as atoms, once
+    the graph has been analysed. ``form`` names the special lowering that sharding the axis needs.
+    """
 
     inputs: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
     blocked: bool = False
     form: str = ""
+    factor: tuple[int, int] | None = None
+    within: list[int] | None = None
 
 
 @dataclass
@@ -44,7 +52,8 @@ class Rule:
 
     ``linear``: sets of operands which may all be terms of a sum at once, the output then being one.
     ``additive``: operands that are added to a contraction. ``views``: (operand, output) pairs that hold the same
-    elements under other shapes. ``reshapes``: an argument holds output sizes (see :func:`Op.local_args`).
+    elements under other shapes. ``sums``: (operand, dim, sizes), whose dim is cut into the outputs; operand -1: the
+    dim of the output joins the operands. ``local`` rewrites the arguments that speak of sizes for one rank.
     """
 
     axes: list[OpAxis] = field(default_factory=list)
