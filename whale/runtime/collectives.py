@@ -26,6 +26,10 @@ from whale.ir.placement import Cut, Placement
 Group = Any
 """A ``torch.distributed`` process group, or None where the axis has one rank."""
 
+# torch 2.13 renamed them and warns of the old names.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def parts(x: Tensor, cut: Cut, whole: bool = True) -> list[Tensor]:
     """The views ``[..., outer, size, inner, ...]`` of a tensor's dim, one a segment of the cut.
@@ -112,7 +116,7 @@ def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
     if len(set(sizes)) > 1 and sizes[index] < largest:
         flat = torch.cat([flat, flat.new_zeros(largest - sizes[index])])
     gathered = flat.new_empty(world * largest)
-    dist.all_gather_into_tensor(gathered, flat, group=group)
+    _gather_single(gathered, flat, group=group)
     pieces = [
         gathered[rank * largest : rank * largest + sizes[rank]].view(shape) for rank, shape in enumerate(shapes)
     ]
@@ -128,7 +132,7 @@ def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
     pieces = [take(x, cut, rank).contiguous() for rank in range(len(cut.sizes))]
     result = torch.empty_like(pieces[index])
     if len({piece.numel() for piece in pieces}) == 1:
-        dist.reduce_scatter_tensor(result, torch.cat([p.reshape(-1) for p in pieces]), group=group)
+        _reduce_scatter_single(result.view(-1), torch.cat([p.view(-1) for p in pieces]), group=group)
     else:
         dist.reduce_scatter(result, pieces, group=group)
     return result
