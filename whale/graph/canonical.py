@@ -135,6 +135,41 @@ def _reshape_like(graph: fx.Graph, node: fx.Node) -> None:
     node.args, node.kwargs = (node.args[0], list(node.meta["val"].shape)), {}
 
 
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+
+
+def _permute(graph: fx.Graph, node: fx.Node) -> None:
+    """Every name for an exchange of dims is a permutation; which one, an example tells."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    sizes = _PRIMES[: source.meta["val"].dim()]
+    if len(sizes) < source.meta["val"].dim():
+        return
+    example = node.target(torch.empty(sizes, device="meta"), *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    node.target = aten.permute.default
+    node.args, node.kwargs = (source, [sizes.index(size) for size in example.shape]), {}
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    """Every split is one with the sizes of its parts: those of a part of the dim differ from those of the whole."""
+    bound = _bound(node)
+    dim = bound["dim"]
+    node.target = aten.split_with_sizes.default
+    node.args, node.kwargs = (node.args[0], [part.shape[dim] for part in node.meta["val"]], dim), {}
+
+
+def _expand(graph: fx.Graph, node: fx.Node) -> None:
+    node.target = aten.expand.default
+    node.args, node.kwargs = (node.args[0], list(node.meta["val"].shape)), {}
+
+
+def _narrow(graph: fx.Graph, node: fx.Node) -> None:
+    dim, start, length = node.args[1:]
+    if isinstance(start, int):
+        node.target = aten.slice.Tensor
+        start = start if start >= 0 else start + node.args[0].meta["val"].shape[dim]  # type: ignore[union-attr]
+        node.args = (node.args[0], dim, start, start + length)  # type: ignore[operator]
+
+
 def _dropout(graph: fx.Graph, node: fx.Node) -> None:
     probability, train = (*node.args[1:3], *node.kwargs.values())
     if probability == 0 or train is False:
@@ -157,6 +192,34 @@ def _cat(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, full[0])
     elif 0 < len(full) < len(tensors):
         node.args = (full, *node.args[1:])
+
+
+def _index(graph: fx.Graph, node: fx.Node) -> None:
+    """``x[arange(len(x)), i]`` picks one position of each row: a gather, which leaves the rows apart."""
+    source, indices = node.args
+    if len(indices) != 2 or not all(isinstance(i, fx.Node) for i in indices):  # type: ignore[arg-type]
+        return
+    rows, picked = indices  # type: ignore[misc]
+    x, index = source.meta["val"], picked.meta["val"]  # type: ignore[union-attr]
+    if not _counts(rows, x.shape[0]) or index.shape != (x.shape[0],) or index.dtype == torch.bool:
+        return
+    rest = [1] * (x.dim() - 2)
+    with graph.inserting_before(node):
+        wrapped = emit(graph, node, aten.remainder.Scalar, picked, x.shape[1])  # negative indices count from the end
+        column = emit(graph, node, aten.reshape.default, wrapped, [x.shape[0], 1, *rest])
+        column = emit(graph, node, aten.expand.default, column, [x.shape[0], 1, *x.shape[2:]])
+        found = emit(graph, node, aten.gather.default, source, 1, column)
+        found = emit(graph, node, aten.reshape.default, found, [x.shape[0], *x.shape[2:]])
+    _replace(graph, node, found)
+
+
+def _counts(node: fx.Node, length: int) -> bool:
+    """Whether a node is 0, 1, ..., length - 1."""
+    while node.target in (aten.to.device, aten.to.dtype, aten._to_copy.default):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is aten.arange.default:
+        return node.args == (length,)
+    return node.target is aten.arange.start and tuple(node.args[:2]) == (0, length)
 
 
 _MEAN, _NONE, _SUM = 1, 0, 2
@@ -288,9 +351,27 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _dropout,
     aten.cat.default: _cat,
+    aten.index.Tensor: _index,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _cross_entropy,
     aten.nll_loss_nd.default: _cross_entropy,
+    aten.t.default: _permute,
+    aten.numpy_T.default: _permute,
+    aten.mT.default: _permute,
+    aten.movedim.int: _permute,
+    aten.movedim.intlist: _permute,
+    aten.swapaxes.default: _permute,
+    aten.swapdims.default: _permute,
+    aten.split.Tensor: _split,
+    aten.split.sizes: _split,
+    aten.chunk.default: _split,
+    aten.unsafe_chunk.default: _split,
+    aten.unsafe_split.Tensor: _split,
+    aten.tensor_split.sections: _split,
+    aten.tensor_split.indices: _split,
+    aten.expand_as.default: _expand,
+    aten.broadcast_to.default: _expand,
+    aten.narrow.default: _narrow,
 } | {
     getattr(aten, name).default: _elementwise_loss
     for name in (
