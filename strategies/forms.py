@@ -1,10 +1,14 @@
 """Special lowerings: operators whose sharded form is not the operator itself on a part.
 
-A form refuses arguments that it does not handle where its rule is made, never here.
+A form refuses arguments that it does not handle where its rule is made, never here. One axis of the operator may be cut
+on several mesh axes: a form is told all of them, and sums over one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,21 +18,83 @@ from torch import Tensor, nn
 from whale.runtime.collectives import Group
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeshPlace:
+    """The ranks along one mesh axis, in order, and which of them this one is."""
+
+    ranks: tuple[int, ...]
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormCall:
+    """One call on one rank, as a form sees it.
+
+    ``arguments`` are the operator's by name, with tensors of the local graph; ``first`` and ``length`` say which part
+    of the sharded axis the first operand has here; ``shape`` is its whole shape; ``axes`` are the mesh axes on which the
+    call has this form.
+    """
+
+    arguments: Mapping[str, Any]
+    first: int
+    length: int
+    shape: tuple[int, ...]
+    axes: tuple[MeshPlace, ...]
+
+
+class AxisSum(nn.Module):
+    """Something to add up over the ranks of one mesh axis; the group is given when there are processes."""
+
+    def __init__(self, place: MeshPlace) -> None:
+        super().__init__()
+        self.ranks, self.index = place.ranks, place.index
+        self.group: Group = None
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The maximum over the ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def every(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, stacked. Small ones: sent as a sum with zeros, which needs no other collective."""
+        if self.group is None:
+            return x.unsqueeze(0)
+        slots = x.new_zeros((len(self.ranks), *x.shape))
+        slots[self.index] = x
+        dist.all_reduce(slots, group=self.group)
+        return slots
+
+    def extra_repr(self) -> str:
+        """The ranks."""
+        return f"ranks={list(self.ranks)}"
+
+
 class VocabularyEmbedding(nn.Module):
     """Look-up in rows ``[start, start + size)`` of a table; other indices give zeros, so the ranks' results add up.
 
-    Megatron-LM (Shoeybi et al. 2019, section 3): the vocabulary-parallel embedding.
+    Megatron-LM (Shoeybi et al. 2019, section 3): the vocabulary-parallel embedding. The row of *padding* gets no
+    gradient, on the rank that has it.
     """
 
-    def __init__(self, start: int, size: int) -> None:
+    def __init__(self, start: int, size: int, padding: int = -1) -> None:
         super().__init__()
         self.start, self.size = start, size
+        self.padding = padding - start if start <= padding < start + size else -1
 
     def forward(self, weight: Tensor, index: Tensor) -> Tensor:
         """*weight* (size, e), *index* (...) of the whole vocabulary -> (..., e), a term of the sum over ranks."""
         local = index - self.start
         outside = (local < 0) | (local >= self.size)
-        found = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
+        if not self.size:
+            return weight.new_zeros((*index.shape, weight.shape[1])) + weight.sum()
+        found = torch.ops.aten.embedding(weight, local.masked_fill(outside, 0), self.padding)
         return found.masked_fill(outside.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
@@ -38,14 +104,16 @@ class VocabularyEmbedding(nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, ignore: int, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, start: int, ignore: int, sums: Sequence[AxisSum]
+    ) -> Tensor:
         size = logits.shape[1]
         if size:
             highest = logits.amax(dim=1)
         else:
             highest = logits.new_full((logits.shape[0],), -torch.inf)
-        if group is not None:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        for axis in sums:
+            highest = axis.largest(highest)
         shifted = logits - highest.unsqueeze(1)
         local = target - start
         kept = target != ignore
@@ -54,8 +122,8 @@ class _CrossEntropy(torch.autograd.Function):
         picked = shifted.gather(1, column).squeeze(1) if size else shifted.new_zeros(shifted.shape[0])
         probability = shifted.exp_()
         both = torch.stack([probability.sum(dim=1), picked.masked_fill(~inside, 0.0)])
-        if group is not None:
-            dist.all_reduce(both, group=group)
+        for axis in sums:
+            both = axis.add(both)
         total, chosen = both[0], both[1]
         ctx.save_for_backward(probability.div_(total.unsqueeze(1)), column, inside, kept)
         return (total.log() - chosen).masked_fill(~kept, 0.0)
@@ -73,15 +141,137 @@ class _CrossEntropy(torch.autograd.Function):
 class VocabularyCrossEntropy(nn.Module):
     """Cross-entropy of logits whose classes are sharded, without gathering them: two small all-reduces."""
 
-    def __init__(self, start: int, ignore_index: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, start: int, ignore_index: int, axes: Sequence[MeshPlace]) -> None:
         super().__init__()
-        self.start, self.ignore_index, self.ranks = start, ignore_index, ranks
-        self.group: Group = None
+        self.start, self.ignore_index = start, ignore_index
+        self.sums = nn.ModuleList(AxisSum(place) for place in axes)
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """*logits* (t, classes of this rank), *target* (t) -> loss of each row, whole on every rank."""
-        return _CrossEntropy.apply(logits, target, self.start, self.ignore_index, self.group)
+        return _CrossEntropy.apply(logits, target, self.start, self.ignore_index, list(self.sums))
 
     def extra_repr(self) -> str:
-        """First class held, and the ranks."""
-        return f"classes from {self.start}, ranks={list(self.ranks)}"
+        """First class held."""
+        return f"classes from {self.start}"
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int, sums: Sequence[AxisSum]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dims = [d for d in range(x.dim()) if d != 1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        num = wide.new_full((x.shape[1],), wide.numel() // x.shape[1] if x.shape[1] else 0)
+        mean = wide.mean(dims) if wide.numel() else torch.zeros_like(num)
+        squares = (wide - _along(mean, x)).square().sum(dims)
+        for axis in sums:  # each part's statistics, joined as Chan, Golub and LeVeque (1979) do
+            nums, means, parts = axis.every(torch.stack([num, mean, squares])).unbind(1)
+            num = nums.sum(0)
+            mean = (nums * means).sum(0) / num
+            squares = (parts + nums * (means - mean).square()).sum(0)
+        variance = squares / count
+        scale = (variance + eps).rsqrt()
+        normal = (wide - _along(mean, x)) * _along(scale, x)
+        ctx.sums, ctx.count, ctx.dims, ctx.has_bias = sums, count, dims, bias is not None
+        ctx.save_for_backward(normal, weight, scale)
+        y = normal if weight is None else normal * _along(weight, x)
+        y = y if bias is None else y + _along(bias, x)
+        ctx.mark_non_differentiable(mean, variance)
+        return (y.clone() if y is normal else y).to(x.dtype), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        normal, weight, scale = ctx.saved_tensors
+        wide = grad.to(normal.dtype)
+        both = torch.stack([(wide * normal).sum(ctx.dims), wide.sum(ctx.dims)])
+        grad_weight, grad_bias = both.clone()
+        for axis in ctx.sums:
+            both = axis.add(both)
+        centred = wide - (_along(both[1], grad) + normal * _along(both[0], grad)) / ctx.count
+        factor = scale if weight is None else scale * weight
+        return (
+            (centred * _along(factor, grad)).to(grad.dtype),
+            None if weight is None else grad_weight.to(weight.dtype),
+            grad_bias if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _along(channels: Tensor, x: Tensor) -> Tensor:
+    return channels.view(-1, *[1] * (x.dim() - 2))
+
+
+class BatchStatisticsNorm(nn.Module):
+    """Batch normalisation of rows or space that lie on several ranks, with the statistics of all of them.
+
+    One small all-reduce forward, one backward. With running statistics it returns what the functional operator does:
+    the output, the batch's mean and scale, and the new running statistics.
+    """
+
+    def __init__(self, eps: float, momentum: float, count: int, outputs: int, axes: Sequence[MeshPlace]) -> None:
+        super().__init__()
+        self.eps, self.momentum, self.count, self.outputs = eps, momentum, count, outputs
+        self.sums = nn.ModuleList(AxisSum(place) for place in axes)
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+    ) -> Any:
+        """*x* (n of this rank, c, space of this rank)."""
+        y, mean, variance = _BatchNorm.apply(x, weight, bias, self.eps, self.count, list(self.sums))
+        if self.outputs == 1:
+            return y
+        result = (y, mean, (variance + self.eps).rsqrt())
+        if running_mean is None or running_var is None:
+            return result
+        unbiased = variance * (self.count / max(self.count - 1, 1))
+        return (
+            *result,
+            torch.lerp(running_mean, mean.to(running_mean.dtype), self.momentum),
+            torch.lerp(running_var, unbiased.to(running_var.dtype), self.momentum),
+        )
+
+    def extra_repr(self) -> str:
+        """How many positions each channel has."""
+        return f"eps={self.eps}, momentum={self.momentum}, count={self.count}"
+
+
+Built = tuple[nn.Module, tuple[Any, ...]]
+
+
+def _embedding(call: FormCall) -> Built:
+    given = call.arguments
+    return VocabularyEmbedding(call.first, call.length, given["padding_idx"]), (given["weight"], given["indices"])
+
+
+def _cross_entropy(call: FormCall) -> Built:
+    given = call.arguments
+    return VocabularyCrossEntropy(call.first, given["ignore_index"], call.axes), (given["self"], given["target"])
+
+
+def _batch_norm(call: FormCall) -> Built:
+    given = call.arguments
+    count = prod(call.shape) // call.shape[1]
+    functional = "cudnn_enabled" not in given
+    outputs = 1 if not functional else 5 if "running_mean" in given else 3
+    module = BatchStatisticsNorm(given["eps"], given["momentum"], count, outputs, call.axes)
+    tensors = [given["input"], given["weight"], given["bias"], given.get("running_mean"), given.get("running_var")]
+    return module, tuple(tensors if functional else tensors[:3])
+
+
+FORMS: dict[str, Callable[[FormCall], Built]] = {
+    "vocabulary_embedding": _embedding,
+    "vocabulary_cross_entropy": _cross_entropy,
+    "batch_statistics": _batch_norm,
+}
+"""How a call is lowered on a rank if a sharded axis of it has this form: a module, and its arguments."""
+
+COLLECTIVES = {"vocabulary_cross_entropy": 2, "batch_statistics": 2}
+"""Forms that communicate, and how often in a step: every rank of the axis has to come to them, at the same time."""

@@ -28,7 +28,7 @@ from whale.runtime.collectives import Bridge, Conversion, Take
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
 from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
-from whale.strategies.forms import VocabularyCrossEntropy, VocabularyEmbedding
+from whale.strategies.forms import COLLECTIVES, FORMS, FormCall, MeshPlace
 from whale.strategies.layout import Layout, Placements
 from whale.strategies.rules.registry import LocalShapes, Op
 
@@ -317,7 +317,7 @@ class _Lowering:
         choices = self.analysis.choices[node]
         if placement.kind != "S":
             return choices[0]
-        return next((c for c in choices if c.outputs[index] == placement and "vocabulary" not in c.form), None)
+        return next((c for c in choices if c.outputs[index] == placement and c.form not in COLLECTIVES), None)
 
     def _bridge_floating(
         self, emitter: _Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
@@ -393,15 +393,21 @@ class _Lowering:
         outputs: Sequence[Placements],
     ) -> fx.Node | None:
         """The special lowering of a call, where one of its sharded axes needs one or it draws random numbers."""
-        for axis, choice in enumerate(choices):
-            if choice.form in ("vocabulary_embedding", "vocabulary_cross_entropy"):
-                held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[choice.inputs[0].dim]
-                start, stop = held[0] if held else (0, 0)
-                if choice.form == "vocabulary_embedding":
-                    table: nn.Module = VocabularyEmbedding(start, stop - start)
-                    return emitter.call_module(table, (bound["weight"], bound["indices"]), choice.form)
-                loss = VocabularyCrossEntropy(start, bound["ignore_index"], self.groups[axis])
-                return emitter.call_module(loss, (bound["self"], bound["target"]), choice.form)
+        for choice in choices:
+            if choice.form not in FORMS:
+                continue
+            held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[choice.inputs[0].dim]
+            first, stop = (held[0][0], held[-1][1]) if held else (0, 0)
+            axes = [i for i, c in enumerate(choices) if c.form == choice.form]
+            call = FormCall(
+                arguments=bound,
+                first=first,
+                length=stop - first,
+                shape=op.shape(0),
+                axes=tuple(MeshPlace(ranks=self.groups[i], index=self.coordinates[i]) for i in axes),
+            )
+            module, operands = FORMS[choice.form](call)
+            return emitter.call_module(module, operands, choice.form)
         if any(c.form == "mean" for c in choices):
             shape = op.shape(0)
             dims = bound.get("dim")

@@ -26,6 +26,7 @@ from torch import fx
 from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
 from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.forms import COLLECTIVES
 
 Role = Literal["replicate", "split"]
 BEAM = 150
@@ -170,7 +171,7 @@ class _Segment:
                     tuple(self.place(p, needs_grad(v)) for p, v in zip(c.inputs, op.operands, strict=True)),
                     tuple(self.place(p, needs_grad((node, i))) for i, p in enumerate(c.outputs)),
                     (0.0 if c.leaf >= 0 else solver.work[node])
-                    + (2 * solver.problem.prices.latency if c.form == "vocabulary_cross_entropy" else 0.0),
+                    + COLLECTIVES.get(c.form, 0) * solver.problem.prices.latency,
                 )
                 for c in solver.allowed[node]
             )
@@ -431,7 +432,7 @@ def solve_time(
             return True
 
         ordered = sorted(analysis.choices[node], key=lambda c: (c.leaf != batch_leaf, c.leaf >= 0))
-        usable = [c for c in ordered if (c.leaf in (-1, batch_leaf)) and fits(c)]
+        usable = [c for c in ordered if c.leaf in (-1, batch_leaf) and c.form not in COLLECTIVES and fits(c)]
         if usable:
             choice = usable[0]
         else:

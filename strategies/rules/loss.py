@@ -10,6 +10,8 @@ def _cross_entropy(op: Op) -> Rule | None:
     if op.args.get("reduction", 1) != 0:
         return None
     logits, target = op.shape(0), op.shape(1)
+    if logits == target and len(logits) >= 2:  # probabilities of the classes
+        return Rule(axes=[OpAxis({0: d, 1: d}, {0: d - (d > 1)}) for d in range(len(logits)) if d != 1])
     if len(logits) != len(target) + 1 or len(logits) < 2:
         return None
     plain = op.name == "aten.cross_entropy_loss" and not op.args.get("label_smoothing") and len(logits) == 2

@@ -9,6 +9,38 @@ notation("m k, k n -> m n", "aten.mm")
 notation("b m k, b k n -> b m n", "aten.bmm")
 notation("k, k -> ", "aten.dot")
 notation("m k, k -> m", "aten.mv")
+notation("m, n -> m n", "aten.outer", "aten.ger")
+notation("* i, * j, o i j, +o? -> * o", "aten.bilinear")
+
+
+@register("aten.einsum")
+def _einsum(op: Op) -> Rule | None:
+    """The equation is the rule; repeated letters in one operand (a trace) are not covered."""
+    equation = op.args.get("equation")
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    left, right = equation.replace(" ", "").split("->")
+    axes: dict[str, OpAxis] = {}
+    for operand, letters in enumerate(left.split(",")):
+        if len(set(letters)) != len(letters):
+            return None
+        for dim, letter in enumerate(letters):
+            if op.shape(operand)[dim] != 1:
+                axes.setdefault(letter, OpAxis()).inputs[operand] = dim
+    for dim, letter in enumerate(right):
+        if letter in axes:
+            axes[letter].outputs[0] = dim
+    return Rule(axes=list(axes.values()))
+
+
+@register("aten.tensordot")
+def _tensordot(op: Op) -> Rule:
+    left, right = len(op.shape(0)), len(op.shape(1))
+    one, other = ([d % r for d in op.args[k]] for k, r in (("dims_self", left), ("dims_other", right)))
+    free = [d for d in range(left) if d not in one], [d for d in range(right) if d not in other]
+    axes = [OpAxis({0: d}, {0: i}) for i, d in enumerate(free[0])]
+    axes += [OpAxis({1: d}, {0: len(free[0]) + i}) for i, d in enumerate(free[1])]
+    return Rule(axes=axes + [OpAxis({0: a, 1: b}) for a, b in zip(one, other, strict=True)])
 
 
 def _plain_scales(op: Op) -> bool:
@@ -22,7 +54,8 @@ def _addmm(op: Op) -> Rule | None:
     batch = len(op.outputs[0]) - 2
     bias = op.shape(0)
     axes = [OpAxis({1: i, 2: i}, {0: i}) for i in range(batch)]
-    axes += [OpAxis({1: batch}, {0: batch}), OpAxis({1: batch + 1, 2: batch}), OpAxis({2: batch + 1}, {0: batch + 1})]
+    axes += [OpAxis({1: batch}, {0: batch}), OpAxis({2: batch + 1}, {0: batch + 1})]
+    axes.append(OpAxis({1: batch + 1, 2: batch}))
     for axis in axes:
         if 0 in axis.outputs:
             dim = axis.outputs[0] - (batch + 2 - len(bias))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from whale.strategies.rules.registry import Op, OpAxis, Rule, notation, pointwise, register, same_axes
+import torch
+
+from whale.strategies.rules.registry import Op, OpAxis, Rule, pointwise, register, same_axes
 
 _FIRST = [frozenset({0})]
 
@@ -28,29 +30,39 @@ def _kept(op: Op, dims: list[int], keepdim: bool) -> list[OpAxis]:
     return axes
 
 
-@register("aten.sum", "aten.mean")
+@register("aten.sum", "aten.mean", "aten.nansum", "aten.count_nonzero")
 def _sum(op: Op) -> Rule:
     dims, keepdim = _reduced(op)
     form = "mean" if op.name == "aten.mean" else ""
     contracted = [OpAxis({0: dim}, form=form) for dim in dims]
-    return Rule(axes=_kept(op, dims, keepdim) + contracted, linear=_FIRST)
+    linear = _FIRST if op.name in ("aten.sum", "aten.mean") else []
+    return Rule(axes=_kept(op, dims, keepdim) + contracted, linear=linear)
 
 
 @register(
     "aten.amax", "aten.amin", "aten.max", "aten.min", "aten.argmax", "aten.argmin", "aten.prod", "aten.any",
-    "aten.all", "aten.var", "aten.std", "aten.var_mean", "aten.logsumexp", "aten.median", "aten.norm",
+    "aten.all", "aten.var", "aten.std", "aten.var_mean", "aten.std_mean", "aten.logsumexp", "aten.median",
+    "aten.nanmedian", "aten.nanmean", "aten.mode", "aten.kthvalue", "aten.aminmax", "aten.norm",
     "aten.linalg_vector_norm",
 )  # fmt: skip
 def _reduce(op: Op) -> Rule | None:
+    """A reduction that is no sum: what it reduces stays together."""
     if len(op.operands) != 1:
         return pointwise(op) if op.name in ("aten.max", "aten.min") else None
-    dims, keepdim = _reduced(op)
-    return Rule(axes=_kept(op, dims, keepdim) + [OpAxis({0: dim}, blocked=True) for dim in dims])
+    return Rule(axes=_kept(op, *_reduced(op)))
+
+
+@register("aten.histc")
+def _histc(op: Op) -> Rule | None:
+    """Counts add up, if the bins do not depend on the values."""
+    if op.args["min"] == op.args["max"]:
+        return None
+    return Rule(axes=[OpAxis({0: dim}) for dim in range(len(op.shape(0)))])
 
 
 @register(
-    "aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten.cumsum", "aten.cumprod",
-    "aten.sort", "aten.topk", "aten.argsort", "aten.glu", "aten.logcumsumexp",
+    "aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten._safe_softmax", "aten.cumprod",
+    "aten.cummax", "aten.cummin", "aten.sort", "aten.topk", "aten.argsort", "aten.glu", "aten.logcumsumexp",
 )  # fmt: skip
 def _along(op: Op) -> Rule | None:
     if not op.shape(0):
@@ -59,24 +71,40 @@ def _along(op: Op) -> Rule | None:
     return Rule(axes=same_axes(op, 0, blocked=[dim], outputs=range(len(op.outputs))))
 
 
-@register("aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm")
-def _layer_norm(op: Op) -> Rule:
-    rank, normalised = len(op.shape(0)), len(op.args["normalized_shape"])
-    outputs = [0] if op.name != "aten.native_layer_norm" else [0, 1, 2]
-    axes = [OpAxis({0: d}, dict.fromkeys(outputs, d)) for d in range(rank - normalised)]
-    for d in range(normalised):
-        axis = OpAxis({0: rank - normalised + d}, {0: rank - normalised + d}, blocked=True)
-        for operand in range(1, len(op.operands)):
-            axis.inputs[operand] = d
-        axes.append(axis)
+@register("aten.cumsum", "aten.diff")
+def _linear_along(op: Op) -> Rule | None:
+    if not op.shape(0) or len(op.operands) != 1:
+        return None
+    return Rule(axes=same_axes(op, 0, blocked=[op.args["dim"]]), linear=_FIRST)
+
+
+@register("aten.cosine_similarity")
+def _cosine(op: Op) -> Rule | None:
+    shape = torch.broadcast_shapes(op.shape(0), op.shape(1))
+    dim = op.args["dim"] % len(shape)
+    axes = []
+    for d in range(len(shape)):
+        if d != dim and shape[d] != 1:
+            own = {i: d - len(shape) + len(op.shape(i)) for i in (0, 1)}
+            inputs = {i: o for i, o in own.items() if o >= 0 and op.shape(i)[o] != 1}
+            axes.append(OpAxis(inputs, {0: d - (d > dim)}))
     return Rule(axes=axes)
 
 
-@register("aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.alpha_dropout", "aten.feature_dropout")
-def _dropout(op: Op) -> Rule | None:
-    if op.name in ("aten.alpha_dropout", "aten.feature_dropout"):
-        return None
+@register("aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm")
+def _layer_norm(op: Op) -> Rule:
+    """``* e!, e!?, e!? -> * e!`` and the statistics of each row."""
+    rows = len(op.shape(0)) - len(op.args["normalized_shape"])
+    outputs = range(len(op.outputs))
+    return Rule(axes=[OpAxis({0: d}, dict.fromkeys(outputs, d)) for d in range(rows)])
+
+
+@register("aten.dropout", "aten.native_dropout", "aten.bernoulli")
+def _random(op: Op) -> Rule:
     return Rule(axes=same_axes(op, 0, outputs=range(len(op.outputs))))
 
 
-notation("* e!, * -> *", "aten.multinomial")
+@register("aten.multinomial")
+def _multinomial(op: Op) -> Rule:
+    """``* e! -> * k``."""
+    return Rule(axes=[OpAxis({0: d}, {0: d}) for d in range(len(op.shape(0)) - 1)])

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from whale.strategies.rules.registry import LocalShapes, Op, OpAxis, Rule, register, same_axes
+from whale.graph.values import value_tensor
+from whale.strategies.rules.registry import LocalShapes, Op, OpAxis, Rule, broadcast_axes, register, same_axes
 
 _FIRST = [frozenset({0})]
 
@@ -18,94 +19,50 @@ def _output_size(argument: str) -> Any:
     return local
 
 
-@register("aten.view", "aten.reshape", "aten._unsafe_view")
-def _view(op: Op) -> Rule | None:
-    if op.args.get("dtype") is not None or isinstance(op.args.get("size", op.args.get("shape")), torch.dtype):
-        return None
-    name = "size" if "size" in op.args else "shape"
-    return Rule(views=[(0, 0)], linear=_FIRST, local=_output_size(name))
+@register("aten.reshape")
+def _reshape(op: Op) -> Rule:
+    return Rule(views=[(0, 0)], linear=_FIRST, local=_output_size("shape"))
 
 
-@register("aten.unsqueeze", "aten.squeeze", "aten.flatten", "aten.unflatten", "aten.view_as", "aten.reshape_as")
-def _reshape(op: Op) -> Rule | None:
-    if op.name == "aten.flatten" or op.name == "aten.unsqueeze" or op.name == "aten.squeeze":
-        return Rule(views=[(0, 0)], linear=_FIRST, local=_squeeze_local if op.name == "aten.squeeze" else None)
-    return None
-
-
-def _squeeze_local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
-    if "dim" in args:
-        return args
-    raise ValueError("squeeze without dims is normalised away before lowering")
-
-
-@register("aten.transpose", "aten.permute", "aten.t", "aten.movedim", "aten.swapaxes", "aten.mT", "aten.numpy_T")
-def _permute(op: Op) -> Rule | None:
+@register("aten.transpose", "aten.permute")
+def _permute(op: Op) -> Rule:
     rank = len(op.shape(0))
+    order = list(range(rank))
     if op.name == "aten.permute":
         order = [d % rank for d in op.args["dims"]]
-    elif op.name == "aten.t":
-        order = list(range(rank))[::-1]
-    elif op.name == "aten.transpose":
-        order = list(range(rank))
-        a, b = op.args["dim0"] % max(rank, 1), op.args["dim1"] % max(rank, 1)
-        if rank:
-            order[a], order[b] = order[b], order[a]
-    else:
-        return None
+    elif rank:
+        a, b = op.args["dim0"] % rank, op.args["dim1"] % rank
+        order[a], order[b] = order[b], order[a]
     return Rule(axes=[OpAxis({0: source}, {0: dim}) for dim, source in enumerate(order)], linear=_FIRST)
 
 
-@register("aten.expand", "aten.expand_as", "aten.broadcast_to")
-def _expand(op: Op) -> Rule | None:
-    shape, out = op.shape(0), op.outputs[0]
-    axes = []
-    for dim, size in enumerate(out):
-        own = dim - (len(out) - len(shape))
-        axis = OpAxis(outputs={0: dim})
-        if own >= 0 and shape[own] == size:
-            axis.inputs[0] = own
-        axes.append(axis)
-    if op.name == "aten.expand_as":
-        return None
-    return Rule(axes=axes, linear=_FIRST, local=_output_size("size"))
+@register("aten.expand")
+def _expand(op: Op) -> Rule:
+    return Rule(axes=broadcast_axes(op, (0,)), linear=_FIRST, local=_output_size("size"))
 
 
-@register("aten.clone", "aten.contiguous", "aten.alias", "aten.detach", "aten.lift_fresh_copy", "aten.positive")
+@register("aten.clone", "aten.detach", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag")
 def _same(op: Op) -> Rule:
     return Rule(axes=same_axes(op, 0), linear=_FIRST)
 
 
-@register("aten.to", "aten._to_copy", "aten.type_as")
+@register("aten._to_copy")
 def _cast(op: Op) -> Rule:
-    source = op.operands[0][0].meta["val"]
-    out = op.node.meta["val"]
-    same = isinstance(source, torch.Tensor) and source.dtype == out.dtype
-    axes = same_axes(op, 0)
-    return Rule(axes=axes, linear=_FIRST if same else [])
+    source, out = value_tensor(op.operands[0]).dtype, value_tensor((op.node, 0)).dtype
+    exact = source == out or (source.is_floating_point and torch.promote_types(source, out) == out)
+    return Rule(axes=same_axes(op, 0), linear=_FIRST if exact else [])
 
 
-@register("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unsafe_split", "aten.tensor_split")
-def _split(op: Op) -> Rule | None:
-    if op.name in ("aten.chunk", "aten.tensor_split"):
-        return None
+@register("aten.split_with_sizes")
+def _split(op: Op) -> Rule:
     shape = op.shape(0)
-    dim = op.args.get("dim", 0) % len(shape)
+    dim = op.args["dim"] % len(shape)
     sizes = tuple(out[dim] for out in op.outputs)
-    outputs = range(len(sizes))
-    axes = [OpAxis({0: d}, dict.fromkeys(outputs, d)) for d in range(len(shape)) if d != dim]
+    axes = [OpAxis({0: d}, dict.fromkeys(range(len(sizes)), d)) for d in range(len(shape)) if d != dim]
 
     def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
-        parts = [out[dim] for out in shapes.outputs]
-        if "split_sizes" in args:
-            return {**args, "split_sizes": parts}
-        if isinstance(args["split_size"], (list, tuple)):
-            return {**args, "split_size": parts}
-        return {**args, "split_size": parts[0]}
+        return {**args, "split_sizes": [out[dim] for out in shapes.outputs]}
 
-    if len(set(sizes)) == 1 and len(sizes) > 1:
-        # (k! c): the parts are alike, so they share one axis.
-        return Rule(axes=axes, sums=[(0, dim, sizes)], linear=_FIRST, local=local)
     return Rule(axes=axes, sums=[(0, dim, sizes)], linear=_FIRST, local=local)
 
 
@@ -127,20 +84,18 @@ def _select(op: Op) -> Rule:
     dim = op.args.get("dim", 0) % len(shape)
     outputs = range(len(op.outputs))
     axes = [OpAxis({0: d}, dict.fromkeys(outputs, d - (d > dim))) for d in range(len(shape)) if d != dim]
-    return Rule(axes=[*axes, OpAxis({0: dim}, blocked=True)], linear=_FIRST)
+    return Rule(axes=axes, linear=_FIRST)
 
 
 @register("aten.stack")
 def _stack(op: Op) -> Rule:
     dim = op.args.get("dim", 0) % len(op.outputs[0])
     operands = range(len(op.operands))
-    axes = [
-        OpAxis(dict.fromkeys(operands, d - (d > dim)), {0: d}) for d in range(len(op.outputs[0])) if d != dim
-    ]
-    return Rule(axes=[*axes, OpAxis({}, {0: dim}, blocked=True)], linear=[frozenset(operands)])
+    axes = [OpAxis(dict.fromkeys(operands, d - (d > dim)), {0: d}) for d in range(len(op.outputs[0])) if d != dim]
+    return Rule(axes=axes, linear=[frozenset(operands)])
 
 
-@register("aten.cat", "aten.concat", "aten.concatenate")
+@register("aten.cat")
 def _cat(op: Op) -> Rule | None:
     out = op.outputs[0]
     if any(len(op.shape(i)) != len(out) for i in range(len(op.operands))):
@@ -153,7 +108,7 @@ def _cat(op: Op) -> Rule | None:
 
 
 @register("aten.pad", "aten.constant_pad_nd")
-def _pad(op: Op) -> Rule | None:
+def _pad(op: Op) -> Rule:
     pads = op.args["pad"]
     rank = len(op.shape(0))
     blocked = [rank - 1 - i // 2 for i, amount in enumerate(pads) if amount]
@@ -164,9 +119,81 @@ def _pad(op: Op) -> Rule | None:
 @register("aten.flip", "aten.roll")
 def _flip(op: Op) -> Rule | None:
     dims = op.args["dims"]
-    if not dims:
+    if not dims and op.name == "aten.roll":
+        return None  # rolls the flattened tensor
+    return Rule(axes=same_axes(op, 0, blocked=dims), linear=_FIRST)
+
+
+@register("aten.tril", "aten.triu")
+def _triangle(op: Op) -> Rule:
+    return Rule(axes=same_axes(op, 0, blocked=(-2, -1)), linear=_FIRST)
+
+
+@register("aten.diagonal")
+def _diagonal(op: Op) -> Rule:
+    rank = len(op.shape(0))
+    gone = {op.args["dim1"] % rank, op.args["dim2"] % rank}
+    kept = [d for d in range(rank) if d not in gone]
+    return Rule(axes=[OpAxis({0: source}, {0: dim}) for dim, source in enumerate(kept)], linear=_FIRST)
+
+
+@register("aten.diag_embed")
+def _diag_embed(op: Op) -> Rule:
+    rank = len(op.outputs[0])
+    made = {op.args["dim1"] % rank, op.args["dim2"] % rank}
+    kept = [d for d in range(rank) if d not in made]
+    return Rule(axes=[OpAxis({0: source}, {0: dim}) for source, dim in enumerate(kept)], linear=_FIRST)
+
+
+@register("aten.unfold")
+def _unfold(op: Op) -> Rule:
+    """Windows of one dim, as a new last dim."""
+    return Rule(axes=same_axes(op, 0, blocked=(op.args["dimension"],)), linear=_FIRST)
+
+
+@register("aten.repeat_interleave")
+def _repeat_interleave(op: Op) -> Rule | None:
+    """Every position, repeated: the dim becomes (positions, repeats)."""
+    if not isinstance(op.args.get("repeats"), int) or op.args.get("dim") is None:
         return None
-    return Rule(axes=same_axes(op, 0, blocked=[dims] if isinstance(dims, int) else dims), linear=_FIRST)
+    shape = op.shape(0)
+    dim = op.args["dim"] % len(shape)
+    axes = [OpAxis({0: d}, {0: d}, factor=(1, shape[d]) if d == dim else None) for d in range(len(shape))]
+
+    def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
+        return {**args, "output_size": None}
+
+    return Rule(axes=axes, linear=_FIRST, local=local)
+
+
+@register("aten.pixel_shuffle", "aten.pixel_unshuffle")
+def _pixel_shuffle(op: Op) -> Rule:
+    """``n (c r r) y x -> n c (y r) (x r)`` and back."""
+    few = op.outputs[0] if op.name == "aten.pixel_shuffle" else op.shape(0)  # the side with few channels
+    many = op.shape(0) if op.name == "aten.pixel_shuffle" else op.outputs[0]
+    rank = len(few)
+    sizes = [*few[:-2], many[-2], many[-1]]
+    factors = [None] * (rank - 3) + [(1, size) for size in sizes[-3:]]
+    return Rule(axes=[OpAxis({0: d}, {0: d}, factor=f) for d, f in enumerate(factors)], linear=_FIRST)
+
+
+@register("aten.slice_scatter", "aten.select_scatter")
+def _overwrite(op: Op) -> Rule:
+    """A part of the first operand is replaced by the second."""
+    shape, source = op.shape(0), op.shape(1)
+    dim = (op.args.get("dim") or 0) % len(shape)
+    selects = op.name == "aten.select_scatter"
+    whole = not selects and shape[dim] == source[dim]
+    axes = []
+    for d in range(len(shape)):
+        if d != dim or whole:
+            own = d - (selects and d > dim)
+            axes.append(OpAxis({0: d, 1: own}, {0: d}, blocked=source[own] != shape[d]))
+
+    def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
+        return {**args, "start": 0, "end": shapes.outputs[0][dim]} if whole else args
+
+    return Rule(axes=axes, linear=[frozenset({0, 1})], local=local)
 
 
 @register("aten.repeat")
@@ -193,17 +220,17 @@ def _repeat(op: Op) -> Rule:
     return Rule(axes=axes, linear=_FIRST, local=local)
 
 
-_CREATE = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "rand", "randn")
-
-
-@register(*(f"aten.{name}" for name in _CREATE))
+@register(
+    "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.rand", "aten.randn", "aten.randint", "aten.new_zeros",
+    "aten.new_ones", "aten.new_full", "aten.new_empty",
+)  # fmt: skip
 def _create(op: Op) -> Rule:
-    axes = [OpAxis({}, {0: dim}) for dim in range(len(op.outputs[0]))]
-    axes += [OpAxis({0: dim}, {}, blocked=True) for dim in range(len(op.shape(0)))] if op.operands else []
-    return Rule(axes=axes, local=_output_size("size"))
+    return Rule(axes=[OpAxis({}, {0: dim}) for dim in range(len(op.outputs[0]))], local=_output_size("size"))
 
 
-@register("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.rand_like", "aten.fill")
+@register(
+    "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.rand_like", "aten.randn_like",
+)  # fmt: skip
 def _like(op: Op) -> Rule:
     return Rule(axes=same_axes(op, 0))
 
