@@ -48,7 +48,8 @@ def initialize(
     """Join the processes that torchrun started, or be a world of one.
 
     All keys in the store are under a prefix of the restart attempt: what a killed attempt left behind would otherwise
-    make the next one fail.
+    make the next one fail. Where this process has joined already, here or in the user's own script, the process groups
+    that there are stay and are used.
 
     Args:
         timeout_seconds: the longest that any rank waits for another, here and later.
@@ -71,9 +72,17 @@ def initialize(
         return World(rank=0, size=1, device=device, failures=Failures(0, None, timeout_seconds))
     timeout = timedelta(seconds=timeout_seconds)
     begin = time.monotonic()
-    store = _store(rank, timeout)
+    joined = dist.is_initialized()
+    if joined and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise UsageError(
+            f"the default process group has this process as rank {dist.get_rank()} of {dist.get_world_size()}, but the "
+            f"environment variables RANK and WORLD_SIZE say {rank} of {size}; start all processes with torchrun"
+        )
+    store = _store(rank, timeout, hosted=rank == 0 and not joined)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = dist.PrefixStore(f"whale/attempt/{attempt}", store)
+    if joined:
+        return World(rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared)
     _wait_for_all(shared, rank, size, max(1.0, timeout_seconds - (time.monotonic() - begin)), timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -154,12 +163,12 @@ def _device(device_type: str | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _store(rank: int, timeout: timedelta) -> dist.Store:
-    """Connect to torchrun's store, or to the one that rank 0 opens where there is no torchrun."""
+def _store(rank: int, timeout: timedelta, *, hosted: bool) -> dist.Store:
+    """Connect to torchrun's store, or to the one that rank 0 opens (*hosted*) where there is no torchrun."""
     host, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
     if not host:
         raise UsageError("environment variable MASTER_ADDR is not set; start processes with torchrun")
-    hosted = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosted = hosted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return dist.TCPStore(host, port, is_master=hosted, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:  # covers what torch raises for a network, a timeout and a port in use
