@@ -52,10 +52,8 @@ def _scatter(op: Op) -> Rule:
             axes.append(OpAxis(dict.fromkeys(operands, d), {0: d}, blocked=any(op.shape(i)[d] != size for i in operands)))
         elif op.name == "aten.scatter_add" and op.shape(1) == op.shape(2):
             axes.append(OpAxis({1: d, 2: d}))
-    if op.name == "aten.scatter_reduce":
-        return Rule(axes=axes)
-    linear = [frozenset({0, 2})] if len(operands) == 3 else []
-    return Rule(axes=axes, linear=linear, additive=frozenset({0}))
+    adds = len(operands) == 3 and op.args.get("reduce") is None
+    return Rule(axes=axes, linear=[frozenset({0, 2})] if adds else [], additive=frozenset({0}))
 
 
 @register("aten.index_add", "aten.index_copy")

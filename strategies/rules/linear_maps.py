@@ -57,13 +57,6 @@ def _where(op: Op) -> Rule:
     return rule
 
 
-@register("aten.copy")
-def _copy(op: Op) -> Rule:
-    """The second operand, in the place and the type of the first."""
-    same = op.node.meta["val"].dtype == op.operands[1][0].meta["val"].dtype
-    return Rule(axes=broadcast_axes(op, (0, 1)), linear=[frozenset({0, 1})] if same else [])
-
-
 @register("aten.fill")
 def _fill(op: Op) -> Rule:
     return pointwise(op)

@@ -43,14 +43,9 @@ def _tensordot(op: Op) -> Rule:
     return Rule(axes=axes + [OpAxis({0: a, 1: b}) for a, b in zip(one, other, strict=True)])
 
 
-def _plain_scales(op: Op) -> bool:
-    return op.args.get("beta", 1) == 1
-
-
 @register("aten.addmm", "aten.baddbmm")
-def _addmm(op: Op) -> Rule | None:
-    if not _plain_scales(op) or not all(isinstance(op.args.get(k, 1), (int, float)) for k in ("alpha", "beta")):
-        return None
+def _addmm(op: Op) -> Rule:
+    """``+m o, ... m i, ... i o -> ... m o``, the first operand broadcast."""
     batch = len(op.outputs[0]) - 2
     bias = op.shape(0)
     axes = [OpAxis({1: i, 2: i}, {0: i}) for i in range(batch)]
@@ -65,13 +60,14 @@ def _addmm(op: Op) -> Rule | None:
 
 
 @register("aten.matmul")
-def _matmul(op: Op) -> Rule | None:
+def _matmul(op: Op) -> Rule:
     left, right, out = op.shape(0), op.shape(1), op.outputs[0]
-    if len(left) < 2 or len(right) < 2:
-        if len(right) == 1 and len(left) >= 2:
-            axes = [OpAxis({0: i}, {0: i}) for i in range(len(left) - 1)]
-            return Rule(axes=[*axes, OpAxis({0: len(left) - 1, 1: 0})])
-        return None
+    if len(left) < 2 or len(right) < 2:  # a vector has only the dim that is summed over
+        one, other = max(len(left) - 1, 0), max(len(right) - 2, 0)
+        axes = [OpAxis({0: d}, {0: d}) for d in range(one)]
+        axes += [OpAxis({1: d}, {0: one + d}) for d in range(other)]
+        axes += [OpAxis({1: d}, {0: one + other}) for d in range(other + 1, len(right))]
+        return Rule(axes=[*axes, OpAxis({0: one, 1: other})])
     axes = []
     for dim in range(len(out) - 2):
         axis = OpAxis(outputs={0: dim})

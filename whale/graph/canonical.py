@@ -162,6 +162,26 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
     node.args, node.kwargs = (node.args[0], list(node.meta["val"].shape)), {}
 
 
+def _copy(graph: fx.Graph, node: fx.Node) -> None:
+    """What is written over a tensor, in its shape and type; the functional operator itself has no derivative."""
+    source = node.args[1]
+    val, given = node.meta["val"], source.meta["val"]  # type: ignore[union-attr]
+    with graph.inserting_before(node):
+        if given.dtype != val.dtype or given.device != val.device:
+            source = emit(graph, node, aten._to_copy.default, source, dtype=val.dtype, device=val.device)
+        if given.shape != val.shape:
+            source = emit(graph, node, aten.expand.default, source, list(val.shape))
+    _replace(graph, node, source)  # type: ignore[arg-type]
+
+
+def _arange(graph: fx.Graph, node: fx.Node) -> None:
+    """The form with all of start, end and step, of which a part can be told."""
+    bounds = {aten.arange.default: (0, *node.args), aten.arange.start: node.args}[node.target]  # type: ignore[index]
+    node.target = aten.arange.start_step
+    node.args = (*bounds, 1)
+    node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+
+
 def _narrow(graph: fx.Graph, node: fx.Node) -> None:
     dim, start, length = node.args[1:]
     if isinstance(start, int):
@@ -372,6 +392,9 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.expand_as.default: _expand,
     aten.broadcast_to.default: _expand,
     aten.narrow.default: _narrow,
+    aten.copy.default: _copy,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
 } | {
     getattr(aten, name).default: _elementwise_loss
     for name in (

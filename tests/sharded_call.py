@@ -1,0 +1,294 @@
+"""One operator call, whole against sharded, in one process: the oracle of the tests of axis rules.
+
+A call becomes a graph of one node. For a choice of the node on each axis of a small mesh, operands are cut as the choice
+says, the node is lowered for every rank, and what the ranks compute is put together again: parts are compared where they
+lie, terms are summed, and so for the gradients. Ranks whose form communicates run in threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from whale.graph.canonical import canonicalize
+from whale.graph.capture import Captured
+from whale.graph.values import Value, is_call, needs_grad, output_shapes, value_tensor
+from whale.ir.placement import REPLICATE, Placement
+from whale.ir.virtual_device import MeshAxis, VirtualDevice
+from whale.runtime.random import Clock
+from whale.runtime.stage import LocalProgram, part
+from whale.strategies.analysis import Analysis, Choice, analyse
+from whale.strategies.layout import Layout, LayoutAxis, Placements
+from whale.strategies.lowering import PlacedStage, lower
+
+
+class Call:
+    """An operator call as a graph whose placeholders are parameters; every floating tensor has a gradient."""
+
+    def __init__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.graph = fx.Graph()
+        self.tensors: dict[str, Tensor] = {}
+        self.result = target(*args, **kwargs)
+        bound = pytree.tree_map(self._placeholder, (args, kwargs))
+        self.node = self.graph.call_function(target, *bound)
+        self.node.meta["val"] = self.result
+        self.graph.output((self.node,))
+        canonicalize(self.graph)
+        calls = [node for node in self.graph.nodes if is_call(node)]
+        assert len(calls) == 1, [str(node.target) for node in calls]
+        self.node = calls[0]
+        self.node.meta["grad"] = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(self.result))
+        self.values: list[Value] = [(self.node, i) for i in range(len(output_shapes(self.node)))]
+        self.captured = Captured(
+            graph=self.graph, parameters={n: n for n in self.tensors}, buffers={}, constants={}, inputs={}
+        )
+        self.analysis: Analysis = analyse(self.graph)
+
+    def _placeholder(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        node = self.graph.placeholder(f"operand_{len(self.tensors)}")
+        node.meta = {"val": leaf, "grad": leaf.requires_grad}
+        self.tensors[node.name] = leaf
+        return node
+
+    @property
+    def opaque(self) -> bool:
+        return self.analysis.rules[self.node].opaque
+
+    @property
+    def choices(self) -> list[Choice]:
+        return self.analysis.choices[self.node]
+
+    @property
+    def offers(self) -> set[str]:
+        return {str(choice) for choice in self.choices[1:]}
+
+
+def check(call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[float]], compare_values: bool = True) -> None:
+    """Compare the call lowered with a choice a mesh axis with the whole call; *weights* are the shares a mesh axis."""
+    mesh_shape = tuple(len(w) for w in weights)
+    axes = [LayoutAxis(name="time", size=1, sizes=(1,))]
+    axes += [LayoutAxis(name=f"axis{i}", size=len(w), weights=tuple(w)) for i, w in enumerate(weights)]
+    layout = Layout(call.analysis, axes)
+    count = len(list(product(*map(range, mesh_shape))))
+    mesh = VirtualDevice(
+        stage=0,
+        ranks=tuple(range(count)),
+        axes=tuple(MeshAxis(name=f"axis{i}", size=n) for i, n in enumerate(mesh_shape)),
+        speeds=(1.0,) * count,
+        memory_bytes=(1,) * count,
+    )
+    every = (call.choices[0], *choices)
+    operands = call.analysis.ops[call.node].operands
+    wanted = {value: _across(every, "inputs", i) for i, value in enumerate(operands)}
+    made = {value: _across(every, "outputs", i) for i, value in enumerate(call.values)}
+    stage = PlacedStage(
+        index=0,
+        mesh=mesh,
+        layout=layout,
+        nodes=(call.node,),
+        choices={call.node: every},
+        stored=wanted,
+        received=(),
+        sent=made,
+        loss=None,
+    )
+    places = {rank: (0, *mesh.coordinates(rank)) for rank in mesh.ranks}
+    given = {
+        value: _distribute(call.tensors[value[0].name], value, placed, layout, places)
+        for value, placed in wanted.items()
+    }
+    programs = [lower(call.captured, call.analysis, stage, r, 0, clock=Clock(0)) for r in mesh.ranks]
+    results = call.result if isinstance(call.result, (tuple, list)) else (call.result,)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = {
+        value: torch.randn(result.shape, dtype=result.dtype, generator=generator)
+        for value, result in zip(call.values, results, strict=True)
+        if isinstance(result, Tensor) and result.requires_grad
+    }
+
+    def rank_program(rank: int) -> tuple[list[Tensor], dict[Value, Tensor]]:
+        own = {value: given[value][rank].detach().requires_grad_(needs_grad(value)) for value in wanted}
+        by_name = {value[0].name: tensor for value, tensor in own.items()}
+        program = programs[rank]
+        outputs = list(program.micro_batch.module(*(by_name[what] for _, what in program.micro_batch.sources)))
+        local = {
+            value: part(c, layout.intervals(value, made[value], places[rank])) for value, c in cotangents.items()
+        }
+        picked = [(out, local[value]) for out, value in zip(outputs, call.values, strict=True) if value in local]
+        picked = [(out, c) for out, c in picked if out.requires_grad]
+        inputs = [value for value in wanted if needs_grad(value)]
+        if not picked:
+            return outputs, {value: torch.zeros_like(own[value]) for value in inputs}
+        found = torch.autograd.grad(
+            [out for out, _ in picked], [own[value] for value in inputs], [c for _, c in picked], allow_unused=True
+        )
+        filled = [torch.zeros_like(own[v]) if g is None else g for v, g in zip(inputs, found, strict=True)]
+        return outputs, dict(zip(inputs, filled, strict=True))
+
+    ran = _run(rank_program, programs, list(mesh.ranks))
+    for index, (value, result) in enumerate(zip(call.values, results, strict=True)):
+        if isinstance(result, Tensor):
+            local = {rank: ran[rank][0][index] for rank in mesh.ranks}
+            summed = [i for i, p in enumerate(made[value]) if p.kind == "P"]
+            _compare(f"output {index}", result, local, value, made[value], layout, places, summed, compare_values)
+    gradients = _whole_gradients(call, cotangents)
+    for value, expected in gradients.items():
+        local = {rank: ran[rank][1][value] for rank in mesh.ranks}
+        summed = [i for i, p in enumerate(wanted[value]) if p.kind == "R*"]
+        name = f"gradient of {value[0].name}"
+        _compare(name, expected, local, value, wanted[value], layout, places, summed, compare_values)
+
+
+def _across(choices: Sequence[Choice], side: str, index: int) -> Placements:
+    return tuple(getattr(choice, side)[index] for choice in choices)
+
+
+def _distribute(
+    whole: Tensor, value: Value, placed: Sequence[Placement], layout: Layout, places: dict[int, tuple[int, ...]]
+) -> dict[int, Tensor]:
+    """What each rank holds: parts of random terms that add up to the whole."""
+    partial = [i for i, p in enumerate(placed) if p.kind == "P"]
+    keys = sorted({tuple(at[i] for i in partial) for at in places.values()})
+    generator = torch.Generator().manual_seed(2)
+    terms: dict[tuple[int, ...], Tensor] = {}
+    rest = whole.detach().clone()
+    for key in keys[1:]:
+        if whole.is_floating_point():
+            terms[key] = torch.randn(whole.shape, dtype=whole.dtype, generator=generator)
+        else:
+            terms[key] = torch.zeros_like(whole)
+        if whole.dtype != torch.bool:
+            rest = rest - terms[key]
+    terms[keys[0]] = rest
+    return {
+        rank: part(terms[tuple(at[i] for i in partial)], layout.intervals(value, tuple(placed), at)).clone()
+        for rank, at in places.items()
+    }
+
+
+def _compare(
+    name: str,
+    whole: Tensor,
+    local: dict[int, Tensor],
+    value: Value,
+    placed: Placements,
+    layout: Layout,
+    places: dict[int, tuple[int, ...]],
+    summed: Sequence[int],
+    compare_values: bool,
+) -> None:
+    tolerance = tolerance_of(layout.analysis)
+    for rank, at in places.items():
+        alike = [r for r, other in places.items() if all(a == b or i in summed for i, (a, b) in enumerate(zip(at, other)))]
+        expected = part(whole.detach(), layout.intervals(value, placed, at))
+        got = local[alike[0]].detach()
+        for other in alike[1:]:
+            got = got + local[other].detach()
+        assert got.shape == expected.shape, f"{name}, rank {rank}: shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+        if compare_values:
+            torch.testing.assert_close(
+                got, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{name}, rank {rank}: {m}"
+            )
+
+
+def tolerance_of(analysis: Analysis) -> float:
+    """What the least precise value of a graph allows."""
+    single = any(value_tensor(value).dtype == torch.float32 for value in analysis.dims)
+    return 1e-5 if single else 1e-9
+
+
+def _whole_gradients(call: Call, cotangents: dict[Value, Tensor]) -> dict[Value, Tensor]:
+    inputs = {v: call.tensors[v[0].name] for v in call.analysis.ops[call.node].operands if needs_grad(v)}
+    if not cotangents or not inputs:
+        return {}
+    results = call.result if isinstance(call.result, (tuple, list)) else (call.result,)
+    found = torch.autograd.grad(
+        [results[value[1]] for value in cotangents],
+        list(inputs.values()),
+        list(cotangents.values()),
+        allow_unused=True,
+        retain_graph=True,
+    )
+    return {v: torch.zeros_like(x) if g is None else g for (v, x), g in zip(inputs.items(), found, strict=True)}
+
+
+# Ranks as threads
+
+
+class _ThreadGroup:
+    """A process group of threads: each all-reduce is a meeting of its members."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.condition = size, threading.Condition()
+        self.given: dict[int, Tensor] = {}
+        self.round = 0
+
+    def all_reduce(self, x: Tensor, op: Any) -> None:
+        with self.condition:
+            mine = self.round
+            self.given[threading.get_ident()] = x
+            if len(self.given) == self.size:
+                every = list(self.given.values())
+                total = torch.stack(every).amax(0) if op == dist.ReduceOp.MAX else torch.stack(every).sum(0)
+                for tensor in every:
+                    tensor.copy_(total)
+                self.given.clear()
+                self.round += 1
+                self.condition.notify_all()
+            elif not self.condition.wait_for(lambda: self.round != mine, timeout=20):
+                raise TimeoutError("another rank did not come to an all-reduce")
+
+
+@contextmanager
+def _threaded_collectives() -> Iterator[None]:
+    def all_reduce(x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        with torch.no_grad():
+            group.all_reduce(x, op)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        yield
+
+
+def _run(function: Callable[[int], Any], programs: Sequence[LocalProgram], ranks: Sequence[int]) -> dict[int, Any]:
+    """Run a function on every rank: in turn, or in threads where a program communicates."""
+    if not any(len(m.ranks) > 1 for p in programs for m in p.bridges):
+        return {rank: function(rank) for rank in ranks}
+    groups: dict[tuple[int, ...], _ThreadGroup] = {}
+    for program in programs:
+        for module in program.bridges:
+            members = tuple(module.ranks)
+            module.group = groups.setdefault(members, _ThreadGroup(len(members)))
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    with _threaded_collectives():
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def is_whole(choice: Choice) -> bool:
+    """Whether a choice computes the call whole on every rank."""
+    return all(p == REPLICATE for p in (*choice.inputs, *choice.outputs))
