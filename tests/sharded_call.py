@@ -104,6 +104,9 @@ def check(call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[floa
         loss=None,
     )
     places = {rank: (0, *mesh.coordinates(rank)) for rank in mesh.ranks}
+    spans = [layout.spans(placed, at) for placed in (*wanted.values(), *made.values()) for at in places.values()]
+    if any(length == 0 for found in spans for _, length in found.values()):
+        return  # fewer positions than ranks: many operators do not accept empty tensors
     given = {
         value: _distribute(call.tensors[value[0].name], value, placed, layout, places)
         for value, placed in wanted.items()
