@@ -14,6 +14,7 @@ from torch import fx
 from whale.errors import UsageError
 from whale.graph.capture import Captured
 from whale.graph.partition import Partition, TaskGraph
+from whale.graph.refusals import where
 from whale.graph.values import Value, value_shape, value_tensor
 from whale.ir.placement import FANOUT, REPLICATE, Placement
 from whale.ir.virtual_device import VirtualDevice
@@ -248,13 +249,8 @@ def _computed_whole(
 
 
 def _coupled_message(node: fx.Node, count: int) -> str:
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [line for line in lines if line.startswith("File")]
-    place = f" ({files[-1]})" if files else ""
     return (
-        f"micro_batches={count}: {node.name}{place} computes a row of the batch from other rows, so micro-batches would "
-        "change the result; use micro_batches=1, or take the operator out of the model (e.g. freeze batch-norm with "
-        ".eval())"
+        f"micro_batches={count}: {node.target}{where(node)} computes a row of the batch from other rows, so "
+        "micro-batches would change the result; use micro_batches=1, or take the operator out of the model (e.g. "
+        "freeze batch-norm with .eval())"
     )
-
-

@@ -21,6 +21,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from whale.arguments import known_arguments
 from whale.errors import AnnotationError
 from whale.ir.module_pattern import ModulePattern, explain_no_match, most_specific
 from whale.ir.strategy import (
@@ -94,6 +95,7 @@ class Annotation:
         return module
 
 
+@known_arguments(AnnotationError)
 def replicate(n: int | None = None) -> Annotation:
     """Data parallel: *n* replicas of the region, each on its share of the batch; None takes the devices that are left.
 
@@ -103,16 +105,19 @@ def replicate(n: int | None = None) -> Annotation:
     return Annotation(strategy=Strategy(kind="replicate", degree=n))
 
 
+@known_arguments(AnnotationError)
 def split(n: int | None = None) -> Annotation:
     """Tensor parallel: the operators of the region are cut over *n* devices; None takes the devices that are left."""
     return Annotation(strategy=Strategy(kind="split", degree=n))
 
 
+@known_arguments(AnnotationError)
 def stage(n: int | None = None) -> Annotation:
     """Pipeline: the region is one stage, on *n* devices of its own; None takes what its regions need, or 1."""
     return Annotation(strategy=Strategy(kind="stage", degree=n))
 
 
+@known_arguments(AnnotationError)
 def cluster(
     layout: str | Sequence[int] | None = None,
     number: int | None = None,
@@ -235,6 +240,7 @@ def _check_module(module: object, given: str) -> None:
         raise AnnotationError(f"{given} was given {type(module).__name__!r}, which is not a torch.nn.Module")
 
 
+@known_arguments(AnnotationError)
 def annotate(model: torch.nn.Module, mapping: Mapping[str, Annotation | Sequence[Annotation]]) -> None:
     """Put strategies on the modules of *model* by their paths, without touching its code.
 

@@ -10,19 +10,23 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from whale.annotations import get_default_strategy
+from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
 from whale.compiler import Compilation, Options, compile_model, local_tensors, value_name
 from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves
+from whale.graph.refusals import check_hooks
 from whale.ir.check import check_programs
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.catalog import device_types
+from whale.planner.orders import SCHEDULES
+from whale.planner.place import Preference
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World, describe, groups, initialize
 from whale.runtime.module import CompiledStep, ParallelModule, Shard
@@ -33,6 +37,7 @@ from whale.runtime.stage import LocalStage
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "shard_dataset", "verify"]
 
 
+@known_arguments()
 def parallelize(
     model: nn.Module,
     example_batch: Any,
@@ -69,18 +74,36 @@ def parallelize(
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
         WorkerError: a rank did not start, or failed.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    if isinstance(model, ParallelModule):
+        raise UsageError("model is parallel already; give parallelize the local model")
+    check_type("plan", plan, (str, PathLike, Plan, type(None)), "a path or a whale.Plan")
+    check_type("cluster", cluster, (str, PathLike, Cluster, type(None)), "a path or a whale.Cluster")
+    if micro_batches is not None:
+        check_count("micro_batches", micro_batches)
+    if schedule is not None:
+        check_choice("schedule", schedule, SCHEDULES)
+    check_choice("prefer", prefer, get_args(Preference))
+    check_number("timeout_seconds", timeout_seconds, above=0)
+    check_type("seed", seed, int, "a whole number")
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
     if isinstance(plan, (str, PathLike)):
         plan = Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
     options = Options(
-        micro_batches=micro_batches or (plan.micro_batches if plan else 1),
-        schedule=schedule or (plan.schedule if plan else "1f1b"),
+        micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
+        schedule=schedule if schedule is not None else plan.schedule if plan else "1f1b",
         default=get_default_strategy(),
         prefer=prefer,
         promote=promote_casts,
         seed=seed,
     )
     launch = describe(device)
+    if plan is not None:
+        plan.check_world(launch.size)
     if described is None:
         described = Cluster.homogeneous(launch.size)
     elif len(described.devices) != launch.size:
@@ -89,6 +112,7 @@ def parallelize(
             f"with {len(described.devices)} in total, or another cluster file"
         )
     leaves = batch_leaves(example_batch)
+    check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
     compilation = compile_model(
@@ -99,7 +123,7 @@ def parallelize(
             compilation.programs(), compilation.rank_specs, compilation.edges, compilation.reduces, order=compilation.order
         )
     if plan is not None:
-        plan.check(world_size=launch.size, stages=[s.mesh.ranks for s in compilation.stages])
+        plan.check_stages([s.mesh.ranks for s in compilation.stages])
     world = initialize(timeout_seconds, device_type=device)
     return _Builder(model, template, described, options, world, loss_fn).build(compilation, leaves)
 
@@ -263,6 +287,15 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _check_devices(model: nn.Module, device: torch.device) -> None:
+    places: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        places.setdefault(parameter.device, name)
+    if len(places) > 1:
+        shown = ", ".join(f"{name} on {place}" for place, name in places.items())
+        raise UsageError(
+            f"the model's parameters are on several devices: {shown}; put all of them on {device}, or all on the meta "
+            "device, and let annotations place them"
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta" or tensor.device == device:
             continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
+from whale.graph.refusals import capture_error, check_batch, check_hooks, check_static, refusing
 
 Batch = Any
 """A dict of keyword arguments, a tuple of positional arguments, or one tensor."""
@@ -155,20 +155,21 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = torch.device(device)
     leaves = batch_leaves(batch)
+    check_batch(model, leaves, loss_fn)
+    check_hooks(model)
     duplicate = fake_copy(model, mode, device)
     wrap_annotated(duplicate)
     fakes = fake_batch(leaves, mode, device)
     root = _Loss(duplicate, list(fakes), loss_fn).train(model.training)
     try:
-        with warnings.catch_warnings(), recording(), preserve_node_meta():
+        with warnings.catch_warnings(), recording(), preserve_node_meta(), refusing():
             warnings.simplefilter("ignore")
             program = torch.export.export(root, tuple(fakes.values()), strict=False)
+            check_static(program.graph, type(model).__name__)
             if _mutates(program.graph):
                 program = program.run_decompositions({})
-    except CaptureError:
-        raise
     except Exception as error:
-        raise _capture_error(error, model) from error
+        raise capture_error(error, model) from error
     captured = _read_signature(program, model, list(fakes))
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
@@ -230,30 +231,6 @@ def _mutates(graph: fx.Graph) -> bool:
 def _submodules(graph: fx.Graph) -> list[fx.GraphModule]:
     owner = graph.owning_module
     return [m for m in owner.modules() if isinstance(m, fx.GraphModule) and m is not owner] if owner else []
-
-
-def _capture_error(error: Exception, model: nn.Module) -> CaptureError:
-    """Say in the user's words why a model could not be captured, with the place in the user's code."""
-    text = str(error)
-    place = None
-    frames = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    own = [f for f in frames if "/torch/" not in f[0] and "/whale/" not in f[0] and not f[0].startswith("<")]
-    if own:
-        place = own[-1]
-    match = re.search(r'File "([^"]+)", line (\d+)', text)
-    if match and place is None:
-        place = (match[1], int(match[2]))
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    hint = "make the computation independent of tensor values, or take the module out of the parallel model"
-    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "item()" in text:
-        first = f"control flow or shapes depend on tensor values ({first})"
-        hint = "use torch.where or masks in place of `if`/`nonzero`/`.item()`"
-    message = f"{type(model).__name__} cannot be captured: {first}; {hint}"
-    return CaptureError(message, file=place[0] if place else None, line=place[1] if place else None)
 
 
 def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, leaves: Sequence[str]) -> Captured:

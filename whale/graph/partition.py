@@ -15,6 +15,7 @@ from torch import fx
 from whale.annotations import NODE_KEY
 from whale.errors import AnnotationError
 from whale.graph.capture import Captured
+from whale.graph.refusals import where
 from whale.graph.values import Value, is_call, operands, value_tensor
 from whale.ir.strategy import ScopePath, StageCut, cut_at_stage, decode_scopes
 
@@ -126,8 +127,8 @@ def _assign(pinned: list[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[s
             if late:
                 raise AnnotationError(
                     f"stage {scope.region!r} comes before stage {list(number)[stage_of[late[0]]]!r} in the model, but "
-                    f"its operator {node.name} reads {late[0].name} from there; annotate stages in the order of the "
-                    f"data's flow{_line(node)}"
+                    f"its operator {node.name}{where(node)} reads {late[0].name} from there; annotate stages in the "
+                    "order of the data's flow, and a module that is called again in one stage with what lies between"
                 )
             stage_of[node] = index
         elif inputs:
@@ -142,12 +143,6 @@ def _assign(pinned: list[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[s
 def _users(node: fx.Node) -> list[fx.Node]:
     """Calls that read any output of a node."""
     return [call for user in node.users for call in ([user] if is_call(user) else list(user.users))]
-
-
-def _line(node: fx.Node) -> str:
-    """The user's file and line of a node, for messages."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
-    return f" ({lines[-1]})" if lines else ""
 
 
 def _task_graph(

@@ -63,10 +63,24 @@ class Plan(BaseModel):
         """The plan as JSON, the same bytes for the same plan."""
         return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
 
-    def check(self, *, world_size: int, stages: Sequence[Sequence[int]]) -> None:
-        """Refuse a world or a model that the plan was not made for."""
+    def check_world(self, world_size: int) -> None:
+        """Refuse a number of ranks that the plan was not made for."""
         if world_size != self.world_size:
-            raise PlanMismatchError(f"the plan is for {self.world_size} ranks, but {world_size} were started")
+            raise PlanMismatchError(
+                f"the plan's world_size is {self.world_size}, but {world_size} {_were(world_size)} started; use "
+                f"torchrun with {self.world_size} processes in total, or make a plan for {world_size}"
+            )
+
+    def check_stages(self, stages: Sequence[Sequence[int]]) -> None:
+        """Refuse a model whose annotated stages are on other ranks than the plan's."""
         planned = [stage.ranks for stage in self.stages]
-        if planned and planned != [list(ranks) for ranks in stages]:
-            raise PlanMismatchError(f"the plan's stages are on ranks {planned}, but the model's on {list(stages)}")
+        found = [list(ranks) for ranks in stages]
+        if planned and planned != found:
+            raise PlanMismatchError(
+                f"the plan's stages are on ranks {planned}, but the model's are on {found}; annotate the model as it "
+                "was when the plan was made, or make a new plan"
+            )
+
+
+def _were(count: int) -> str:
+    return "process was" if count == 1 else "processes were"

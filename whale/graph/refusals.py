@@ -1,0 +1,308 @@
+"""What a capture cannot record, and how it is refused: in the user's words, with the line of the user's file.
+
+Some of it torch notices (a branch on a tensor's values), some of it torch records wrongly without a word: a custom
+backward, a hook on a gradient, a value that is printed. Knows tracebacks, graphs and hooks; not how a model is
+captured.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from traceback import StackSummary
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import TracerBase
+from torch.overrides import TorchFunctionMode
+
+from whale.errors import CaptureError, UsageError, WhaleError
+
+__all__ = ["Place", "capture_error", "check_batch", "check_hooks", "check_static", "place_of_node", "refusing", "where"]
+
+
+class Place(NamedTuple):
+    """A line of a source file."""
+
+    file: str
+    line: int
+
+
+_NOT_THE_MODEL = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        sysconfig.get_paths()["stdlib"],
+    )
+)
+_PACKAGES = ("numpy", "transformers/utils", "transformers/integrations")
+
+
+def _is_model(file: str) -> bool:
+    """Whether a source file may be the model's own: not torch, Whale, Python, or a library's decorators."""
+    if file.startswith("<"):
+        return False
+    if "site-packages" in file:
+        inside = file.rpartition("site-packages")[2].lstrip("/\\").replace("\\", "/")
+        return not inside.startswith((*(f"{name}/" for name in _PACKAGES), "torch/"))
+    return not os.path.abspath(file).startswith(_NOT_THE_MODEL)
+
+
+def _place_of_traceback(traceback: TracebackType | None) -> Place | None:
+    found = None
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if _is_model(file):
+            found = Place(file, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+def _place_of_frame(frame: FrameType | None) -> Place | None:
+    while frame is not None:
+        if _is_model(frame.f_code.co_filename):
+            return Place(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def place_of_node(node: fx.Node) -> Place | None:
+    """The innermost line of the model's own source that made an operator."""
+    found = None
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        if line.strip().startswith("File "):
+            file, number = line.strip().removeprefix('File "').split('", line ')
+            if _is_model(file):
+                found = Place(file, int(number.split(",")[0]))
+    return found
+
+
+def where(node: fx.Node) -> str:
+    """The operator's place at the end of a phrase, for messages: `` at model.py:12``; empty where it is not known."""
+    place = place_of_node(node)
+    return f" at {place.file}:{place.line}" if place else ""
+
+
+def _place_of_forward(model: nn.Module) -> Place | None:
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return Place(code.co_filename, code.co_firstlineno) if code else None
+
+
+def _located(message: str, place: Place | None) -> CaptureError:
+    return CaptureError(message, file=place.file if place else None, line=place.line if place else None)
+
+
+# --- before the capture -----------------------------------------------------------------------------------------------
+
+
+def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[..., Any] | None) -> None:
+    """Refuse a batch without tensors, with nested ones, or whose leaves are not what the model's forward takes."""
+    name = type(model).__name__
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves.values()):
+        shown = ", ".join(f"{key}: {type(leaf).__name__}" for key, leaf in leaves.items()) or "nothing"
+        raise UsageError(
+            f"the batch holds no tensor ({shown}); give a dict of keyword arguments of {name}.forward, a tuple of "
+            "positional ones, or one tensor"
+        )
+    for key, leaf in leaves.items():
+        if not isinstance(key, str):
+            raise UsageError(f"the batch has the key {key!r}; its keys are names of arguments of {name}.forward")
+        if isinstance(leaf, (Mapping, list, tuple, set)) and any(isinstance(x, torch.Tensor) for x in _flat(leaf)):
+            raise UsageError(
+                f"the batch's {key} is a {type(leaf).__name__} of tensors; give each tensor as an argument of its own"
+            )
+    if loss_fn is not None:
+        return
+    args = [leaf for key, leaf in leaves.items() if key.startswith("args[")]
+    kwargs = {key: leaf for key, leaf in leaves.items() if not key.startswith("args[")}
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as problem:
+        wanted = ", ".join(p.name if p.default is p.empty else f"{p.name}=..." for p in signature.parameters.values())
+        given = ", ".join(kwargs) if kwargs else f"{len(args)} positional"
+        raise UsageError(
+            f"the batch has {given}, but the forward of {name} takes ({wanted}): {problem}; give it what forward "
+            "takes, as a dict of keyword arguments or a tuple"
+        ) from None
+
+
+def _flat(leaf: Any) -> Iterator[Any]:
+    if isinstance(leaf, Mapping):
+        leaf = leaf.values()
+    if not isinstance(leaf, (str, bytes, torch.Tensor)) and hasattr(leaf, "__iter__"):
+        for item in leaf:
+            yield from _flat(item)
+    else:
+        yield leaf
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that run in the backward: the graph would not have them."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"the module {path or 'itself'!r} of {type(model).__name__} has a backward hook, which a captured "
+                "graph cannot keep; remove it before parallelize, and read or change gradients after train_step"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"the parameter {name} of {type(model).__name__} has a gradient hook, which would see the gradient "
+                "of a part of the batch; remove it before parallelize, and change gradients after train_step"
+            )
+
+
+# --- during the capture -----------------------------------------------------------------------------------------------
+
+_READS = {"__repr__": "printed", "__str__": "printed", "__format__": "printed"}
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")
+
+
+class _Refuse(TorchFunctionMode):
+    """Refuse calls of the model that leave no trace in the graph, or a wrong one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS and _called_by_model():
+            raise _located(
+                "a tensor's value is printed or made into text, but a captured model has no values; remove it from "
+                "forward, or return the tensor and print it outside",
+                _place_of_frame(sys._getframe(1)),
+            )
+        if name == "register_hook" and _called_by_model():
+            raise _located(
+                "register_hook on a tensor inside forward: a captured graph cannot keep a hook on a gradient; remove "
+                "it, or write what it does as operators of the forward",
+                _place_of_frame(sys._getframe(1)),
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _called_by_model() -> bool:
+    """Whether the call under way was written in the model, and not in torch's own machinery."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.endswith(_DISPATCH)
+    ):
+        frame = frame.f_back
+    return _is_model(frame.f_code.co_filename)
+
+
+_DISPATCH = ("torch/_tensor.py", "torch/overrides.py", "torch/_tensor_str.py")
+
+
+class _WithoutDumps:
+    """A stream that leaves out the graph which torch.export prints before it raises."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if sys._getframe(1).f_code.co_filename.endswith("torch/export/_trace.py"):
+            return len(text)
+        return int(self._stream.write(text))
+
+
+def _lines_of_model(tracer: Any, summary: StackSummary) -> StackSummary:
+    """Of the stack of an operator, the lines of the model: torch keeps those of functions called ``forward`` only."""
+    start = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
+    frames = [f for f in summary[start:] if f.name == "forward" or _is_model(f.filename)]
+    return StackSummary.from_list(frames)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """While a model is captured: refuse what torch would record wrongly, note the model's lines on its operators, and
+    keep torch's own dumps off the screen.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            raise _located(
+                f"the custom autograd function {cls.__name__} has a backward that a captured graph cannot keep; write "
+                "its forward with torch's operators and let autograd derive the backward, or register it with "
+                "torch.library.custom_op",
+                _place_of_frame(sys._getframe(1)),
+            )
+        return original.__func__(cls, *args, **kwargs)
+
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    filter_frames = getattr(TracerBase, "_filter_traceback_frames", None)
+    stderr = sys.stderr
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    TracerBase._filter_traceback_frames = _lines_of_model  # type: ignore[assignment, method-assign]
+    sys.stderr = _WithoutDumps(stderr)
+    try:
+        for name in _LOGGERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        with _Refuse():
+            yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        if filter_frames is not None:
+            TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign]
+        sys.stderr = stderr
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+# --- after the capture ------------------------------------------------------------------------------------------------
+
+
+def check_static(graph: fx.Graph, name: str) -> None:
+    """Refuse a graph in which a number or a shape depends on a tensor's values."""
+    for node in graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            dynamic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+            if isinstance(value, torch.Tensor):
+                dynamic = any(isinstance(size, torch.SymInt) for size in value.shape)
+            if dynamic:
+                raise _located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
+
+
+_DATA = (
+    "control flow, a number or a shape depends on a tensor's values (`if`, `.item()`, `.tolist()`, `nonzero`, a mask "
+    "as an index); use torch.where, or multiply with the mask, in place of it"
+)
+
+
+def capture_error(error: Exception, model: nn.Module) -> WhaleError:
+    """Say in the user's words why a model could not be captured, with the place in the user's source."""
+    place = _place_of_traceback(error.__traceback__)
+    if isinstance(error, UsageError):  # an annotation inside forward
+        return type(error)(f"{place.file}:{place.line}: {error}" if place else str(error))
+    if isinstance(error, CaptureError):
+        if error.file is not None:
+            return error
+        return _located(error.message, place or _place_of_forward(model))
+    text = str(error)
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    name, kind = type(model).__name__, type(error).__name__
+    if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind:
+        return _located(f"{name} cannot be captured: {_DATA}", place)
+    if ".numpy()" in text or "__array__" in text:
+        return _located(
+            f"{name} cannot be captured: numpy reads a tensor's values, which a captured model does not have; use "
+            "torch's operators in place of numpy's",
+            place,
+        )
+    reason = f"{kind}: {first}" if first else kind
+    return _located(
+        f"{name} cannot be captured: its forward raised {reason}; check that model(**batch) runs on one device with "
+        "this batch, and keep what is no computation on tensors out of forward",
+        place,
+    )
