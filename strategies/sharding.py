@@ -16,10 +16,9 @@ where that was compared.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -29,7 +28,7 @@ from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.forms import COLLECTIVES
 
 Role = Literal["replicate", "split"]
-BEAM = 150
+BEAM = 24
 _FORBIDDEN = 1e15
 """Price of what an annotation forbids: finite, so that a graph that leaves no way is still lowered, and reported."""
 
@@ -209,6 +208,13 @@ class _Segment:
 
 
 Canonical = tuple[str, int, int]
+"""A placement as a tuple: kind, dim, atom (or, inside a segment, the atom's number)."""
+
+
+def _tuple(placement: Placement) -> Canonical:
+    return placement.kind, placement.dim, placement.atom
+
+
 State = tuple[tuple[int, frozenset[Canonical]], ...]
 
 
@@ -218,12 +224,73 @@ class _Solver:
         self.allowed = {n: _allowed(analysis, problem, n) for n in problem.nodes}
         self.work = {n: _work(analysis, problem, n) * (1 - 1 / problem.size) for n in problem.nodes}
         self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = {}
+        self.bridges: dict[tuple, float] = {}
+        self.emulations: dict[tuple, float] = {}
+        self.small = self._small()
+
+    def _small(self) -> set[Value]:
+        """Matrices smaller than a part of those that read the same value: a router, the one head of multi-query
+        attention. They may be whole where that saves communication; others may not."""
+        readers: dict[Value, list[Value]] = {}
+        for node in self.problem.nodes:
+            operands = self.analysis.ops[node].operands
+            matrices = [v for v in operands if v in self.problem.parameters and value_tensor(v).dim() >= 2]
+            for value in operands:
+                if value not in self.problem.parameters:
+                    readers.setdefault(value, []).extend(matrices)
+        nbytes = self.problem.local_bytes
+        return {
+            m for group in readers.values() for m in group if nbytes(m) * self.problem.size <= sum(map(nbytes, group))
+        }
 
     def describe(self, value: Value) -> tuple:
         """What the price of bridges of a value depends on."""
         matrix = value in self.problem.parameters and value_tensor(value).dim() >= 2
+        matrix = matrix and value not in self.small
         kind = "P" if value in self.problem.parameters else "E" if value in self.problem.received else "A"
         return self.problem.local_bytes(value), needs_grad(value), kind, matrix
+
+    def bridge(self, a: Canonical, b: Canonical, info: tuple) -> float:
+        """Price of a bridge of a value with this description; a parameter that is stored in parts is never gathered."""
+        at = (a, b, info[:3])
+        if at not in self.bridges:
+            nbytes, grad, kind = info[:3]
+            cost = conversion_cost(Placement(*a), Placement(*b), nbytes, self.problem.size, grad, self.problem.prices)  # type: ignore[arg-type]
+            self.bridges[at] = cost + (_FORBIDDEN if kind == "P" and a[0] == "S" else 0.0)
+        return self.bridges[at]
+
+    def emulate(self, have: frozenset[Canonical], want: frozenset[Canonical], info: tuple) -> float:
+        """Price of giving a value, placed as in *have*, every placement in *want*."""
+        at = (have, want, info[:3])
+        if at not in self.emulations:
+            self.emulations[at] = sum(min(self.bridge(a, b, info) for a in have) for b in want if b not in have)
+        return self.emulations[at]
+
+    def undominated(self, found: dict[Any, tuple[float, tuple]], rank: Callable[[Any], float], info: Callable) -> dict:
+        """The states that no cheaper one can imitate for the difference, at most :data:`BEAM`, best first.
+
+        Sound: whatever follows a state can follow its imitation, at the same price.
+        """
+        ordered = sorted(((rank(item), item[1][0], i, item) for i, item in enumerate(found.items())))
+        kept: list[tuple[float, dict, Any]] = []
+        for _, cost, _, item in ordered:
+            state = dict(item[0])
+            for other, placed, _ in kept:
+                gap = cost - other
+                if gap < 0 or placed.keys() != state.keys():
+                    continue
+                for value, want in state.items():
+                    if placed[value] != want:
+                        gap -= self.emulate(placed[value], want, info(value))
+                        if gap < 0:
+                            break
+                if gap >= 0:
+                    break
+            else:
+                kept.append((cost, state, item))
+                if len(kept) == BEAM:
+                    break
+        return dict(item for _, _, item in kept)
 
     def solve(self) -> AxisSolution:
         """Run the program over the segments and read the best path back."""
@@ -235,18 +302,20 @@ class _Solver:
                 inside = [(v, p) for v, p in state if v in segment.values]
                 outside = [(v, p) for v, p in state if v not in segment.values]
                 start = tuple(
-                    sorted((segment.values[v], frozenset(segment.place(x, True) for x in p)) for v, p in inside)
+                    sorted(
+                        (segment.values[v], frozenset(segment.place(Placement(*x), True) for x in p))  # type: ignore[arg-type]
+                        for v, p in inside
+                    )
                 )
                 for end, extra, decisions in self._run(segment, start):
                     after = outside + [
-                        (segment.values_by_id[i], frozenset(segment.concrete(x) for x in p)) for i, p in end
+                        (segment.values_by_id[i], frozenset(_tuple(segment.concrete(x)) for x in p)) for i, p in end
                     ]
                     key = tuple(sorted(after, key=lambda item: (item[0][0].name, item[0][1])))
                     total = cost + extra
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, decisions))
-            keep = heapq.nsmallest(BEAM, found.items(), key=lambda item: item[1][0])
-            beam = dict(keep)
+            beam = self.undominated(found, lambda item: item[1][0], self.describe)
         best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(key))
         cost, path = beam[best_key]
         decisions: list[tuple[int, ...]] = []
@@ -257,21 +326,20 @@ class _Solver:
         choices = {n: self.allowed[n][i] for n, i in zip(self.problem.nodes, flat, strict=True)}
         return self._solution(choices, cost + self._final_cost(best_key))
 
-    def _final_cost(self, state: Iterable[tuple[Value, frozenset[Placement]]]) -> float:
+    def _final_cost(self, state: Iterable[tuple[Value, frozenset[Canonical]]]) -> float:
         """What it costs to leave the outputs as the caller needs them."""
         total = 0.0
         for value, available in state:
             want = self.problem.outputs.get(value)
             if want is None:
                 continue
-            kinds = {p.kind for p in available}
-            nbytes, grad, _, _ = self.describe(value)
+            kinds = {p[0] for p in available}
+            nbytes, grad = self.describe(value)[:2]
             if want == "any" and kinds & {"R", "R*", "S"} or want == "sum" and kinds & {"R", "P"} or "R" in kinds:
                 continue
             if want == "any" and grad and kinds == {"R*"}:
                 total += _all_reduce(nbytes, self.problem.size, self.problem.prices)
-            targets = [conversion_cost(p, REPLICATE, nbytes, self.problem.size, grad, self.problem.prices) for p in available]
-            total += min(targets)
+            total += min(self.bridge(p, _tuple(REPLICATE), self.describe(value)) for p in available)
         return total
 
     def _segments(self) -> list[_Segment]:
@@ -302,23 +370,11 @@ class _Solver:
     def _beam(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
         size, prices = self.problem.size, self.problem.prices
         info = segment.info
-        costs: dict[tuple, float] = {}
-
-        def bridge(a: Canonical, b: Canonical, value: int) -> float:
-            at = (a, b, value)
-            if at not in costs:
-                nbytes, grad, kind = info[value][:3]
-                cost = conversion_cost(Placement(*a), Placement(*b), nbytes, size, grad, prices)  # type: ignore[arg-type]
-                if kind == "P" and a[0] == "S":
-                    cost += _FORBIDDEN
-                costs[at] = cost
-            return costs[at]
-
         def stored(value: int, want: Canonical, split: bool, hopeful: bool) -> float:
             """Price of storing a parameter, or receiving a value, as it is first wanted."""
             nbytes, grad, kind, matrix, fixed = info[value]
             if fixed is not None:
-                return 0.0 if fixed[0] != "S" and want[0] != "S" else bridge(fixed, want, value)
+                return 0.0 if fixed[0] != "S" and want[0] != "S" else self.bridge(fixed, want, info[value])
             if kind == "E":
                 return nbytes * (1 / size if want[0] == "S" else 1) + (
                     _all_reduce(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
@@ -326,7 +382,7 @@ class _Solver:
             if want[0] == "S":
                 return 0.0
             cost = nbytes * prices.byte_touched + (2.0 * nbytes if want[0] == "R*" and split else 0.0)
-            return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 0.0)
+            return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 4.0 * nbytes * split)
 
         beam: dict[State, tuple[float, tuple]] = {start: (0.0, ())}
         for (operands, outputs, choices, split), dead in zip(segment.steps, segment.dead, strict=True):
@@ -349,7 +405,7 @@ class _Solver:
                             total += stored(value, want, split, sharded[i])
                             changed[value] = frozenset((want,))
                         elif want not in available:
-                            total += min(bridge(a, want, value) for a in available)
+                            total += min(self.bridge(a, want, info[value]) for a in available)
                             changed[value] = available | {want}
                     for value, placement in zip(outputs, results, strict=True):
                         changed[value] = frozenset((placement,))
@@ -358,18 +414,13 @@ class _Solver:
                     key = tuple(sorted(changed.items()))
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, number))
-            if len(found) > BEAM:
+            def rank(item: tuple[State, tuple[float, tuple]]) -> float:
+                pending = sum(
+                    _all_reduce(info[v][0], size, prices) for v, placed in item[0] if all(p[0] == "P" for p in placed)
+                )
+                return item[1][0] + pending
 
-                def rank(item: tuple[State, tuple[float, tuple]]) -> float:
-                    pending = sum(
-                        _all_reduce(info[v][0], size, prices)
-                        for v, placed in item[0]
-                        if all(p[0] == "P" for p in placed)
-                    )
-                    return item[1][0] + pending
-
-                found = dict(heapq.nsmallest(BEAM, found.items(), key=rank))
-            beam = found
+            beam = self.undominated(found, rank, info.__getitem__)
         results_out = []
         for state, (cost, path) in beam.items():
             decisions: list[int] = []
@@ -398,7 +449,7 @@ class _Solver:
                     stored[value] = FANOUT
                 elif have.kind == "S" and want != have and want.kind != "P" and value in self.problem.parameters:
                     forbidden.append(value)
-                if split and value in self.problem.parameters and value_tensor(value).dim() >= 2 and want.kind != "S":
+                if split and self.describe(value)[3] and want.kind != "S":
                     forbidden.append(value)
         for value in self.problem.received:
             if stored.get(value, REPLICATE).kind in ("R*", "P"):
