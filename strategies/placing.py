@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
+import torch
 from torch import fx
 
-from whale.errors import UsageError
+from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.partition import Partition, TaskGraph
-from whale.graph.refusals import where
-from whale.graph.values import Value, value_shape, value_tensor
+from whale.graph.refusals import module_of, where
+from whale.graph.values import Value, resolve, value_shape, value_tensor
 from whale.ir.placement import FANOUT, REPLICATE, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
@@ -71,6 +73,7 @@ def place_stage(
 ) -> PlacedStage:
     """Choose placements for one stage on all of its axes."""
     nodes, mesh = problem.task_graph.nodes, problem.mesh
+    _check_heads(problem)
     free = _free(captured, analysis, partition, nodes)
     time = {n: problem.time[n] for n in nodes}
     layout = Layout(analysis, layout_axes(mesh, problem.rows))
@@ -118,6 +121,8 @@ def place_stage(
             # What stages sum must be a term of the sum on every rank.
             shared = value in problem.shared and placement.kind == "R"
             stored[value].append(FANOUT if shared else placement)
+        for value in solution.forbidden:
+            _check_units(captured, analysis, problem, value, axis)
         report.gathered += [v for v in solution.forbidden if v not in report.gathered]
         report.whole += _computed_whole(analysis, nodes, chosen, axis + 1, report)
     choices = {n: tuple(c) for n, c in chosen.items()}
@@ -135,6 +140,59 @@ def place_stage(
         loss_placements=_loss_placements(choices, problem.loss),
         mutated=problem.mutated,
     )
+
+
+def _check_heads(problem: StageProblem) -> None:
+    """Refuse to split an attention over more devices than it has heads: it would be computed whole, unasked."""
+    for node in problem.task_graph.nodes:
+        if not _is_attention(node):
+            continue
+        parts = prod(a.size for a, role in zip(problem.mesh.axes, problem.roles[node], strict=True) if role == "split")
+        shape = value_shape(resolve(node.args[0]))  # type: ignore[arg-type]
+        if len(shape) >= 4 and shape[-3] < parts:
+            path, heads = module_of(node) or "the model", shape[-3]
+            legal = " or ".join(str(n) for n in (heads // 2, heads) if n)
+            raise InfeasibleError(
+                f"split over {parts} devices: the attention in {path}{where(node)} has {heads} heads, and a head is not "
+                f"cut; split it over {legal} (as in whale.split({heads})), and let replicate or stage use the other "
+                "devices"
+            )
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """A fused attention, or the product of queries and keys that a softmax soon reads."""
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return True
+    if node.target is not torch.ops.aten.matmul.default or len(value_shape((node, 0))) < 4:
+        return False
+    near = [node]
+    for _ in range(4):
+        near = [user for found in near for user in found.users]
+        if any(user.target is torch.ops.aten.softmax.int for user in near):
+            return True
+    return False
+
+
+def _check_units(captured: Captured, analysis: Analysis, problem: StageProblem, value: Value, axis: int) -> None:
+    """Refuse to split a matrix that has fewer units than there are devices in each of its dims."""
+    if value[0].name not in captured.parameters or value in problem.fixed:
+        return
+    readers = [n for n in problem.task_graph.nodes if value in analysis.ops[n].operands]
+    leaves = {
+        choice.leaf
+        for node in readers
+        for choice in analysis.choices[node]
+        for operand, want in zip(analysis.ops[node].operands, choice.inputs, strict=True)
+        if operand == value and want.kind == "S"
+    }
+    units = max((analysis.atoms.size(leaf) for leaf in leaves), default=0)
+    parts = problem.mesh.axes[axis].size
+    if 0 < units < parts:
+        name = captured.parameters[value[0].name]
+        raise InfeasibleError(
+            f"split over {parts} devices: {name} of shape {tuple(value_shape(value))} can be cut into at most {units} "
+            f"parts{where(readers[0])}; split its module over {units} or fewer, or use replicate there"
+        )
 
 
 def place_time(

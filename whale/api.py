@@ -194,7 +194,7 @@ class _Builder:
             aliases=aliases,
             tensors={**self.parameters, **held},
             clock=self.clock,
-            leaves=lambda *args, **kwargs: batch_leaves(kwargs if kwargs else args[0] if len(args) == 1 else args),
+            leaves=_leaves,
         ).train(training)
         module.install(example, training, self._assemble(compilation))
         return module
@@ -273,6 +273,12 @@ class _Builder:
             device=self.world.device,
         )
         return CompiledStep(executor=executor, stages=list(stages.values()), counts_loss=counts)
+
+
+def _leaves(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The leaves of a batch as a step is given it: as one object, or as the model's own arguments."""
+    positional = batch_leaves(args[0] if len(args) == 1 else args) if args else {}
+    return positional | kwargs
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

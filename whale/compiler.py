@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from whale.errors import UsageError
 from whale.graph.capture import Captured, capture
 from whale.graph.partition import Partition, TaskGraph, partition
+from whale.graph.refusals import where
 from whale.graph.values import Value, needs_grad, operands, resolve, value_shape, value_tensor
 from whale.ir.cluster import Cluster
 from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
@@ -172,7 +173,15 @@ def compile_model(
     rows = _rows(analysis, options, rows_per_micro_batch)
     loss = resolve(captured.graph.output_node().args[0][0])  # type: ignore[index, arg-type]
     if loss[0] not in cut.stage_of:
-        raise UsageError("the loss depends on no parameter of the model: there is nothing to train")
+        raise UsageError(
+            f"the loss{where(loss[0])} depends on no parameter of the model: there is nothing to train; return a loss "
+            "that is computed from the parameters"
+        )
+    if training and not needs_grad(loss):
+        raise UsageError(
+            f"the loss{where(loss[0])} depends on no parameter that requires a gradient: there is nothing to train; "
+            "unfreeze a parameter with requires_grad_(), or call model.eval() first and use eval_step"
+        )
     assignment = place(
         [_request(graph) for graph in cut.stages],
         cluster.devices,

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
 
 from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
@@ -36,7 +37,8 @@ class Captured:
 
     ``parameters`` and ``buffers`` map a placeholder's name to the tensor's name in the model (the first of its names
     if it is tied), ``constants`` to a tensor, ``inputs`` to the batch leaf that it reads. The graph's output is the
-    loss followed by the new values of the buffers in ``mutated``.
+    loss followed by the new values of the buffers in ``mutated``. ``stage_regions`` are those of annotated modules,
+    whether they run or not.
     """
 
     graph: fx.Graph
@@ -46,6 +48,7 @@ class Captured:
     inputs: dict[str, str]
     mutated: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
+    stage_regions: tuple[str, ...] = ()
 
     @property
     def module(self) -> fx.GraphModule:
@@ -173,6 +176,8 @@ def capture(
     captured = _read_signature(program, model, list(fakes))
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
+    scopes = (scope for path in module_scopes(model).values() for scope in path)
+    captured.stage_regions = tuple(dict.fromkeys(s.region for s in scopes if s.strategy.kind == "stage"))
     return captured
 
 
@@ -191,7 +196,9 @@ def mark_gradients(captured: Captured, model: nn.Module) -> None:
             node.meta["grad"] = captured.parameters.get(node.name) in trainable
         else:
             inherits = any(source.meta.get("grad") for source in node.all_input_nodes)
-            node.meta["grad"] = inherits and node.target not in _NO_GRADIENT
+            leaves = pytree.tree_leaves(node.meta.get("val"))
+            floats = any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
+            node.meta["grad"] = inherits and floats and node.target not in _NO_GRADIENT
 
 
 def wrap_annotated(model: nn.Module) -> None:

@@ -83,6 +83,7 @@ def partition(captured: Captured) -> Partition:
         scope = cuts[node].stage
         if scope is not None:
             order.setdefault(scope.region, cuts[node])
+    _check_not_empty(captured, calls, order)
     number = {region: i for i, region in enumerate(order)}
     stage_of = _assign(pinned, cuts, number)
     return Partition(
@@ -93,6 +94,22 @@ def partition(captured: Captured) -> Partition:
         floating=floating,
         stage_of=stage_of,
     )
+
+
+def _check_not_empty(captured: Captured, calls: list[fx.Node], order: dict[str, StageCut]) -> None:
+    """Refuse a stage without work: it would have devices, and leave them idle."""
+    seen: dict[str, fx.Node | None] = dict.fromkeys(captured.stage_regions)
+    for node in calls:
+        scope = cut_at_stage(scopes_of(node)).stage
+        if scope is not None and seen.get(scope.region) is None:
+            seen[scope.region] = node
+    for region, first in seen.items():
+        if region not in order:
+            why = f"none of its operators{where(first)} reads a parameter" if first else "its forward computes nothing"
+            raise AnnotationError(
+                f"stage {region!r} is empty: {why}, so its devices would be idle; leave it out, or annotate modules "
+                f"that compute. The model's stages with work: {', '.join(map(repr, order)) or 'none'}"
+            )
 
 
 def _floating(captured: Captured, calls: list[fx.Node]) -> frozenset[fx.Node]:

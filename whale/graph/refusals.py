@@ -25,7 +25,20 @@ from torch.overrides import TorchFunctionMode
 
 from whale.errors import CaptureError, UsageError, WhaleError
 
-__all__ = ["Place", "capture_error", "check_batch", "check_hooks", "check_static", "place_of_node", "refusing", "where"]
+__all__ = [
+    "Place",
+    "capture_error",
+    "check_batch",
+    "check_hooks",
+    "check_static",
+    "module_of",
+    "place_of_node",
+    "refusing",
+    "where",
+]
+
+
+aten = torch.ops.aten
 
 
 class Place(NamedTuple):
@@ -91,6 +104,13 @@ def where(node: fx.Node) -> str:
     return f" at {place.file}:{place.line}" if place else ""
 
 
+def module_of(node: fx.Node) -> str:
+    """Path of the innermost module of the model whose forward made an operator; empty for the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+
+
 def _place_of_forward(model: nn.Module) -> Place | None:
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return Place(code.co_filename, code.co_firstlineno) if code else None
@@ -115,10 +135,13 @@ def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[.
     for key, leaf in leaves.items():
         if not isinstance(key, str):
             raise UsageError(f"the batch has the key {key!r}; its keys are names of arguments of {name}.forward")
-        if isinstance(leaf, (Mapping, list, tuple, set)) and any(isinstance(x, torch.Tensor) for x in _flat(leaf)):
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
             raise UsageError(
-                f"the batch's {key} is a {type(leaf).__name__} of tensors; give each tensor as an argument of its own"
+                f"the batch's {key} is a {type(leaf).__name__}; give tensors, numbers, strings or None, each tensor "
+                "as an argument of its own"
             )
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and not len(leaf):
+            raise UsageError(f"the batch's {key} has shape {tuple(leaf.shape)}, no rows; leave it out on all ranks")
     if loss_fn is not None:
         return
     args = [leaf for key, leaf in leaves.items() if key.startswith("args[")]
@@ -133,16 +156,6 @@ def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[.
             f"the batch has {given}, but the forward of {name} takes ({wanted}): {problem}; give it what forward "
             "takes, as a dict of keyword arguments or a tuple"
         ) from None
-
-
-def _flat(leaf: Any) -> Iterator[Any]:
-    if isinstance(leaf, Mapping):
-        leaf = leaf.values()
-    if not isinstance(leaf, (str, bytes, torch.Tensor)) and hasattr(leaf, "__iter__"):
-        for item in leaf:
-            yield from _flat(item)
-    else:
-        yield leaf
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -272,7 +285,18 @@ def check_static(graph: fx.Graph, name: str) -> None:
                 dynamic = any(isinstance(size, torch.SymInt) for size in value.shape)
             if dynamic:
                 raise _located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
+        if node.target in _ONE_DTYPE:
+            dtypes = {str(source.meta["val"].dtype).removeprefix("torch.") for source in node.all_input_nodes}
+            if len(dtypes) > 1:
+                raise _located(
+                    f"{name} cannot be captured: {node.target} of {' and '.join(sorted(dtypes))}; give a batch of the "
+                    "model's dtype, or cast inside the model",
+                    place_of_node(node),
+                )
 
+
+_ONE_DTYPE = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default)
+"""Operators that refuse tensors of different dtypes when they run, but not when they are captured."""
 
 _DATA = (
     "control flow, a number or a shape depends on a tensor's values (`if`, `.item()`, `.tolist()`, `nonzero`, a mask "

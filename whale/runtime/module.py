@@ -126,6 +126,11 @@ class ParallelModule(nn.Module):
         return self._steps[key]
 
     def _run(self, batch: dict[str, Any], train: bool) -> Tensor:
+        if train and not any(shard.trainable for shard in self._shards.values()):
+            raise UsageError(
+                "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
+                "one with requires_grad_() before parallelize, or use eval_step"
+            )
         step = self.compile_step(batch, train)
         if train:
             self._clock.step += 1
