@@ -21,18 +21,14 @@ def canonicalize(graph: fx.Graph, *, promote: bool = False) -> None:
     """Rewrite *graph* in place. Fake values stay in ``node.meta["val"]``."""
     _inline_wrappers(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target in _DROPPED:
+        if node.op == "call_function" and node.target in _DROPPED:
             graph.erase_node(node)
-            continue
-        if promote:
-            _promote_casts(node)
-        rewrite = _REWRITES.get(node.target)
+    if promote:
+        _promote_casts(graph)
+    for node in list(graph.nodes):
+        rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is not None:
             rewrite(graph, node)
-    if promote:
-        _refresh(graph)
     _drop_dead(graph)
     graph.lint()
 
@@ -109,18 +105,16 @@ def _normalize_cast(graph: fx.Graph, node: fx.Node, new: torch.Tensor) -> None:
     node.args, node.kwargs = (node.args[0],), {"dtype": new.dtype, "device": new.device}
 
 
-def _promote_casts(node: fx.Node) -> None:
-    """Casts to float32 become casts to float64 (a graph for comparisons in float64)."""
-    if torch.float32 in node.args:
-        node.args = tuple(torch.float64 if a is torch.float32 else a for a in node.args)
-    if node.kwargs.get("dtype") is torch.float32:
-        node.kwargs = {**node.kwargs, "dtype": torch.float64}
-
-
-def _refresh(graph: fx.Graph) -> None:
+def _promote_casts(graph: fx.Graph) -> None:
+    """Casts to float32 become casts to float64 (a graph for comparisons in float64); the fake values follow."""
     for node in graph.nodes:
-        if node.op == "call_function":
-            node.meta["val"] = _evaluate(node)
+        if node.op != "call_function":
+            continue
+        if torch.float32 in node.args:
+            node.args = tuple(torch.float64 if a is torch.float32 else a for a in node.args)
+        if node.kwargs.get("dtype") is torch.float32:
+            node.kwargs = {**node.kwargs, "dtype": torch.float64}
+        node.meta["val"] = _evaluate(node)
 
 
 def _squeeze(graph: fx.Graph, node: fx.Node) -> None:
