@@ -15,7 +15,7 @@ say and chooses nothing by cost; it knows no graph and no model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Literal, get_args
 
@@ -25,7 +25,7 @@ from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy, check
 from whale.ir.virtual_device import MeshAxis, RegionRoles, Role, VirtualDevice
 from whale.planner.mesh import Mesh, lay_out, needs_of
 
-__all__ = ["Assignment", "Preference", "StagePlacement", "StageRequest", "place", "stage_requests"]
+__all__ = ["Assignment", "Preference", "StagePlacement", "StageRequest", "place", "place_interleaved", "stage_requests"]
 
 Preference = Literal["consecutive", "replica_in_node"]
 """``consecutive``: a model replica has consecutive devices. ``replica_in_node``: the replicas of a stage have, so that
@@ -51,6 +51,17 @@ class StageRequest:
     def name(self) -> str:
         """How errors call it."""
         return "the model" if self.stage is None else f"{self.stage.strategy} ({self.stage.region})"
+
+    def nests(self) -> str:
+        """The annotations in it that have a number, for errors; empty if there are none.
+
+        >>> split = Scope(strategy=Strategy(kind="split", degree=4), region="a")
+        >>> StageRequest(stage=None, regions=((split,),)).nests()
+        ' with split(4)'
+        """
+        numbered = [path for path in self.regions if any(scope.strategy.degree for scope in path)]
+        shown = dict.fromkeys(" > ".join(str(scope.strategy) for scope in path) for path in numbered)
+        return f" with {' and '.join(list(shown)[:4])}" if shown else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +186,107 @@ def place(
     )
 
 
+def place_interleaved(
+    stages: Sequence[StageRequest],
+    devices: Sequence[Device],
+    *,
+    default: Strategy | None = None,
+    prefer: Preference = "consecutive",
+    dtype: str = "float32",
+) -> Assignment:
+    """Deal the stages round-robin to device groups: V times P stages on the devices of P, for the interleaved schedule.
+
+    The first P stages are placed as by :func:`place`, and stage s then shares the devices of stage s % P. P is the
+    largest number of stages, of those that divide all of them, that the devices hold; V = 1 is a plain pipeline.
+
+    Args and Raises are those of :func:`place`; stages that share devices must ask for equally many and for the same
+    ``cluster``.
+
+    >>> from whale.ir.cluster import Cluster
+    >>> four = [StageRequest(stage=Scope(strategy=Strategy(kind="stage"), region=name)) for name in "abcd"]
+    >>> [stage.device.ranks for stage in place_interleaved(four, Cluster.homogeneous(2).devices).stages]
+    [(0,), (1,), (0,), (1,)]
+    """
+    count = len(stages)
+    failures: dict[int, InfeasibleError] = {}
+    for num_groups in (n for n in range(count, 0, -1) if count % n == 0):
+        try:
+            first = place(stages[:num_groups], devices, default=default, prefer=prefer, dtype=dtype)
+        except InfeasibleError as error:
+            failures[num_groups] = error
+            continue
+        if num_groups == 1 < count:
+            break  # one group for all stages is no pipeline
+        return _deal(stages, first, default)
+    groups = [n for n in range(2, count + 1) if count % n == 0]
+    wanted = " or ".join(f"{_devices_of(stages[:n], default)} (groups for {n} stages)" for n in groups)
+    raise InfeasibleError(
+        f"schedule='interleaved' deals {count} stages round-robin to equal groups of devices, and the {len(devices)} "
+        f"devices make no such groups; use a multiple of {wanted or 'more stages'} devices, or another number of stages"
+    ) from next(iter(failures.values()), None)
+
+
+def _devices_of(stages: Sequence[StageRequest], default: Strategy | None) -> int:
+    """How many devices one replica of these stages takes at least."""
+    demands = [_demand(index, stage, default) for index, stage in enumerate(stages)]
+    return sum(demand.degree or demand.multiple for demand in demands)
+
+
+def _deal(stages: Sequence[StageRequest], first: Assignment, default: Strategy | None) -> Assignment:
+    """The stages after those placed take their devices, in turn."""
+    placed = list(first.stages)
+    num_groups = len(placed)
+    for index in range(num_groups, len(stages)):
+        like, request = stages[index % num_groups], stages[index]
+        spot = placed[index % num_groups].device
+        degree = len(spot.ranks) // first.num_replicas
+        asked = request.stage.strategy.degree if request.stage is not None else None
+        if asked not in (None, degree):
+            raise InfeasibleError(
+                f"schedule='interleaved' puts {request.name} on the {degree} devices of {like.name}, but it asks for "
+                f"{asked}; give every {_ordinal(num_groups)} stage the same number, or use another schedule"
+            )
+        if _selections(request) not in ((), _selections(like)) or (like.outer and request.outer != like.outer):
+            raise AnnotationError(
+                f"schedule='interleaved' puts {request.name} on the devices of {like.name}, but they lie in different "
+                "clusters; put both in the same one, or use another schedule"
+            )
+        mesh = lay_out(request.regions, degree, owner=request.name, default=default)
+        placed.append(_on_mesh(index, spot, mesh, first.num_replicas))
+    return Assignment(stages=tuple(placed), num_replicas=first.num_replicas, idle_ranks=first.idle_ranks)
+
+
+def _ordinal(number: int) -> str:
+    """A number as used in "every second stage".
+
+    >>> _ordinal(2), _ordinal(5)
+    ('second', '5th')
+    """
+    return {1: "single", 2: "second", 3: "third"}.get(number, f"{number}th")
+
+
 def _stage_placement(
     index: int, devices: Sequence[Device], mesh: Mesh, num_replicas: int, dtype: str
 ) -> StagePlacement:
+    axes, roles = _axes(mesh, num_replicas)
+    device = VirtualDevice(
+        stage=index,
+        ranks=tuple(device.rank for device in devices),
+        axes=axes,
+        speeds=tuple(device.speed(dtype) for device in devices),
+        memory_bytes=tuple(device.memory_bytes for device in devices),
+    )
+    return StagePlacement(device=device, roles=roles)
+
+
+def _on_mesh(index: int, spot: VirtualDevice, mesh: Mesh, num_replicas: int) -> StagePlacement:
+    """Another stage on the devices of a placed one."""
+    axes, roles = _axes(mesh, num_replicas)
+    return StagePlacement(device=replace(spot, stage=index, axes=axes), roles=roles)
+
+
+def _axes(mesh: Mesh, num_replicas: int) -> tuple[tuple[MeshAxis, ...], RegionRoles]:
+    """The named axes of a stage's mesh, with ``data`` outermost, and what its regions do on them."""
     axes: list[MeshAxis] = []
     data: tuple[Role, ...] = ()
     if num_replicas > 1:
@@ -188,15 +297,8 @@ def _stage_placement(
         role = "split" if any(roles[position] == "split" for roles in mesh.roles.values()) else "replicate"
         counts[role] = counts.get(role, 0) + 1
         axes.append(MeshAxis(name=role if counts[role] == 1 else f"{role}{counts[role]}", size=size))
-    device = VirtualDevice(
-        stage=index,
-        ranks=tuple(device.rank for device in devices),
-        axes=tuple(axes),
-        speeds=tuple(device.speed(dtype) for device in devices),
-        memory_bytes=tuple(device.memory_bytes for device in devices),
-    )
     roles = tuple((region, data + of_region) for region, of_region in sorted(mesh.roles.items()))
-    return StagePlacement(device=device, roles=RegionRoles(roles))
+    return tuple(axes), RegionRoles(roles)
 
 
 # --- what each stage asks for
@@ -287,7 +389,10 @@ class _Pool:
 
     def describe(self) -> str:
         """Its stages and their degrees, for errors."""
-        shown = [f"{demand.request.name} on {demand.degree or 'what is left'}" for demand in self.demands[:6]]
+        shown = [
+            f"{demand.request.name}{demand.request.nests()} on {demand.degree or 'what is left'}"
+            for demand in self.demands[:6]
+        ]
         return ", ".join(shown) + (f" and {len(self.demands) - 6} more stages" if len(self.demands) > 6 else "")
 
     def degrees(self, num_replicas: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.capture import Captured, capture
@@ -26,7 +27,7 @@ from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, proj
 from whale.ir.schedule import Order
 from whale.ir.strategy import Strategy
 from whale.planner.orders import schedule_order
-from whale.planner.place import Assignment, StageRequest, place
+from whale.planner.place import Assignment, StageRequest, place, place_interleaved
 from whale.runtime.module import Shard
 from whale.runtime.random import Clock
 from whale.runtime.reduce import bucketize
@@ -93,6 +94,27 @@ class Compilation:
             found.append(at_micro_batch(base, stage, rank, index))
         return found
 
+    def texts(self) -> dict[str, str]:
+        """Everything that ranks must agree on, by what it is; the same on every rank that has compiled the same."""
+        captured = self.captured
+        graph = [f"{captured.parameters} {captured.buffers} {captured.inputs} {captured.mutated}"]
+        for node in captured.graph.nodes:
+            values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+            kinds = [(v.dtype, tuple(v.shape)) for v in values]
+            graph.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {kinds}")
+        placements = []
+        for stage in self.stages:
+            placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes}")
+            placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
+            for placed in (stage.stored, stage.sent):
+                placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())
+        order = f"{self.rows} {' '.join(map(str, self.order))} {self.reduces} {self.bucket_parameters}"
+        return {
+            "the captured model (its code, its sizes or the example batch)": "\n".join(graph),
+            "its placement (annotations, cluster or options)": "\n".join(placements),
+            "the order of its tasks (micro-batches or schedule)": order,
+        }
+
     def parameter_name(self, value: Value) -> str:
         """Name of the parameter behind a placeholder."""
         return self.captured.parameters[value[0].name]
@@ -121,6 +143,8 @@ class Compilation:
                 held = parts.setdefault(name, {})
                 for rank in stage.mesh.ranks:
                     held[rank] = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(rank)))
+        # The order is the model's: parameters() must list them alike on every rank.
+        captured_order = [name for name in dict.fromkeys(self.captured.parameters.values()) if name in values]
         return {
             name: Shard(
                 shape=value_shape(value),
@@ -128,7 +152,8 @@ class Compilation:
                 parts=parts[name],
                 trainable=needs_grad(value),
             )
-            for name, value in values.items()
+            for name in captured_order
+            for value in [values[name]]
         }
 
 
@@ -182,7 +207,8 @@ def compile_model(
             f"the loss{where(loss[0])} depends on no parameter that requires a gradient: there is nothing to train; "
             "unfreeze a parameter with requires_grad_(), or call model.eval() first and use eval_step"
         )
-    assignment = place(
+    assign = place_interleaved if options.schedule == "interleaved" else place
+    assignment = assign(
         [_request(graph) for graph in cut.stages],
         cluster.devices,
         default=options.default,
