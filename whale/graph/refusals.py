@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from whale.errors import CaptureError, UsageError, WhaleError
 
@@ -235,6 +236,53 @@ def _lines_of_model(tracer: Any, summary: StackSummary) -> StackSummary:
     return StackSummary.from_list(frames)
 
 
+class _Context:
+    """What a custom function's forward is given where only its operators matter."""
+
+    needs_input_grad: tuple[bool, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a custom backward is what autograd derives from the forward: tried on small random numbers in float64.
+
+    Then the operators of the forward, which the capture records, have the same gradients, up to constants that were
+    rounded when the backward was written by hand (hence the tolerance).
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = [min(size, 5) for size in value.shape]
+        if not value.is_floating_point():
+            return torch.zeros(shape, dtype=value.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(value.requires_grad)
+
+    def run(function: Callable[..., Any], inputs: list[Any]) -> list[torch.Tensor]:
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        results = function(*inputs, **kwargs)
+        outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if isinstance(y, torch.Tensor)]
+        total = sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outputs if y.requires_grad)
+        grads = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()
+        return [*outputs, *(torch.zeros(()) if g is None else g for g in grads)]
+
+    forward = cls.forward if cls.setup_context is not torch.autograd.Function.setup_context else None  # type: ignore[attr-defined]
+    try:
+        with _disable_current_modes(), torch.enable_grad():
+            inputs = [sample(value) for value in args]
+            custom = run(lambda *a, **k: original.__func__(cls, *a, **k), inputs)
+            derived = run(forward or (lambda *a, **k: cls.forward(_Context(), *a, **k)), inputs)  # type: ignore[attr-defined]
+        return len(custom) == len(derived) and all(
+            a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6)
+            for a, b in zip(custom, derived, strict=True)
+        )
+    except Exception:  # a function that cannot be tried cannot be trusted
+        return False
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """While a model is captured: refuse what torch would record wrongly, note the model's lines on its operators, and
@@ -243,11 +291,11 @@ def refusing() -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
+        if not cls.__module__.startswith("torch.") and not _derives_its_backward(original, cls, args, kwargs):
             raise _located(
-                f"the custom autograd function {cls.__name__} has a backward that a captured graph cannot keep; write "
-                "its forward with torch's operators and let autograd derive the backward, or register it with "
-                "torch.library.custom_op",
+                f"the custom autograd function {cls.__name__} has a backward that is not the derivative of its forward, "
+                "which a captured graph cannot keep; write its forward with torch's operators and let autograd derive "
+                "the backward, or register it with torch.library.custom_op",
                 _place_of_frame(sys._getframe(1)),
             )
         return original.__func__(cls, *args, **kwargs)

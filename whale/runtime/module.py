@@ -139,6 +139,8 @@ class ParallelModule(nn.Module):
         for stage in step.stages:
             stage.begin(batch)
         loss = step.executor.run(train)
+        for stage in step.stages:
+            stage.finish()
         if self._world.size == 1:
             assert loss is not None
             return loss

@@ -87,6 +87,7 @@ class LocalStage:
         self._constants: dict[int, tuple[Tensor, ...]] = {}
         self._steps: dict[int, tuple[Tensor, ...]] = {}
         self._batch: Mapping[str, Any] = {}
+        self._changed: dict[str, Tensor] = {}
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Start a step on a global batch: forget what depended on the last one."""
@@ -94,17 +95,23 @@ class LocalStage:
         self._steps.clear()
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the micro-batch graph; new buffer values are stored, the rest is returned."""
+        """Run the micro-batch graph; new buffer values are kept until the step ends, the rest is returned."""
         program = self.programs[micro_batch]
         self.clock.micro_batch = micro_batch
         results = program.micro_batch.module(*self._arguments(program, program.micro_batch, received))
         if self.mutated:
             count = len(self.outputs)
-            with torch.no_grad():
-                for name, value in zip(self.mutated, results[count:], strict=True):
-                    self._tensors["buffer", name].copy_(value)
+            self._changed = dict(zip(self.mutated, results[count:], strict=True))
             results = results[:count]
         return results
+
+    def finish(self) -> None:
+        """End a step: store new buffer values. Not earlier, for a backward may still read the old ones."""
+        with torch.no_grad():
+            for name, value in self._changed.items():
+                self._tensors["buffer", name].copy_(value)
+        self._changed = {}
+        self._steps.clear()
 
     def _arguments(self, program: LocalProgram, graph: LocalGraph, received: tuple[Tensor, ...]) -> list[Tensor]:
         arguments = []
