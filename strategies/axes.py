@@ -119,7 +119,8 @@ class Atoms:
             parts_a, parts_b = self._sum[a], self._sum[b]
             if [self._size[p] for p in parts_a] != [self._size[p] for p in parts_b]:
                 return False
-            if not all([self.unify(x, y) for x, y in zip(parts_a, parts_b, strict=True)]):
+            merged = [self.unify(x, y) for x, y in zip(parts_a, parts_b, strict=True)]
+            if not all(merged):
                 return False
         else:
             return False

@@ -31,8 +31,8 @@ class FormCall:
     """One call on one rank, as a form sees it.
 
     ``arguments`` are the operator's by name, with tensors of the local graph; ``first`` and ``length`` say which part
-    of the sharded axis the first operand has here; ``shape`` is its whole shape; ``axes`` are the mesh axes on which the
-    call has this form.
+    of the sharded axis the first operand has here; ``shape`` is its whole shape; ``axes`` are the mesh axes on which
+    the call has this form.
     """
 
     arguments: Mapping[str, Any]
@@ -104,9 +104,7 @@ class VocabularyEmbedding(nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, start: int, ignore: int, sums: Sequence[AxisSum]
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, ignore: int, sums: Sequence[AxisSum]) -> Tensor:
         size = logits.shape[1]
         if size:
             highest = logits.amax(dim=1)

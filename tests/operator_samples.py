@@ -282,7 +282,9 @@ def _matmul() -> Iterator[Sample]:
     yield S(attention, x(4, 6, 5, 3), x(4, 6, 5, 3), x(4, 6, 5, 3), is_causal=True, offers=(heads,))
     yield S(attention, q, k, v, bools(4, 1, 5, 7) | True, offers=("S(1),S(1),S(1),R*->S(1)",))
     yield S(attention, q, k, v, x(5, 7), scale=0.3, offers=("S(0),S(0),S(0),R*->S(0)", "S(2),R*,R*,S(0)->S(2)"))
-    yield S(attention, x(4, 12, 5, 4), x(4, 4, 7, 4), x(4, 4, 7, 4), enable_gqa=True, offers=(heads, "S(1),R*,R*->S(1)"))
+    yield S(
+        attention, x(4, 12, 5, 4), x(4, 4, 7, 4), x(4, 4, 7, 4), enable_gqa=True, offers=(heads, "S(1),R*,R*->S(1)")
+    )
     yield S(attention, x(4, 6, 5, 3), x(4, 1, 7, 3), x(4, 1, 7, 3), enable_gqa=True, offers=("S(1),R*,R*->S(1)",))
     yield S(attention, x(6, 5, 3), x(6, 7, 3), x(6, 7, 3), offers=("S(0),S(0),S(0)->S(0)",))
 
@@ -335,6 +337,8 @@ def _reduce() -> Iterator[Sample]:
     yield S(aten._safe_softmax.default, x(4, 6), -1)
     for target in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
         yield S(target, x(4, 6), 1, offers=("S(0)->S(0)",))
+    yield S(aten.cumsum.default, data(4, 6) * 9, 1, dtype=torch.int64, offers=("S(0)->S(0)",))
+    yield S(aten.sum.default, data(4, 6) * 9, dtype=torch.int32, offers=("S(0)->P",))
     for target in (aten.cummax.default, aten.cummin.default):
         yield S(target, x(4, 6), 1, offers=("S(0)->S(0),S(0)",))
     yield S(aten.diff.default, x(4, 6), offers=("S(0)->S(0)", "P->P"))
@@ -401,7 +405,7 @@ def _index() -> Iterator[Sample]:
 
 def _loss() -> Iterator[Sample]:
     loss = aten.cross_entropy_loss.default
-    none = {"reduction": 0}
+    none: dict[str, Any] = {"reduction": 0}
     target = torch.tensor([1, 5, -100, 0, 3, 5])
     yield S(loss, x(6, 7), target, **none, offers=("S(0),S(0)->S(0)", "S(1),R*->R"))
     yield S(loss, x(6, 7), ints(7, 6), ignore_index=3, **none)
@@ -482,7 +486,7 @@ def _window() -> Iterator[Sample]:
     yield S(aten._native_batch_norm_legit.no_stats, x(4, 6, 5), *weights, True, 0.1, 1e-5)
     functional = aten._native_batch_norm_legit_functional.default
     yield S(functional, x(4, 6, 5, 3), *weights, mean, var, True, 0.1, 1e-5,
-            offers=("S(0),R*,R*,R*,R*->S(0),R,R,R,R", "S(1),S(0),S(0),S(0),S(0)->S(1),S(0),S(0),S(0),S(0)"))  # fmt: skip
+            offers=("S(0),R*,R*,R*,R*->S(0),R,R,R,R", "S(3),R*,R*,R*,R*->S(3),R,R,R,R"))  # fmt: skip
     yield S(functional, x(8, 6), None, None, mean, var, True, 0.3, 1e-3)
     yield S(functional, x(8, 6), *weights, mean, var, False, 0.3, 1e-3, refused=True)
 

@@ -1,16 +1,18 @@
 """One operator call, whole against sharded, in one process: the oracle of the tests of axis rules.
 
-A call becomes a graph of one node. For a choice of the node on each axis of a small mesh, operands are cut as the choice
-says, the node is lowered for every rank, and what the ranks compute is put together again: parts are compared where they
-lie, terms are summed, and so for the gradients. Ranks whose form communicates run in threads.
+A call is a node of a captured graph, or becomes a graph of one node. For a choice of the node on each axis of a small
+mesh, operands are cut as the choice says, the node is lowered for every rank, and what the ranks compute is put
+together again: parts are compared where they lie, terms are summed, and so for the gradients. Ranks whose form
+communicates run in threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
+from functools import partial
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -21,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from whale.graph.canonical import canonicalize
 from whale.graph.capture import Captured
-from whale.graph.values import Value, is_call, needs_grad, output_shapes, value_tensor
-from whale.ir.placement import REPLICATE, Placement
+from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_tensor
+from whale.ir.placement import Placement
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.random import Clock
 from whale.runtime.stage import LocalProgram, part
@@ -32,34 +34,18 @@ from whale.strategies.lowering import PlacedStage, lower
 
 
 class Call:
-    """An operator call as a graph whose placeholders are parameters; every floating tensor has a gradient."""
+    """A node of an analysed graph with the tensors of its operands; every floating operand has a gradient."""
 
-    def __init__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self.graph = fx.Graph()
-        self.tensors: dict[str, Tensor] = {}
-        self.result = target(*args, **kwargs)
-        bound = pytree.tree_map(self._placeholder, (args, kwargs))
-        self.node = self.graph.call_function(target, *bound)
-        self.node.meta["val"] = self.result
-        self.graph.output((self.node,))
-        canonicalize(self.graph)
-        calls = [node for node in self.graph.nodes if is_call(node)]
-        assert len(calls) == 1, [str(node.target) for node in calls]
-        self.node = calls[0]
-        self.node.meta["grad"] = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(self.result))
-        self.values: list[Value] = [(self.node, i) for i in range(len(output_shapes(self.node)))]
-        self.captured = Captured(
-            graph=self.graph, parameters={n: n for n in self.tensors}, buffers={}, constants={}, inputs={}
-        )
-        self.analysis: Analysis = analyse(self.graph)
+    def __init__(self, captured: Captured, analysis: Analysis, node: fx.Node, tensors: Mapping[Value, Tensor]) -> None:
+        self.captured, self.analysis, self.node, self.tensors = captured, analysis, node, tensors
+        self.values: list[Value] = [(node, i) for i in range(len(output_shapes(node)))]
 
-    def _placeholder(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        node = self.graph.placeholder(f"operand_{len(self.tensors)}")
-        node.meta = {"val": leaf, "grad": leaf.requires_grad}
-        self.tensors[node.name] = leaf
-        return node
+        def tensor(leaf: Any) -> Any:
+            return tensors[resolve(leaf)] if isinstance(leaf, fx.Node) else leaf
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), tensor)
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        self.results: list[Any] = list(result) if isinstance(result, (tuple, list)) else [result]
 
     @property
     def opaque(self) -> bool:
@@ -74,13 +60,41 @@ class Call:
         return {str(choice) for choice in self.choices[1:]}
 
 
-def check(call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[float]], compare_values: bool = True) -> None:
+def single_call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """A call of an operator as a graph of one node."""
+    graph = fx.Graph()
+    tensors: dict[Value, Tensor] = {}
+
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        node = graph.placeholder(f"operand_{len(tensors)}")
+        node.meta = {"val": leaf, "grad": leaf.requires_grad}
+        tensors[(node, 0)] = leaf
+        return node
+
+    bound = pytree.tree_map(placeholder, (args, kwargs))
+    node = graph.call_function(target, *bound)
+    node.meta["val"] = target(*args, **kwargs)
+    graph.output((node,))
+    canonicalize(graph)
+    calls = [node for node in graph.nodes if is_call(node)]
+    assert len(calls) == 1, [str(call.target) for call in calls]
+    leaves = pytree.tree_leaves(node.meta["val"])
+    calls[0].meta["grad"] = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+    captured = Captured(graph=graph, parameters={}, buffers={}, constants={}, inputs={})
+    return Call(captured, analyse(graph), calls[0], tensors)
+
+
+def check(
+    call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[float]], compare_values: bool = True
+) -> None:
     """Compare the call lowered with a choice a mesh axis with the whole call; *weights* are the shares a mesh axis."""
     mesh_shape = tuple(len(w) for w in weights)
     axes = [LayoutAxis(name="time", size=1, sizes=(1,))]
     axes += [LayoutAxis(name=f"axis{i}", size=len(w), weights=tuple(w)) for i, w in enumerate(weights)]
     layout = Layout(call.analysis, axes)
-    count = len(list(product(*map(range, mesh_shape))))
+    count = prod(mesh_shape)
     mesh = VirtualDevice(
         stage=0,
         ranks=tuple(range(count)),
@@ -99,7 +113,7 @@ def check(call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[floa
         nodes=(call.node,),
         choices={call.node: every},
         stored=wanted,
-        received=(),
+        received=tuple(wanted),
         sent=made,
         loss=None,
     )
@@ -107,27 +121,20 @@ def check(call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[floa
     spans = [layout.spans(placed, at) for placed in (*wanted.values(), *made.values()) for at in places.values()]
     if any(length == 0 for found in spans for _, length in found.values()):
         return  # fewer positions than ranks: many operators do not accept empty tensors
-    given = {
-        value: _distribute(call.tensors[value[0].name], value, placed, layout, places)
-        for value, placed in wanted.items()
-    }
+    given = {value: _distribute(call.tensors[value], value, placed, layout, places) for value, placed in wanted.items()}
     programs = [lower(call.captured, call.analysis, stage, r, 0, clock=Clock(0)) for r in mesh.ranks]
-    results = call.result if isinstance(call.result, (tuple, list)) else (call.result,)
     generator = torch.Generator().manual_seed(1)
     cotangents = {
         value: torch.randn(result.shape, dtype=result.dtype, generator=generator)
-        for value, result in zip(call.values, results, strict=True)
+        for value, result in zip(call.values, call.results, strict=True)
         if isinstance(result, Tensor) and result.requires_grad
     }
 
     def rank_program(rank: int) -> tuple[list[Tensor], dict[Value, Tensor]]:
         own = {value: given[value][rank].detach().requires_grad_(needs_grad(value)) for value in wanted}
-        by_name = {value[0].name: tensor for value, tensor in own.items()}
-        program = programs[rank]
-        outputs = list(program.micro_batch.module(*(by_name[what] for _, what in program.micro_batch.sources)))
-        local = {
-            value: part(c, layout.intervals(value, made[value], places[rank])) for value, c in cotangents.items()
-        }
+        program, received = programs[rank], list(own.values())
+        outputs = list(program.micro_batch.module(*(received[what] for _, what in program.micro_batch.sources)))
+        local = {value: part(c, layout.intervals(value, made[value], places[rank])) for value, c in cotangents.items()}
         picked = [(out, local[value]) for out, value in zip(outputs, call.values, strict=True) if value in local]
         picked = [(out, c) for out, c in picked if out.requires_grad]
         inputs = [value for value in wanted if needs_grad(value)]
@@ -140,7 +147,7 @@ def check(call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[floa
         return outputs, dict(zip(inputs, filled, strict=True))
 
     ran = _run(rank_program, programs, list(mesh.ranks))
-    for index, (value, result) in enumerate(zip(call.values, results, strict=True)):
+    for index, (value, result) in enumerate(zip(call.values, call.results, strict=True)):
         if isinstance(result, Tensor):
             local = {rank: ran[rank][0][index] for rank in mesh.ranks}
             summed = [i for i, p in enumerate(made[value]) if p.kind == "P"]
@@ -161,21 +168,22 @@ def _distribute(
     whole: Tensor, value: Value, placed: Sequence[Placement], layout: Layout, places: dict[int, tuple[int, ...]]
 ) -> dict[int, Tensor]:
     """What each rank holds: parts of random terms that add up to the whole."""
-    partial = [i for i, p in enumerate(placed) if p.kind == "P"]
-    keys = sorted({tuple(at[i] for i in partial) for at in places.values()})
+    summed = [i for i, p in enumerate(placed) if p.kind == "P"]
+    keys = sorted({tuple(at[i] for i in summed) for at in places.values()})
     generator = torch.Generator().manual_seed(2)
     terms: dict[tuple[int, ...], Tensor] = {}
     rest = whole.detach().clone()
+    scale = min(float(rest.abs().max()), 1.0) if whole.is_floating_point() and rest.numel() else 1.0
     for key in keys[1:]:
         if whole.is_floating_point():
-            terms[key] = torch.randn(whole.shape, dtype=whole.dtype, generator=generator)
+            terms[key] = torch.randn(whole.shape, dtype=whole.dtype, generator=generator) * scale
         else:
             terms[key] = torch.zeros_like(whole)
         if whole.dtype != torch.bool:
             rest = rest - terms[key]
     terms[keys[0]] = rest
     return {
-        rank: part(terms[tuple(at[i] for i in partial)], layout.intervals(value, tuple(placed), at)).clone()
+        rank: part(terms[tuple(at[i] for i in summed)], layout.intervals(value, tuple(placed), at)).clone()
         for rank, at in places.items()
     }
 
@@ -193,15 +201,19 @@ def _compare(
 ) -> None:
     tolerance = tolerance_of(layout.analysis)
     for rank, at in places.items():
-        alike = [r for r, other in places.items() if all(a == b or i in summed for i, (a, b) in enumerate(zip(at, other)))]
+        same = [i for i in range(len(at)) if i not in summed]
+        alike = [r for r, other in places.items() if all(at[i] == other[i] for i in same)]
         expected = part(whole.detach(), layout.intervals(value, placed, at))
         got = local[alike[0]].detach()
         for other in alike[1:]:
             got = got + local[other].detach()
-        assert got.shape == expected.shape, f"{name}, rank {rank}: shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+        assert got.shape == expected.shape, (
+            f"{name}, rank {rank}: shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+        )
         if compare_values:
+            message = f"{name}, rank {rank}"
             torch.testing.assert_close(
-                got, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{name}, rank {rank}: {m}"
+                got, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=partial("{}: {}".format, message)
             )
 
 
@@ -212,12 +224,11 @@ def tolerance_of(analysis: Analysis) -> float:
 
 
 def _whole_gradients(call: Call, cotangents: dict[Value, Tensor]) -> dict[Value, Tensor]:
-    inputs = {v: call.tensors[v[0].name] for v in call.analysis.ops[call.node].operands if needs_grad(v)}
+    inputs = {v: call.tensors[v] for v in call.analysis.ops[call.node].operands if needs_grad(v)}
     if not cotangents or not inputs:
         return {}
-    results = call.result if isinstance(call.result, (tuple, list)) else (call.result,)
     found = torch.autograd.grad(
-        [results[value[1]] for value in cotangents],
+        [call.results[value[1]] for value in cotangents],
         list(inputs.values()),
         list(cotangents.values()),
         allow_unused=True,
@@ -265,13 +276,13 @@ def _threaded_collectives() -> Iterator[None]:
 
 def _run(function: Callable[[int], Any], programs: Sequence[LocalProgram], ranks: Sequence[int]) -> dict[int, Any]:
     """Run a function on every rank: in turn, or in threads where a program communicates."""
-    if not any(len(m.ranks) > 1 for p in programs for m in p.bridges):
+    if not any(p.bridges for p in programs):
         return {rank: function(rank) for rank in ranks}
     groups: dict[tuple[int, ...], _ThreadGroup] = {}
     for program in programs:
         for module in program.bridges:
-            members = tuple(module.ranks)
-            module.group = groups.setdefault(members, _ThreadGroup(len(members)))
+            members = tuple(module.ranks)  # type: ignore[arg-type]
+            module.group = groups.setdefault(members, _ThreadGroup(len(members)))  # type: ignore[assignment]
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
 
@@ -290,8 +301,3 @@ def _run(function: Callable[[int], Any], programs: Sequence[LocalProgram], ranks
     if errors:
         raise errors[0]
     return results
-
-
-def is_whole(choice: Choice) -> bool:
-    """Whether a choice computes the call whole on every rank."""
-    return all(p == REPLICATE for p in (*choice.inputs, *choice.outputs))

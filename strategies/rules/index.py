@@ -49,7 +49,9 @@ def _scatter(op: Op) -> Rule:
     axes = []
     for d, size in enumerate(op.shape(0)):
         if d != dim:
-            axes.append(OpAxis(dict.fromkeys(operands, d), {0: d}, blocked=any(op.shape(i)[d] != size for i in operands)))
+            axes.append(
+                OpAxis(dict.fromkeys(operands, d), {0: d}, blocked=any(op.shape(i)[d] != size for i in operands))
+            )
         elif op.name == "aten.scatter_add" and op.shape(1) == op.shape(2):
             axes.append(OpAxis({1: d, 2: d}))
     adds = len(operands) == 3 and op.args.get("reduce") is None
@@ -118,7 +120,7 @@ def _broadcast(op: Op, operands: list[int], dim: int, rank: int) -> dict[int, in
 
 @register("aten.index_put")
 def _index_put(op: Op) -> Rule | None:
-    """Writes where ``x[:, i, j]`` reads: dims that are not indexed are free; rows that are added may be cut in terms."""
+    """Writes where ``x[:, i, j]`` reads: other dims are free; rows that are added may be terms."""
     found = _indexed(op)
     values = op.operand("values")
     if found is None or values is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.strategies.rules.registry import Op, OpAxis, Rule, broadcast_axes, pointwise, register
+from whale.strategies.rules.registry import Op, OpAxis, Rule, pointwise, register
 
 
 @register(

@@ -95,7 +95,7 @@ def _attention(op: Op) -> Rule | None:
             axes.append(OpAxis({0: dim, 1: dim, 2: dim}, {0: dim}, factor=(1, key[-3])))
         else:
             alike = len({query[dim], key[dim], value[dim]}) == 1
-            axes.append(OpAxis({i: dim for i in range(3)}, {0: dim}, blocked=not alike))
+            axes.append(OpAxis(dict.fromkeys(range(3), dim), {0: dim}, blocked=not alike))
     axes.append(OpAxis({0: batch}, {0: batch}, blocked=bool(op.args.get("is_causal"))))
     axes.append(OpAxis({0: width, 1: width}, {}, blocked=True))
     axes.append(OpAxis({1: batch, 2: batch}, {}, blocked=True))

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from whale.graph.values import Value, is_tensor, output_shapes, resolve, value_shape
+from whale.graph.values import Value, is_tensor, output_shapes, resolve, value_shape, value_tensor
 
 
 @dataclass
@@ -253,7 +253,18 @@ def rule_of(node: fx.Node) -> Rule:
         rule = derivation(op)
     elif isinstance(op.target, torch._ops.OpOverload) and torch.Tag.pointwise in op.target.tags:
         rule = pointwise(op)
-    return rule if rule is not None else Rule(opaque=True)
+    if rule is None:
+        return Rule(opaque=True)
+    rule.linear = [operands for operands in rule.linear if _carries_terms(op, operands)]
+    return rule
+
+
+def _carries_terms(op: Op, operands: Iterable[int]) -> bool:
+    """Whether the outputs hold terms of a sum as exactly as the operands: a cast to fewer digits is not linear."""
+    outputs = [value_tensor((op.node, i)).dtype for i in range(len(op.outputs))]
+    sources = [value_tensor(op.operands[i]).dtype for i in operands]
+    pairs = [(source, out) for source in sources for out in outputs]
+    return all(torch.bool not in pair and torch.promote_types(*pair) == pair[1] for pair in pairs)
 
 
 def pointwise(op: Op) -> Rule:

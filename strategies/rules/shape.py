@@ -1,12 +1,9 @@
-"""Rules of operators that move or rename elements: views, permutations, slices, joins, and tensors made from nothing."""
+"""Rules of operators that move or rename elements: views, permutations, slices, joins, and new tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from whale.graph.values import value_tensor
 from whale.strategies.rules.registry import LocalShapes, Op, OpAxis, Rule, broadcast_axes, register, same_axes
 
 _FIRST = [frozenset({0})]
@@ -41,16 +38,11 @@ def _expand(op: Op) -> Rule:
     return Rule(axes=broadcast_axes(op, (0,)), linear=_FIRST, local=_output_size("size"))
 
 
-@register("aten.clone", "aten.detach", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag")
+@register(
+    "aten.clone", "aten.detach", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag", "aten._to_copy"
+)
 def _same(op: Op) -> Rule:
     return Rule(axes=same_axes(op, 0), linear=_FIRST)
-
-
-@register("aten._to_copy")
-def _cast(op: Op) -> Rule:
-    source, out = value_tensor(op.operands[0]).dtype, value_tensor((op.node, 0)).dtype
-    exact = source == out or (source.is_floating_point and torch.promote_types(source, out) == out)
-    return Rule(axes=same_axes(op, 0), linear=_FIRST if exact else [])
 
 
 @register("aten.split_with_sizes")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.operator_samples import samples
-from tests.sharded_call import Call, check
+from tests.sharded_call import Call, check, single_call
 from whale.strategies.rules import REGISTRY
 from whale.strategies.rules.registry import target_name
 
@@ -27,7 +27,7 @@ def calls() -> dict[int, Call]:
 def call_of(calls: dict[int, Call], number: int) -> Call:
     if number not in calls:
         sample = SAMPLES[number]
-        calls[number] = Call(sample.target, *sample.args, **sample.kwargs)
+        calls[number] = single_call(sample.target, *sample.args, **sample.kwargs)
     return calls[number]
 
 
