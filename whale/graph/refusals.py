@@ -13,6 +13,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from traceback import StackSummary
 from types import FrameType, TracebackType
@@ -22,7 +23,6 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from whale.errors import CaptureError, UsageError, WhaleError
 
@@ -269,12 +269,24 @@ def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwarg
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()
         return [*outputs, *(torch.zeros(()) if g is None else g for g in grads)]
 
-    forward = cls.forward if cls.setup_context is not torch.autograd.Function.setup_context else None  # type: ignore[attr-defined]
+    # A thread of its own: the modes of the capture, which would record the trial, belong to this one.
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_agree, run, sample, original, cls, args).result()
+
+
+def _agree(
+    run: Callable[..., list[torch.Tensor]],
+    sample: Callable[[Any], Any],
+    original: Any,
+    cls: Any,
+    args: tuple[Any, ...],
+) -> bool:
+    forward = cls.forward if cls.setup_context is not torch.autograd.Function.setup_context else None
     try:
-        with _disable_current_modes(), torch.enable_grad():
+        with torch.enable_grad():
             inputs = [sample(value) for value in args]
             custom = run(lambda *a, **k: original.__func__(cls, *a, **k), inputs)
-            derived = run(forward or (lambda *a, **k: cls.forward(_Context(), *a, **k)), inputs)  # type: ignore[attr-defined]
+            derived = run(forward or (lambda *a, **k: cls.forward(_Context(), *a, **k)), inputs)
         return len(custom) == len(derived) and all(
             a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6)
             for a, b in zip(custom, derived, strict=True)
