@@ -27,7 +27,9 @@ from whale.ir.plan import Plan
 from whale.planner.catalog import device_types
 from whale.planner.orders import SCHEDULES
 from whale.planner.place import Preference
+from whale.runtime.agreement import agree, agree_on_values, meet
 from whale.runtime.executor import Executor
+from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
 from whale.runtime.module import CompiledStep, ParallelModule, Shard
 from whale.runtime.random import Clock
@@ -39,9 +41,10 @@ __all__ = ["ParallelModule", "ParityReport", "parallelize", "shard_dataset", "ve
 
 @known_arguments()
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     example_batch: Any,
     *,
+    state_dict: Mapping[str, Tensor] | None = None,
     cluster: str | PathLike[str] | Cluster | None = None,
     plan: str | PathLike[str] | Plan | None = None,
     micro_batches: int | None = None,
@@ -56,9 +59,13 @@ def parallelize(
     """Make this rank's part of *model*, annotated or not, so that its steps equal the local model's steps.
 
     Args:
-        model: any module; on the CPU, on this rank's device, or (for models too large for a host) on the meta device.
+        model: any module, on the CPU or on this rank's device. For models too large for a host: one on the meta device,
+            or a function that builds it. Then no rank makes a parameter that it does not own, and the values are those
+            of the model built on the CPU at this place, with torch's seed as it is here.
         example_batch: a global batch, of which only shapes and dtypes matter: a dict of keyword arguments, a tuple of
             positional ones, or one tensor. The first dim of its tensors is the batch.
+        state_dict: whole tensors under the model's names, for a model on the meta device or a function. Mapped from a
+            file they are read only in parts.
         cluster: a cluster file, or a Cluster; by default the devices of the launch, taken as equal.
         plan: a plan file, or a Plan: what to run, decided before.
         micro_batches: the parts of the batch that a pipeline works on at a time; must divide it.
@@ -74,7 +81,8 @@ def parallelize(
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
         WorkerError: a rank did not start, or failed.
     """
-    check_type("model", model, nn.Module, "a torch.nn.Module")
+    if not callable(model):  # a module is callable too
+        check_type("model", model, nn.Module, "a torch.nn.Module, or a function that builds one")
     if isinstance(model, ParallelModule):
         raise UsageError("model is parallel already; give parallelize the local model")
     check_type("plan", plan, (str, PathLike, Plan, type(None)), "a path or a whale.Plan")
@@ -112,6 +120,13 @@ def parallelize(
             f"with {len(described.devices)} in total, or another cluster file"
         )
     leaves = batch_leaves(example_batch)
+    initial: InitialValues | None = None
+    if not isinstance(model, nn.Module):
+        model, initial = values_of_builder(model, state_dict)
+    elif any(x.is_meta for x in [*model.parameters(), *model.buffers()]):
+        initial = values_of_meta_model(model, state_dict)
+    elif state_dict is not None:
+        raise UsageError("state_dict is for models without data; call model.load_state_dict(state_dict) instead")
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
@@ -125,7 +140,22 @@ def parallelize(
     if plan is not None:
         plan.check_stages([s.mesh.ranks for s in compilation.stages])
     world = initialize(timeout_seconds, device_type=device)
-    return _Builder(model, template, described, options, world, loss_fn).build(compilation, leaves)
+    agree(world, {**compilation.texts(), "torch's random state (its seed)": initial.digest() if initial else ""})
+    if initial is None:
+        agree_on_values(world, *_sample(model))
+    try:
+        module = _Builder(model, template, described, options, world, loss_fn, initial).build(compilation, leaves)
+    except Exception as error:
+        raise world.failures.failed("parallelize", error) from error
+    meet(world, "all ranks to have built their part of the model")
+    return module
+
+
+def _sample(model: nn.Module, count: int = 256) -> tuple[list[str], list[float]]:
+    """One element of each of at most *count* parameters, by name: enough to see that ranks were seeded differently."""
+    named = [(name, p.detach()) for name, p in model.named_parameters() if p.numel()]
+    chosen = named[:: max(1, len(named) // count)]
+    return [name for name, _ in chosen], [float(p.flatten()[p.numel() // 2]) for _, p in chosen]
 
 
 _CHECKED_RANKS = 1024
@@ -143,8 +173,10 @@ class _Builder:
         options: Options,
         world: World,
         loss_fn: Callable[..., Any] | None,
+        initial: InitialValues | None,
     ) -> None:
         self.model: nn.Module | None = model
+        self.initial = initial
         self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
         self.clock = Clock(options.seed)
         self.tensors: dict[tuple[str, str], Tensor] = {}
@@ -174,13 +206,19 @@ class _Builder:
             )
             for name, b in model.named_buffers()
         }
-        self.parameters = local_tensors(shards, world.rank, named, world.device)
-        held = {name: b.to(world.device) for name, b in model.named_buffers()}
+        if self.initial is None:
+            self.parameters = local_tensors(shards, world.rank, named, world.device)
+            held = {name: b.to(world.device) for name, b in model.named_buffers()}
+        else:
+            own = {name: shard.parts[world.rank] for name, shard in shards.items() if world.rank in shard.parts}
+            tensors = self.initial.take({**own, **dict.fromkeys(buffers)}, world.device)
+            self.parameters = {n: nn.Parameter(tensors[n], requires_grad=named[n].requires_grad) for n in own}
+            held = {name: tensors[name] for name in buffers}
         self.tensors = {("parameter", n): p for n, p in self.parameters.items()}
         self.tensors |= {("buffer", n): b for n, b in held.items()}
         persistent = set(model.state_dict(keep_vars=True))
         aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
-        self.model = None
+        self.model = self.initial = None
         if world.size > 1:
             sets = {s.mesh.group(a, r) for s in compilation.stages for a in range(len(s.mesh.axes)) for r in s.mesh.ranks}
             self.groups = groups(sets, world.failures.timeout_seconds)
