@@ -120,6 +120,8 @@ def parallelize(
             f"with {len(described.devices)} in total, or another cluster file"
         )
     leaves = batch_leaves(example_batch)
+    if isinstance(model, nn.Module):
+        _check_one_place(model, launch.device)
     initial: InitialValues | None = None
     if not isinstance(model, nn.Module):
         model, initial = values_of_builder(model, state_dict)
@@ -330,7 +332,7 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _check_devices(model: nn.Module, device: torch.device) -> None:
+def _check_one_place(model: nn.Module, device: torch.device) -> None:
     places: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         places.setdefault(parameter.device, name)
@@ -340,6 +342,9 @@ def _check_devices(model: nn.Module, device: torch.device) -> None:
             f"the model's parameters are on several devices: {shown}; put all of them on {device}, or all on the meta "
             "device, and let annotations place them"
         )
+
+
+def _check_devices(model: nn.Module, device: torch.device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta" or tensor.device == device:
             continue
