@@ -295,10 +295,10 @@ def _place_stages(
             form = stored.get((graph.index, captured.parameters[value[0].name]))
             if form is not None:
                 fixed[value] = tuple(_placement(analysis, value, f) for f in form)
-            elif value in fixed_shared:
-                fixed[value] = fixed_shared[value]
             elif value in shared and not _same_meshes(assignment, shared[value]):
                 fixed[value] = (REPLICATE,) + (FANOUT,) * len(spot.device.axes)
+            elif value in fixed_shared:
+                fixed[value] = fixed_shared[value]
         problem = StageProblem(
             task_graph=graph,
             mesh=spot.device,
