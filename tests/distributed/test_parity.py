@@ -10,7 +10,7 @@ import pytest
 from tests.distributed import zoo
 from tests.distributed.parity import Setup, Worlds, check
 from tests.distributed.parity import worlds as worlds_of_a_module
-from whale import replicate, split, stage
+from whale import cluster, replicate, split, stage
 
 DP = {"": replicate()}
 TP = {"": split()}
@@ -55,3 +55,79 @@ def test_tensor_parallel(worlds: Worlds, build: Any) -> None:
 @pytest.mark.parametrize("build", MODELS, ids=name)
 def test_pipeline(worlds: Worlds, build: Any) -> None:
     check(worlds, 2, build, Setup(layout=STAGES[build], promote=build in CASTS, micro_batches=2))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", "greedy"])
+def test_pipeline_schedules(worlds: Worlds, schedule: str) -> None:
+    check(worlds, 2, zoo.gpt2, Setup(layout=GPT2_STAGES, promote=True, micro_batches=4, schedule=schedule))
+
+
+def test_interleaved_stages(worlds: Worlds) -> None:
+    layout = {f"transformer.h.{i}": [cluster([i % 2]), stage(1)] for i in range(4)}
+    build = zoo.gpt2_four_layers
+    check(worlds, 2, build, Setup(layout=layout, promote=True, micro_batches=4, schedule="interleaved"))
+
+
+@pytest.mark.parametrize("layout", [DP, GPT2_STAGES], ids=["dp", "pp"])
+@pytest.mark.parametrize("build", [zoo.gpt2_eager, zoo.gpt2_padded, zoo.gpt2_checkpointed], ids=name)
+def test_variants_of_attention(worlds: Worlds, build: Any, layout: Any) -> None:
+    check(worlds, 2, build, Setup(layout=layout, promote=True, micro_batches=1 if layout is DP else 2))
+
+
+def test_eager_attention_in_shards(worlds: Worlds) -> None:
+    check(worlds, 2, zoo.gpt2_eager_one_layer, Setup(layout=TP, promote=True))
+
+
+@pytest.mark.parametrize("speeds", [(3.0, 1.0), (1.0, 3.0)], ids=str)
+def test_uneven_shares_of_the_batch(worlds: Worlds, speeds: tuple[float, ...]) -> None:
+    check(worlds, 2, zoo.gpt2, Setup(layout=DP, promote=True, speeds=speeds))
+
+
+def test_uneven_shards_of_weights(worlds: Worlds) -> None:
+    results = check(worlds, 2, zoo.gpt2_one_layer, Setup(layout=TP, promote=True, speeds=(3.0, 1.0)))
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert [r.held[name][1] for r in results] == [96, 32]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("speeds", [(), (3.0, 1.0)], ids=["equal", "uneven"])
+def test_replicated_trunk_with_split_head(worlds: Worlds, speeds: tuple[float, ...], micro_batches: int) -> None:
+    layout = {"trunk": replicate(), "head": split()}
+    results = check(worlds, 2, zoo.trunk_and_head, Setup(layout=layout, speeds=speeds, micro_batches=micro_batches))
+    for found in results:
+        assert found.held["trunk.0.weight"] == found.whole["trunk.0.weight"]
+        assert found.held["head.weight"][0] < found.whole["head.weight"][0]
+
+
+def test_replicated_gpt2_with_split_untied_head(worlds: Worlds) -> None:
+    check(worlds, 2, zoo.gpt2_untied, Setup(layout={"": replicate(), "lm_head": split()}, promote=True))
+
+
+TWICE_STAGES = {"first": stage(), "second": stage()}
+ODD: list[tuple[Any, Any, dict[str, Any]]] = [
+    (zoo.twice, DP, {}),
+    (zoo.twice, TP, {}),
+    (zoo.several, DP, {}),
+    (zoo.several, TP, {}),
+    (zoo.several, {"left": stage(), "mix": stage()}, {"micro_batches": 2}),
+    (zoo.blocks, DP, {"loss_fn": zoo.cross_entropy_of}),
+    (zoo.blocks, TP, {"loss_fn": zoo.cross_entropy_of}),
+    (
+        zoo.blocks,
+        {"blocks.[0-1]": stage(), "blocks.[2-3]": stage()},
+        {"loss_fn": zoo.cross_entropy_of, "micro_batches": 4, "schedule": "zero_bubble"},
+    ),
+    (zoo.counting, DP, {"training": True}),
+    (zoo.counting, {"body": stage(), "head": stage()}, {"training": True}),
+    (zoo.normalized, DP, {"training": True}),
+    (zoo.normalized, {"conv": replicate(), "head": split()}, {"training": True}),
+    (zoo.tied_stages, {"first": stage(), "second": stage()}, {"micro_batches": 2}),
+    (zoo.tied_stages, {"first": stage(), "second": stage()}, {"micro_batches": 4, "schedule": "zero_bubble"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "layout", "options"), ODD, ids=[f"{b.__name__}-{i}" for i, (b, _, _) in enumerate(ODD)]
+)
+def test_odd_models(worlds: Worlds, build: Any, layout: Any, options: dict[str, Any]) -> None:
+    check(worlds, 2, build, Setup(layout=layout, **options))

@@ -64,8 +64,24 @@ def gpt2_untied() -> Example:
     return gpt2(tied=False)
 
 
+def gpt2_one_layer() -> Example:
+    return gpt2(layers=1)
+
+
+def gpt2_eager_one_layer() -> Example:
+    return gpt2("eager", layers=1)
+
+
 def gpt2_four_layers() -> Example:
     return gpt2(layers=4)
+
+
+def gpt2_with_dropout() -> Example:
+    return gpt2(dropout=0.2)
+
+
+def gpt2_one_layer_with_dropout() -> Example:
+    return gpt2(layers=1, dropout=0.2)
 
 
 def gpt2_checkpointed() -> Example:
@@ -152,6 +168,27 @@ def twice() -> Example:
     labels[0, 1:] = -100
     labels[2] = -100
     return Twice().double(), {"ids": ids, "labels": labels}
+
+
+class TiedStages(nn.Module):
+    """Embedding and head share a weight; made to be cut between ``first`` and ``second``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 24)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(self.embed(ids)))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def tied_stages() -> Example:
+    _, batch = twice()
+    return TiedStages().double(), batch
 
 
 class Several(nn.Module):
