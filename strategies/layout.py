@@ -51,6 +51,9 @@ class Layout:
     analysis: Analysis
     axes: Sequence[LayoutAxis]
     _spans: dict[tuple[Placements, tuple[int, ...]], dict[int, Interval]] = field(default_factory=dict)
+    _intervals: dict[tuple[Value, Placements, tuple[int, ...]], tuple[tuple[Interval, ...], ...]] = field(
+        default_factory=dict
+    )
 
     def spans(self, placements: Placements, coordinates: Sequence[int]) -> dict[int, Interval]:
         """(start, length) of every atom that is cut, at these mesh coordinates."""
@@ -106,13 +109,20 @@ class Layout:
     def intervals(
         self, value: Value, placements: Placements, coordinates: Sequence[int]
     ) -> tuple[tuple[Interval, ...], ...]:
-        """The stretches of each dim of the whole value that lie on the rank at these coordinates."""
-        spans = self.spans(placements, coordinates)
-        found = []
-        for d, dim in enumerate(self.analysis.dims[value]):
-            here = {p.atom: spans[p.atom] for p in placements if p.kind == "S" and p.dim == d}
-            found.append(dim_intervals(self.analysis, dim, here))
-        return tuple(found)
+        """The stretches of each dim of the whole value that lie on the rank at these coordinates.
+
+        Only coordinates on axes that cut the value matter: ranks that hold the same get the same object.
+        """
+        at = tuple([c if p.kind == "S" else 0 for c, p in zip(coordinates, placements, strict=True)])
+        key = (value, placements, at)
+        if key not in self._intervals:
+            spans = self.spans(placements, at)
+            found = []
+            for d, dim in enumerate(self.analysis.dims[value]):
+                here = {p.atom: spans[p.atom] for p in placements if p.kind == "S" and p.dim == d}
+                found.append(dim_intervals(self.analysis, dim, here))
+            self._intervals[key] = tuple(found)
+        return self._intervals[key]
 
 
 def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -> tuple[Interval, ...]:

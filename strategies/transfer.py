@@ -27,20 +27,26 @@ def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> t
     for rank, region in sources.items():
         holders.setdefault(region, []).append(rank)
     found = []
-    boxes = {region: list(_boxes(region)) for region in {*holders, *targets.values()}}
+    common: dict[Region, list[tuple[list[int], list[tuple[Box, Box]]]]] = {}
     for turn, (target, wanted) in enumerate(targets.items()):
-        for region, ranks in holders.items():
+        if wanted not in common:
+            pairs = [(ranks, _common(region, wanted)) for region, ranks in holders.items()]
+            common[wanted] = [(ranks, boxes) for ranks, boxes in pairs if boxes]
+        for ranks, boxes in common[wanted]:
             source = target if target in ranks else ranks[turn % len(ranks)]
-            for whole_a, local_a in boxes[region]:
-                for whole_b, local_b in boxes[wanted]:
-                    shared = _intersection(whole_a, whole_b)
-                    if shared is not None:
-                        found.append(
-                            Transfer(
-                                source, target, _within(shared, whole_a, local_a), _within(shared, whole_b, local_b)
-                            )
-                        )
+            found += [Transfer(source, target, box_a, box_b) for box_a, box_b in boxes]
     return tuple(found)
+
+
+def _common(source: Region, target: Region) -> list[tuple[Box, Box]]:
+    """The boxes that two regions share, each by its place in both local tensors."""
+    found = []
+    for whole_a, local_a in _boxes(source):
+        for whole_b, local_b in _boxes(target):
+            shared = _intersection(whole_a, whole_b)
+            if shared is not None:
+                found.append((_within(shared, whole_a, local_a), _within(shared, whole_b, local_b)))
+    return found
 
 
 def region_shape(region: Region) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Literal
 
@@ -91,14 +92,13 @@ class VirtualDevice:
         except KeyError:
             raise UsageError(f"rank {rank} is not on stage {self.stage}, whose ranks are {list(self.ranks)}") from None
 
+    @cached_property
+    def _coordinates(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(product(*(range(axis.size) for axis in self.axes)))
+
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Index of *rank* along each axis."""
-        position = self.position(rank)
-        found: list[int] = []
-        for axis in reversed(self.axes):
-            position, index = divmod(position, axis.size)
-            found.append(index)
-        return tuple(reversed(found))
+        return self._coordinates[self.position(rank)]
 
     def _stride(self, axis_index: int) -> int:
         if not 0 <= axis_index < len(self.axes):
