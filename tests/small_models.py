@@ -22,8 +22,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        parts = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1))
-        attended = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = (
+            part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(x)))
 

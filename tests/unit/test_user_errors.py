@@ -25,6 +25,8 @@ from whale.ir.plan import Plan, PlanStage
 from whale.runtime.launch import Launch
 
 Launched = Callable[[int], None]
+LOOSE: Any = whale
+"""The module without its types, which a type checker would hold against wrong calls."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +89,11 @@ def test_a_value_that_is_no_strategy_names_its_key(value: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: api.parallelize(decoder(), tokens(), microbatches=2), UsageError, "did you mean 'micro_batches'?"),
-        (lambda: api.parallelize(decoder()), UsageError, "'example_batch'"),
-        (lambda: whale.annotate(decoder(), {}, strict=True), AnnotationError, "no argument 'strict'; use 'model' or"),
-        (lambda: whale.cluster(typ="A100"), AnnotationError, "no argument 'typ'; did you mean 'type'?"),
-        (lambda: whale.split(degree=2), AnnotationError, "split() has no argument 'degree'; use 'n'"),
+        (lambda: LOOSE.parallelize(decoder(), tokens(), microbatches=2), UsageError, "did you mean 'micro_batches'?"),
+        (lambda: LOOSE.parallelize(decoder()), UsageError, "'example_batch'"),
+        (lambda: LOOSE.annotate(decoder(), {}, strict=True), AnnotationError, "no argument 'strict'; use 'model' or"),
+        (lambda: LOOSE.cluster(typ="A100"), AnnotationError, "no argument 'typ'; did you mean 'type'?"),
+        (lambda: LOOSE.split(degree=2), AnnotationError, "split() has no argument 'degree'; use 'n'"),
         (lambda: whale.cluster("rows", 2), AnnotationError, "cluster('rows'): unknown layout"),
     ],
 )
@@ -351,14 +353,23 @@ def test_a_plan_for_another_world_or_model_is_refused(launched: Launched) -> Non
     refused(PlanMismatchError, ["[[0], [1]]", "the model's are on [[0, 1]]"], decoder(layers=1), plan=plan)
 
 
+CLUSTER = """
+[links]
+intra_node = {bandwidth = "300 GB/s", latency = "5 us"}
+inter_node = {bandwidth = "1 GB/s", latency = "5 us"}
+[[nodes]]
+count = 2
+devices = 8
+device = "A100-SXM4-80GB"
+"""
+
+
 def test_a_cluster_of_another_size_names_both_counts(launched: Launched, tmp_path: Path) -> None:
     launched(2)
     parts = ["3 devices", "2 processes were started", "torchrun with 3"]
     refused(PlanMismatchError, parts, decoder(layers=1), cluster=whale.Cluster.homogeneous(3))
     file = tmp_path / "cluster.toml"
-    file.write_text(
-        '[[nodes]]\ncount = 2\ndevices = 8\ndevice = "A100-SXM4-80GB"\n[links]\nintra_node = {bandwidth = "300 GB/s", latency = "5 us"}\ninter_node = {bandwidth = "1 GB/s", latency = "5 us"}\n'
-    )
+    file.write_text(CLUSTER)
     refused(PlanMismatchError, ["16 devices", "2 processes"], decoder(layers=1), cluster=file)
 
 
