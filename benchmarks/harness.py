@@ -1,0 +1,149 @@
+"""What the benchmarks share: two gloo ranks, two ways of doing one step side by side, and a table.
+
+Steps of both sides alternate in the same processes, in changing order, so that whatever else the machine does falls on
+both. Only ratios mean something on a shared machine; the seconds are printed to show the scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import transformers
+
+RESULTS = Path(__file__).parent / "results"
+HARDWARE = "2-core-cpu-vm"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured case: medians of both sides, and the largest ratio that is wanted."""
+
+    case: str
+    whale: float
+    torch: float
+    target: float
+    unit: str = "s"
+    ratio_median: float | None = None
+    processor_ratio: float | None = None  # of the processor seconds of all ranks
+
+    @property
+    def ratio(self) -> float:
+        return self.ratio_median if self.ratio_median is not None else self.whale / self.torch
+
+    def cells(self) -> tuple[str, ...]:
+        scale, unit = (1e3, "ms") if self.unit == "s" else (1 / 2**20, "MiB")
+        met = "yes" if self.ratio <= self.target else "no"
+        values = (f"{self.whale * scale:.1f} {unit}", f"{self.torch * scale:.1f} {unit}", f"{self.ratio:.3f}")
+        processor = "" if self.processor_ratio is None else f"{self.processor_ratio:.3f}"
+        return (self.case, *values, processor, f"{self.target:.2f}", met)
+
+
+HEAD = ("case", "whale", "torch", "whale / torch", "the same of processor time", "target", "met")
+
+
+def arguments(description: str, **repeats: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--repeats", type=int, default=repeats.get("repeats", 20), help="timed steps of each side")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
+    return parser.parse_args()
+
+
+def on_two_ranks() -> None:
+    """Start this file again as two ranks, unless it is one already; then join the other."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, *sys.argv]
+        raise SystemExit(subprocess.call(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}))
+    dist.init_process_group("gloo")
+
+
+def over_ranks(number: float, op: dist.ReduceOp.RedOpType) -> float:
+    """The largest or the sum over all ranks."""
+    if not dist.is_initialized():
+        return number
+    value = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(value, op=op)
+    return value.item()
+
+
+def side_by_side(case: str, whale: Callable[[], object], plain: Callable[[], object], *, repeats: int, target: float) -> Row:
+    """Time both in turn, the first of a pair changing; a ratio is the median of the ratios of pairs.
+
+    The time of a step is that of the slowest rank; its processor time is that of all ranks, which other work on the
+    machine disturbs less, and which leaves out waiting.
+    """
+    for _ in range(3):
+        whale(), plain()
+    wall: dict[int, list[float]] = {0: [], 1: []}
+    busy: dict[int, list[float]] = {0: [], 1: []}
+    for repeat in range(repeats):
+        for side in (0, 1) if repeat % 2 else (1, 0):
+            if dist.is_initialized():
+                dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            (whale, plain)[side]()
+            wall_seconds, busy_seconds = time.perf_counter() - start, time.process_time() - used
+            wall[side].append(over_ranks(wall_seconds, dist.ReduceOp.MAX))
+            busy[side].append(over_ranks(busy_seconds, dist.ReduceOp.SUM))
+    ratios = [statistics.median(a / b for a, b in zip(of[0], of[1], strict=True)) for of in (wall, busy)]
+    medians = [statistics.median(wall[side]) for side in (0, 1)]
+    return Row(case, *medians, target, ratio_median=ratios[0], processor_ratio=ratios[1])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def report(what: str, options: argparse.Namespace, text: str) -> None:
+    """Print a table on the first rank, and write it with what is needed to repeat it."""
+    if int(os.environ.get("RANK", "0")):
+        return
+    print(text, flush=True)
+    if not options.write:
+        return
+    document = (sys.modules["__main__"].__doc__ or "").strip()
+    lines = [
+        f"# {what.replace('_', ' ').capitalize()}",
+        "",
+        document,
+        "",
+        text,
+        "",
+        f"- hardware: {_processor()}, {os.cpu_count()} cores, shared with other work; one thread a rank",
+        f"- versions: torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}",
+        f"- command: `python benchmarks/{Path(sys.argv[0]).name} --repeats {options.repeats}`",
+        f"- date: {options.write}",
+        "",
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{what}_{HARDWARE}_{options.write}.md").write_text("\n".join(lines))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
