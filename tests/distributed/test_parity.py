@@ -10,7 +10,7 @@ import pytest
 from tests.distributed import zoo
 from tests.distributed.parity import Setup, Worlds, check
 from tests.distributed.parity import worlds as worlds_of_a_module
-from whale import cluster, replicate, split, stage
+from whale import replicate, split, stage
 
 DP = {"": replicate()}
 TP = {"": split()}
@@ -63,7 +63,7 @@ def test_pipeline_schedules(worlds: Worlds, schedule: str) -> None:
 
 
 def test_interleaved_stages(worlds: Worlds) -> None:
-    layout = {f"transformer.h.{i}": [cluster([i % 2]), stage(1)] for i in range(4)}
+    layout = {f"transformer.h.{i}": stage() for i in range(4)}
     build = zoo.gpt2_four_layers
     check(worlds, 2, build, Setup(layout=layout, promote=True, micro_batches=4, schedule="interleaved"))
 

@@ -204,8 +204,8 @@ class Several(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor, target: Tensor, weight: Tensor | None = None, power: int = 1) -> Any:
         x = self.left(a) + self.right(b)
-        x = torch.relu_(x)
         x = x.mul_(self.scale)
+        x = torch.relu_(x)
         x = x.view(x.shape[0], 2, 4).transpose(1, 2).reshape(x.shape[0], 8)
         y = self.mix(x)
         y[:, 0] = y[:, 0] * 2
