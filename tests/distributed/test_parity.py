@@ -104,30 +104,28 @@ def test_replicated_gpt2_with_split_untied_head(worlds: Worlds) -> None:
 
 
 TWICE_STAGES = {"first": stage(), "second": stage()}
-ODD: list[tuple[Any, Any, dict[str, Any]]] = [
-    (zoo.twice, DP, {}),
-    (zoo.twice, TP, {}),
-    (zoo.several, DP, {}),
-    (zoo.several, TP, {}),
-    (zoo.several, {"left": stage(), "mix": stage()}, {"micro_batches": 2}),
-    (zoo.blocks, DP, {"loss_fn": zoo.cross_entropy_of}),
-    (zoo.blocks, TP, {"loss_fn": zoo.cross_entropy_of}),
-    (
-        zoo.blocks,
-        {"blocks.[0-1]": stage(), "blocks.[2-3]": stage()},
-        {"loss_fn": zoo.cross_entropy_of, "micro_batches": 4, "schedule": "zero_bubble"},
-    ),
-    (zoo.counting, DP, {"training": True}),
-    (zoo.counting, {"body": stage(), "head": stage()}, {"training": True}),
-    (zoo.normalized, DP, {"training": True}),
-    (zoo.normalized, {"conv": replicate(), "head": split()}, {"training": True}),
-    (zoo.tied_stages, {"first": stage(), "second": stage()}, {"micro_batches": 2}),
-    (zoo.tied_stages, {"first": stage(), "second": stage()}, {"micro_batches": 4, "schedule": "zero_bubble"}),
-]
+TWO_STAGES = {"first": stage(), "second": stage()}
+HALVES = {"blocks.[0-1]": stage(), "blocks.[2-3]": stage()}
+OUTSIDE = {"loss_fn": zoo.cross_entropy_of}
+ODD: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "called twice, dp": (zoo.twice, DP, {}),
+    "called twice, tp": (zoo.twice, TP, {}),
+    "several inputs, dp": (zoo.several, DP, {}),
+    "several inputs, tp": (zoo.several, TP, {}),
+    "several inputs, pp": (zoo.several, {"left": stage(), "mix": stage()}, {"micro_batches": 2}),
+    "checkpointed, dp": (zoo.blocks, DP, OUTSIDE),
+    "checkpointed, tp": (zoo.blocks, TP, OUTSIDE),
+    "checkpointed, pp": (zoo.blocks, HALVES, {**OUTSIDE, "micro_batches": 4, "schedule": "zero_bubble"}),
+    "buffers, dp": (zoo.counting, DP, {"training": True}),
+    "buffers, pp": (zoo.counting, {"body": stage(), "head": stage()}, {"training": True}),
+    "batch norm, dp": (zoo.normalized, DP, {"training": True}),
+    "batch norm, hybrid": (zoo.normalized, {"conv": replicate(), "head": split()}, {"training": True}),
+    "tied stages, 1f1b": (zoo.tied_stages, TWO_STAGES, {"micro_batches": 2}),
+    "tied stages, zero bubble": (zoo.tied_stages, TWO_STAGES, {"micro_batches": 4, "schedule": "zero_bubble"}),
+    "tied stages, tp": (zoo.tied_stages, TP, {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("build", "layout", "options"), ODD, ids=[f"{b.__name__}-{i}" for i, (b, _, _) in enumerate(ODD)]
-)
+@pytest.mark.parametrize(("build", "layout", "options"), ODD.values(), ids=ODD.keys())
 def test_odd_models(worlds: Worlds, build: Any, layout: Any, options: dict[str, Any]) -> None:
     check(worlds, 2, build, Setup(layout=layout, **options))

@@ -79,13 +79,21 @@ def local_step(model: nn.Module, batch: Any) -> Tensor:
     return loss.detach()
 
 
+def at_step(batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+    """Another batch of the same shapes, of which another number of labels is ignored."""
+    ids, labels = batch
+    mask = torch.arange(batch[labels].shape[1]) < step % 4
+    return {ids: batch[ids].roll(step, 1), labels: batch[labels].masked_fill(mask, -100)}
+
+
 def train(world: World, build: Any, setup: Setup, make: Make, steps: int) -> tuple[list[float], dict[str, float]]:
     """Relative errors of the loss by step, and of the state after training by name."""
     local, batch, module = pair(build, setup)
     one, other = make(local.parameters()), make(module.parameters())
     errors = []
-    for _ in range(steps):
-        expected, found = local_step(local, batch), module.train_step(**batch)
+    for step in range(steps):
+        now = at_step(batch, step)
+        expected, found = local_step(local, now), module.train_step(**now)
         errors.append(float((found - expected).abs() / expected.abs()))
         for optimizer in (one, other):
             optimizer.step()
