@@ -1,0 +1,190 @@
+"""What the placement solver finds unaided: the collectives of well-known layouts, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import whale
+from tests.solved import solve, tokens
+from whale.ir.cluster import Cluster
+
+
+def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, **settings
+    )
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(config)
+
+
+def llama(key_value_heads: int = 2, heads: int = 4, layers: int = 2, hidden: int = 64, **settings: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=4001,
+        **settings,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+SPLIT = {"": whale.split()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gpt2_is_cut_as_megatron_does_with_two_all_reduces_a_layer_each_way(attention: str) -> None:
+    solved = solve(gpt2(attn_implementation=attention), tokens(4, 8), SPLIT)
+    # 2 a layer, 1 of the embedding; backward 2 a layer, 1 into the head; the loss has two small ones of its own.
+    assert solved.forward == {"all_reduce": 5, "AxisSum": 1}
+    assert solved.backward == {"all_reduce": 5}
+    assert solved.whole_matrices == []
+
+
+def test_gpt2_columns_then_rows() -> None:
+    solved = solve(gpt2(), tokens(4, 8), SPLIT)
+    block = "transformer.h.0."
+    placed = {name: solved.stored(f"{block}{name}.weight") for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert placed == {"attn.c_attn": "S(1)", "attn.c_proj": "S(0)", "mlp.c_fc": "S(1)", "mlp.c_proj": "S(0)"}
+
+
+def test_the_tied_vocabulary_is_cut_once_and_logits_are_never_gathered() -> None:
+    solved = solve(gpt2(), tokens(4, 8), SPLIT)
+    assert solved.stored("transformer.wte.weight") == "S(0)"
+    assert "all_gather" not in solved.forward
+
+
+def test_heads_are_cut_whole_in_proportion_to_speed() -> None:
+    cluster = Cluster.parse(_UNEVEN, "toml")
+    solved = solve(gpt2(), tokens(4, 8), SPLIT, cluster=cluster)
+    shards = solved.compilation.shards()
+    fused = shards["transformer.h.0.attn.c_attn.weight"].parts
+    assert fused[0][1] == ((0, 48), (64, 112), (128, 176))  # three heads of 16 of each of q, k and v
+    assert fused[1][1] == ((48, 64), (112, 128), (176, 192))
+    assert shards["transformer.h.0.mlp.c_fc.weight"].parts[0][1] == ((0, 192),)
+    assert shards["transformer.wte.weight"].parts[0][0] == ((0, 3001),)
+
+
+def test_grouped_query_heads_are_cut_by_key_value_heads() -> None:
+    solved = solve(llama(), tokens(4, 8), SPLIT)
+    assert solved.forward["all_reduce"] <= 6
+    assert solved.backward == {"all_reduce": 5}
+    assert solved.whole_matrices == []
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert solved.stored(f"model.layers.0.self_attn.{name}.weight") == "S(0)"
+
+
+def test_the_one_head_of_multi_query_attention_may_stay_whole() -> None:
+    solved = solve(llama(key_value_heads=1), tokens(4, 8), SPLIT)
+    assert set(solved.whole_matrices) <= {
+        f"model.layers.{i}.self_attn.{name}.weight" for i in range(2) for name in ("k_proj", "v_proj")
+    }
+    assert solved.stored("model.layers.0.self_attn.q_proj.weight") == "S(0)"
+    assert "all_gather" not in solved.backward
+
+
+def test_unequal_parts_of_a_fused_projection_are_each_cut_by_heads() -> None:
+    config = transformers.Phi3Config(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        vocab_size=4001,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = transformers.Phi3ForCausalLM(config)
+    solved = solve(model, tokens(4, 8), SPLIT)
+    fused = solved.compilation.shards()["model.layers.0.self_attn.qkv_proj.weight"].parts
+    assert fused[0][0] == ((0, 32), (64, 80), (96, 112))
+    assert fused[1][0] == ((32, 64), (80, 96), (112, 128))
+
+
+class Classifier(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU())
+        self.head = nn.Linear(256, classes)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.trunk(x)), y)
+
+
+def test_a_hundred_thousand_classes_gather_features_and_never_logits() -> None:
+    with torch.device("meta"):
+        model = Classifier(100_000)
+        batch = {"x": torch.zeros(64, 256), "y": torch.zeros(64, dtype=torch.long)}
+    solved = solve(model, batch, {"": whale.replicate(), "head": whale.split()}, world_size=4)
+    assert solved.stored("head.weight") == "S(0)"
+    assert solved.forward == {"all_gather": 1, "AxisSum": 1}
+    assert solved.backward == {"reduce_scatter": 1}
+
+
+def test_sequence_parallelism_is_found_where_links_are_fast_and_activations_large() -> None:
+    from whale.strategies import placing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whale.compiler.GLOO", placing.Prices())
+        solved = solve(gpt2(layers=2, hidden=768, heads=12, vocabulary=50257), tokens(8, 1024), SPLIT, world_size=4)
+    assert solved.forward["reduce_scatter"] == solved.backward["reduce_scatter"] == 5
+    assert solved.forward["all_reduce"] == solved.backward["all_reduce"] == 0
+
+
+def test_replicas_communicate_nothing_inside_the_graph() -> None:
+    solved = solve(gpt2(), tokens(4, 8), {"": whale.replicate()})
+    assert not solved.forward
+    assert not solved.backward
+
+
+def test_tensor_parallelism_inside_replicas_counts_as_it_does_alone() -> None:
+    solved = solve(gpt2(), tokens(4, 8), {"": [whale.replicate(2), whale.split(2)]}, world_size=4)
+    assert solved.forward == {"all_reduce": 5, "AxisSum": 1}
+    assert solved.backward == {"all_reduce": 5}
+
+
+def test_equal_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from whale.strategies import sharding
+
+    solved_segments = []
+    original = sharding._Solver._beam
+
+    def counted(self: Any, segment: Any, start: Any) -> Any:
+        solved_segments.append(segment)
+        return original(self, segment, start)
+
+    monkeypatch.setattr(sharding._Solver, "_beam", counted)
+    counts = []
+    for layers in (4, 12):
+        solved_segments.clear()
+        solve(gpt2(layers=layers), tokens(4, 8), SPLIT)
+        counts.append(len(solved_segments))
+    assert counts[1] <= counts[0] + 2
+
+
+_UNEVEN = """
+[links]
+intra_node = {bandwidth = "10 GB/s", latency = "10 us"}
+inter_node = {bandwidth = "1 GB/s", latency = "50 us"}
+[[nodes]]
+devices = 1
+device = "fast"
+[[nodes]]
+devices = 1
+device = "slow"
+[device_types.fast]
+speed = {float32 = "3 TFLOP/s"}
+memory = "16 GiB"
+memory_bandwidth = "700 GB/s"
+[device_types.slow]
+speed = {float32 = "1 TFLOP/s"}
+memory = "16 GiB"
+memory_bandwidth = "700 GB/s"
+"""
