@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.runtime.collectives import Group
+from whale.runtime.collectives import Group, all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,11 @@ class AxisSum(nn.Module):
 
     def add(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
-        return x
+        return all_reduce(x, self.group)
 
     def largest(self, x: Tensor) -> Tensor:
         """The maximum over the ranks, in place."""
-        if self.group is not None:
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
-        return x
+        return all_reduce(x, self.group, dist.ReduceOp.MAX)
 
     def every(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, stacked. Small ones: sent as a sum with zeros, which needs no other collective."""
@@ -68,8 +64,7 @@ class AxisSum(nn.Module):
             return x.unsqueeze(0)
         slots = x.new_zeros((len(self.ranks), *x.shape))
         slots[self.index] = x
-        dist.all_reduce(slots, group=self.group)
-        return slots
+        return all_reduce(slots, self.group)
 
     def extra_repr(self) -> str:
         """The ranks."""

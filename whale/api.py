@@ -21,7 +21,6 @@ from whale.compiler import Compilation, Options, compile_model, local_tensors, v
 from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves
 from whale.graph.refusals import check_hooks
-from whale.ir.check import check_programs
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.catalog import device_types
@@ -135,22 +134,32 @@ def parallelize(
     compilation = compile_model(
         template, leaves, described, options, device=launch.device, training=model.training, loss_fn=loss_fn
     )
+    clock = Clock(options.seed)
+    calls = ""
     if launch.size <= _CHECKED_RANKS:
-        check_programs(
-            compilation.programs(), compilation.rank_specs, compilation.edges, compilation.reduces, order=compilation.order
-        )
+        calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation), launch.device)
     if plan is not None:
         plan.check_stages([s.mesh.ranks for s in compilation.stages])
     world = initialize(timeout_seconds, device_type=device)
-    agree(world, {**compilation.texts(), "torch's random state (its seed)": initial.digest() if initial else ""})
+    texts = {
+        **compilation.texts(),
+        "the collectives of its programs": calls,
+        "torch's random state (its seed)": initial.digest() if initial else "",
+    }
+    agree(world, texts)
     if initial is None:
         agree_on_values(world, *_sample(model))
     try:
-        module = _Builder(model, template, described, options, world, loss_fn, initial).build(compilation, leaves)
+        module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(compilation, leaves)
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
     return module
+
+
+def _clock_of(clock: Clock, size: int, compilation: Compilation) -> Clock | None:
+    """Random operators are seeded by position; where all is computed at once, they draw as the local model does."""
+    return clock if size > 1 or len(compilation.rows) > 1 else None
 
 
 def _sample(model: nn.Module, count: int = 256) -> tuple[list[str], list[float]]:
@@ -176,11 +185,12 @@ class _Builder:
         world: World,
         loss_fn: Callable[..., Any] | None,
         initial: InitialValues | None,
+        clock: Clock,
     ) -> None:
         self.model: nn.Module | None = model
         self.initial = initial
         self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
-        self.clock = Clock(options.seed)
+        self.clock = clock
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
@@ -259,6 +269,9 @@ class _Builder:
             rows_per_micro_batch=self.rows,
             stored=self.first.stored_forms(),
         )
+        if self.world.size <= _CHECKED_RANKS:
+            clock = _clock_of(self.clock, self.world.size, compilation)
+            compilation.check(self.world.rank, clock, self.world.device)
         return self._assemble(compilation)
 
     def _assemble(self, compilation: Compilation) -> CompiledStep:
@@ -267,7 +280,7 @@ class _Builder:
         tensors = {**self.tensors, **constants}
         stages: dict[int, LocalStage] = {}
         counts = False
-        clock = self.clock if self.world.size > 1 or len(compilation.rows) > 1 else None
+        clock = _clock_of(self.clock, self.world.size, compilation)
         for stage in compilation.stages:
             if rank not in stage.mesh.ranks:
                 continue

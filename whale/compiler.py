@@ -21,6 +21,7 @@ from whale.graph.capture import Captured, capture
 from whale.graph.partition import Partition, TaskGraph, partition
 from whale.graph.refusals import where
 from whale.graph.values import Value, needs_grad, operands, resolve, value_shape, value_tensor
+from whale.ir.check import check_programs
 from whale.ir.cluster import Cluster
 from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
@@ -35,6 +36,7 @@ from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, analyse
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage, place_time
+from whale.strategies.rehearsal import calls_as_text, check_stage, stage_calls
 from whale.strategies.sharding import GLOO, Prices
 from whale.strategies.transfer import region_shape, transfers
 
@@ -74,6 +76,7 @@ class Compilation:
     bucket_parameters: tuple[tuple[str, ...], ...]
     report: Report
     rank_specs: tuple[StageSpec, ...] = field(default=())
+    _lowered: dict[tuple[int, int], list[LocalProgram]] = field(default_factory=dict)
 
     def program(self, rank: int) -> Program:
         """The tasks, transfers and reductions of one rank."""
@@ -85,6 +88,8 @@ class Compilation:
 
     def local_programs(self, stage: PlacedStage, rank: int, clock: Clock | None) -> list[LocalProgram]:
         """What *rank* runs of a stage in each micro-batch; graphs are shared between micro-batches of equal size."""
+        if (stage.index, rank) in self._lowered:
+            return self._lowered[stage.index, rank]
         by_rows: dict[Any, LocalProgram] = {}
         found = []
         for index, rows in enumerate(self.rows):
@@ -93,6 +98,25 @@ class Compilation:
                 base = by_rows[rows] = lower(self.captured, self.analysis, stage, rank, index, clock=clock)
             found.append(at_micro_batch(base, stage, rank, index))
         return found
+
+    def check(self, rank: int, clock: Clock | None, device: torch.device) -> str:
+        """Prove that the programs of all ranks fit together, and the collectives inside of them.
+
+        *rank* is this one: what it runs is lowered here, once. Returns what all ranks must find alike.
+        Raises :class:`ScheduleError` for the first fault.
+        """
+        check_programs(self.programs(), self.rank_specs, self.edges, self.reduces, order=self.order)
+        for stage in self.stages:
+            if rank in stage.mesh.ranks:
+                self._lowered[stage.index, rank] = self.local_programs(stage, rank, clock)
+        texts = []
+        for stage in self.stages:
+            calls = stage_calls(
+                self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank, device
+            )
+            check_stage(stage.index, calls)
+            texts.append(calls_as_text(stage, calls))
+        return "\n".join(texts)
 
     def texts(self) -> dict[str, str]:
         """Everything that ranks must agree on, by what it is; the same on every rank that has compiled the same."""

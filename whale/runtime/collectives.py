@@ -21,14 +21,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from whale.ir.check import CollectiveCall
 from whale.ir.placement import Cut, Placement
 
 Group = Any
-"""A ``torch.distributed`` process group, or None where the axis has one rank."""
+"""A ``torch.distributed`` process group, None where the axis has one rank, or a :class:`Rehearsal`."""
 
 # torch 2.13 renamed them and warns of the old names.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Rehearsal:
+    """Takes the place of a process group where a program is run without processes: calls are noted, not made.
+
+    ``calls`` is shared by all that rehearse together, so it has the order in which they came.
+    """
+
+    def __init__(self, node: str, ranks: tuple[int, ...], calls: list[CollectiveCall]) -> None:
+        self.node, self.ranks, self.calls = node, ranks, calls
+
+    def note(self, op: str, x: Tensor, *shapes: Sequence[int]) -> None:
+        """Note a call, with what all ranks must agree on: the common shape, or one for each rank."""
+        dtype = str(x.dtype).removeprefix("torch.")
+        self.calls.append(CollectiveCall(self.node, op, self.ranks, dtype, tuple(tuple(shape) for shape in shapes)))
 
 
 def parts(x: Tensor, cut: Cut, whole: bool = True) -> list[Tensor]:
@@ -95,10 +111,12 @@ def assemble(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
     return _joined([torch.cat(column, cut.dim + 1) for column in zip(*local, strict=True)], cut.dim)
 
 
-def all_reduce(x: Tensor, group: Group) -> Tensor:
+def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Sum over the group, in place (P -> R)."""
-    if group is not None:
-        dist.all_reduce(x, group=group)
+    if isinstance(group, Rehearsal):
+        group.note("all_reduce", x, x.shape)
+    elif group is not None:
+        dist.all_reduce(x, op=op, group=group)
     return x
 
 
@@ -116,7 +134,10 @@ def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
     if len(set(sizes)) > 1 and sizes[index] < largest:
         flat = torch.cat([flat, flat.new_zeros(largest - sizes[index])])
     gathered = flat.new_empty(world * largest)
-    _gather_single(gathered, flat, group=group)
+    if isinstance(group, Rehearsal):
+        group.note("all_gather", x, *shapes)
+    else:
+        _gather_single(gathered, flat, group=group)
     pieces = [
         gathered[rank * largest : rank * largest + sizes[rank]].view(shape) for rank, shape in enumerate(shapes)
     ]
@@ -131,7 +152,9 @@ def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
         return x
     pieces = [take(x, cut, rank).contiguous() for rank in range(len(cut.sizes))]
     result = torch.empty_like(pieces[index])
-    if len({piece.numel() for piece in pieces}) == 1:
+    if isinstance(group, Rehearsal):
+        group.note("reduce_scatter", x, *(piece.shape for piece in pieces))
+    elif len({piece.numel() for piece in pieces}) == 1:
         _reduce_scatter_single(result.view(-1), torch.cat([p.view(-1) for p in pieces]), group=group)
     else:
         dist.reduce_scatter(result, pieces, group=group)
@@ -153,7 +176,11 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = x.new_empty(sum(sizes))
     sent = torch.cat([piece.reshape(-1) for piece in outgoing])
-    dist.all_to_all_single(received, sent, sizes, [p.numel() for p in outgoing], group=group)
+    if isinstance(group, Rehearsal):
+        whole = [source.extent if d == source.dim else size for d, size in enumerate(x.shape)]
+        group.note("all_to_all", x, whole, source.sizes, target.sizes)
+    else:
+        dist.all_to_all_single(received, sent, sizes, [p.numel() for p in outgoing], group=group)
     pieces = [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
     return assemble(pieces, source)
 

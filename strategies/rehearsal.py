@@ -1,0 +1,207 @@
+"""The collectives that every rank of a stage will call, in order: found by running its program on fake tensors.
+
+A program is lowered, given process groups that only note what they are asked for, and run forward and backward, by the
+code that runs it for real. So the sequence is right for whatever a bridge or a form does, and for the order of the
+backward: autograd's engine runs the ready node of the highest sequence number. All that wait for a node were made after
+it, so the nodes run in the reverse of the order in which the forward made them, except those whose output needs no
+gradient or reaches no root. That order depends on the graph alone, so it is the same here and on the machines.
+
+Of a thousand ranks not all need be lowered. A rank's coordinates enter its program only as shares, so ranks of a stage
+with equal shares (of every placement that occurs) make the same calls, each along its own lines of the mesh: one of
+them is rehearsed. Each rank rehearses itself, and the ranks compare digests of what they found
+(:func:`calls_as_text`), so a rank that lowers something else than its like is found before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from whale.errors import ScheduleError
+from whale.graph.capture import Captured
+from whale.graph.values import needs_grad, value_tensor
+from whale.ir.check import CollectiveCall, check_collectives
+from whale.runtime.collectives import Rehearsal
+from whale.runtime.random import Clock
+from whale.runtime.stage import LocalProgram, LocalStage
+from whale.strategies.layout import Placements
+from whale.strategies.lowering import PlacedStage
+
+__all__ = ["TaskCalls", "calls_as_text", "check_stage", "rehearse", "stage_calls"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCalls:
+    """The collectives of one rank in one stage's forward and backward of a micro-batch."""
+
+    forward: tuple[CollectiveCall, ...]
+    backward: tuple[CollectiveCall, ...]
+
+
+Programs = Callable[[PlacedStage, int], Sequence[LocalProgram]]
+"""What a rank runs of a stage, one program a micro-batch; see ``Compilation.local_programs``."""
+
+StageCalls = Mapping[int, Mapping[int, TaskCalls]]
+"""The calls of a stage: by micro-batch (one of each number of rows) and rank."""
+
+
+def stage_calls(
+    captured: Captured,
+    stage: PlacedStage,
+    rows: Sequence[int],
+    programs: Programs,
+    rank: int,
+    device: torch.device | str = "cpu",
+) -> StageCalls:
+    """The collectives of all ranks of a stage. *rank* is rehearsed itself, if it is of the stage."""
+    if all(axis.size == 1 for axis in stage.mesh.axes):
+        return {}
+    micro_batches = [rows.index(count) for count in dict.fromkeys(rows)]
+    likes: dict[object, list[int]] = {}
+    placements = _all_placements(stage)
+    for member in stage.mesh.ranks:
+        likes.setdefault(_shares(stage, placements, micro_batches, member), []).append(member)
+    found: dict[int, dict[int, TaskCalls]] = {m: {} for m in micro_batches}
+    for members in likes.values():
+        actor = rank if rank in members else members[0]
+        local = programs(stage, actor)
+        for m in micro_batches:
+            calls = rehearse(captured, stage, actor, local[m], m, device)
+            for member in members:
+                found[m][member] = _of_rank(calls, stage, actor, member)
+    return {m: dict(sorted(calls.items())) for m, calls in found.items()}
+
+
+def check_stage(stage: int, calls: StageCalls) -> None:
+    """Prove that the ranks of a stage meet in every collective.
+
+    Raises:
+        ScheduleError: names the stage, the task, the ranks, and the node where they part.
+    """
+    for micro_batch, by_rank in calls.items():
+        for direction in ("forward", "backward"):
+            try:
+                check_collectives({rank: getattr(task, direction) for rank, task in by_rank.items()})
+            except ScheduleError as error:
+                raise ScheduleError(f"stage {stage}, {direction} of micro-batch {micro_batch}: {error}") from error
+
+
+def calls_as_text(stage: PlacedStage, calls: StageCalls) -> str:
+    """The calls of a stage without the ranks that make them: what every rank must have found."""
+    lines: dict[str, None] = {}
+    for micro_batch, by_rank in calls.items():
+        for rank, task in by_rank.items():
+            lines_of_mesh = {stage.mesh.group(axis, rank): axis for axis in range(len(stage.mesh.axes))}
+            for call in (*task.forward, *task.backward):
+                where = f"stage {stage.index}, micro-batch {micro_batch}, axis {lines_of_mesh[call.ranks]}"
+                lines[f"{where}: {call.op} of {call.node}, {call.dtype} {call.shapes}"] = None
+    return "\n".join(lines)
+
+
+def rehearse(
+    captured: Captured,
+    stage: PlacedStage,
+    rank: int,
+    program: LocalProgram,
+    micro_batch: int,
+    device: torch.device | str = "cpu",
+) -> TaskCalls:
+    """Run a rank's program of one micro-batch, forward and backward, without data or processes: what does it call?"""
+    calls: list[CollectiveCall] = []
+    groups = {id(bridge): getattr(bridge, "group", None) for bridge in program.bridges}
+    names = {
+        id(module): name
+        for graph in (program.constant, program.step, program.micro_batch)
+        for name, module in graph.module.named_modules()
+    }
+    try:
+        for bridge in program.bridges:
+            if len(bridge.ranks) > 1:  # type: ignore[arg-type]
+                bridge.group = Rehearsal(names[id(bridge)], tuple(bridge.ranks), calls)  # type: ignore[assignment, arg-type]
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            roots, seeds = _forward(captured, stage, rank, program, micro_batch, torch.device(device))
+            forward = tuple(calls)
+            calls.clear()
+            if roots:
+                torch.autograd.backward(roots, seeds)
+    finally:
+        for bridge in program.bridges:
+            bridge.group = groups[id(bridge)]  # type: ignore[assignment]
+    return TaskCalls(forward=forward, backward=tuple(calls))
+
+
+def _forward(
+    captured: Captured, stage: PlacedStage, rank: int, program: LocalProgram, micro_batch: int, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the stage as the executor does; return the roots of its backward and their gradients."""
+    at = stage.mesh.coordinates(rank)
+    tensors: dict[tuple[str, str], Tensor] = {}
+    batch: dict[str, Tensor] = {}
+    for node in captured.graph.nodes:
+        if node.op != "placeholder" or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        value = (node, 0)
+        kind = value_tensor(value)
+        if node.name in captured.parameters and value in stage.stored:
+            shape = stage.layout.local_shape(value, stage.stored[value], (0, *at))
+            blank = torch.empty(shape, dtype=kind.dtype, device=device)
+            tensors["parameter", captured.parameters[node.name]] = nn.Parameter(blank, requires_grad=needs_grad(value))
+        elif node.name in captured.buffers:
+            tensors["buffer", captured.buffers[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+        elif node.name in captured.constants:
+            tensors["constant", node.name] = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+        elif node.name in captured.inputs:
+            batch[captured.inputs[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+    sent = list(stage.sent)
+    local = LocalStage(
+        programs=[program],
+        outputs=tuple(f"sent {i}" for i in range(len(sent))) + (("loss",) if stage.loss is not None else ()),
+        mutated=tuple(stage.mutated),
+        tensors=tensors,
+        parameters=(),
+        clock=Clock(0),
+    )
+    local.begin(batch)
+    received = []
+    for value in stage.received:
+        shape = stage.layout.local_shape(value, stage.stored[value], (micro_batch, *at))
+        x = torch.empty(shape, dtype=value_tensor(value).dtype, device=device)
+        received.append(x.requires_grad_(needs_grad(value)))
+    outputs = local.forward(0, tuple(received))
+    flows = [needs_grad(value) for value in sent] + [True] * (stage.loss is not None)
+    roots = [x for x, flow in zip(outputs, flows, strict=True) if flow and x.requires_grad]
+    return roots, [torch.ones_like(x) for x in roots]
+
+
+def _of_rank(calls: TaskCalls, stage: PlacedStage, actor: int, rank: int) -> TaskCalls:
+    """The calls of a rank that has the shares of *actor*: along its own lines of the mesh."""
+    if rank == actor:
+        return calls
+    lines = {stage.mesh.group(axis, actor): stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))}
+    return TaskCalls(
+        forward=tuple(call._replace(ranks=lines[call.ranks]) for call in calls.forward),
+        backward=tuple(call._replace(ranks=lines[call.ranks]) for call in calls.backward),
+    )
+
+
+def _all_placements(stage: PlacedStage) -> list[Placements]:
+    """Every placement that a value has in the stage."""
+    found: dict[Placements, None] = dict.fromkeys([*stage.stored.values(), *stage.sent.values()])
+    for choices in stage.choices.values():
+        for kind in ("inputs", "outputs"):
+            found.update(dict.fromkeys(zip(*(getattr(choice, kind) for choice in choices), strict=True)))
+    return list(found)
+
+
+def _shares(stage: PlacedStage, placements: Sequence[Placements], micro_batches: Sequence[int], rank: int) -> object:
+    """The lengths of all that is cut, on a rank."""
+    at = stage.mesh.coordinates(rank)
+    return tuple(
+        tuple(length for _, length in stage.layout.spans(placed, (m, *at)).values())
+        for m in micro_batches
+        for placed in placements
+    )
