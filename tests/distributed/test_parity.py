@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import zoo
-from tests.distributed.parity import Setup, Worlds, check
+from tests.distributed.parity import Setup, Worlds, check, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
 from whale import replicate, split, stage
 
@@ -36,6 +37,16 @@ def worlds() -> Iterator[Worlds]:
 
 def name(value: Any) -> str | None:
     return value.__name__ if callable(value) else None
+
+
+@pytest.mark.parametrize("build", CASTS, ids=name)
+def test_the_oracle_of_models_that_cast_is_the_eager_model_up_to_float32(build: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = build()
+    model.eval()
+    eager, promoted = (local_step(model, batch, Setup(promote=promote)) for promote in (False, True))
+    assert eager[0].item() == pytest.approx(promoted[0].item(), rel=1e-6)
+    assert max(relative_errors(promoted[1], eager[1]).values()) <= 1e-6
 
 
 @pytest.mark.parametrize("build", MODELS, ids=name)
