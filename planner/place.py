@@ -269,13 +269,21 @@ def _stage_placement(
     index: int, devices: Sequence[Device], mesh: Mesh, num_replicas: int, dtype: str
 ) -> StagePlacement:
     axes, roles = _axes(mesh, num_replicas)
-    device = VirtualDevice(
-        stage=index,
-        ranks=tuple(device.rank for device in devices),
-        axes=axes,
-        speeds=tuple(device.speed(dtype) for device in devices),
-        memory_bytes=tuple(device.memory_bytes for device in devices),
-    )
+
+    def on(ordered: Sequence[Device]) -> VirtualDevice:
+        return VirtualDevice(
+            stage=index,
+            ranks=tuple(device.rank for device in ordered),
+            axes=axes,
+            speeds=tuple(device.speed(dtype) for device in ordered),
+            memory_bytes=tuple(device.memory_bytes for device in ordered),
+        )
+
+    device = on(devices)
+    # A process group has its ranks in ascending order, and the parts of a tensor are in the order of the axis.
+    groups = {device.group(axis, rank) for axis in range(len(axes)) for rank in device.ranks}
+    if any(list(group) != sorted(group) for group in groups):
+        device = on(sorted(devices, key=lambda device: device.rank))
     return StagePlacement(device=device, roles=roles)
 
 
@@ -508,7 +516,9 @@ def _sized(demand: _Demand, num_devices: int) -> _Demand:
 
 
 def _select(selection: DeviceSelection, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices among *devices* that a list, type or name selects; a list keeps the order in which it was written."""
+    """The devices among *devices* that a list, type or name selects; a list keeps the order in which it was
+    written, for the stages that share it. (Within a stage, ranks ascend where its axes would otherwise not.)
+    """
     if selection.layout == "ranks":
         by_rank = {device.rank: device for device in devices}
         missing = [rank for rank in selection.ranks if rank not in by_rank]

@@ -221,7 +221,8 @@ class _Step:
             if reducer is not None:
                 reducer.finish()
         except Exception as error:
-            failure = executor.failures.failed(self.where(), error)
+            stage = None if self.task is None else executor.stages.get(self.task.stage)
+            failure = executor.failures.failed(self.where(), error, getattr(stage, "peers", ()))
             if failure is error:
                 raise
             raise failure from error

@@ -87,10 +87,11 @@ class Failures:
         self.report(message)
         return WorkerError(message)
 
-    def failed(self, where: str, error: Exception) -> WhaleError:
+    def failed(self, where: str, error: Exception, peers: Sequence[int] = ()) -> WhaleError:
         """Return what to raise when ``error`` stopped this rank at ``where``, and report it.
 
-        A communication inside of a stage that broke because another rank failed names that rank.
+        A communication inside of a stage that broke because another rank failed names that rank; if none did, those of
+        ``peers`` that did not come.
         """
         if isinstance(error, WorkerError):
             return error
@@ -99,6 +100,8 @@ class Failures:
         first = self.first(_GRACE_SECONDS if broken else 0.0)
         if broken and first is not None and first[0] != self.rank:
             return WorkerError(f"{first[1]} [rank {self.rank} was in {where}]")
+        if broken and len(peers) > 1:
+            return self.lost(f"a collective in {where}", peers, error)
         root: BaseException = error
         while root.__cause__ is not None:  # what torch wraps says more than its wrapping
             root = root.__cause__

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,7 @@ class ParallelModule(nn.Module):
         self._world, self._source, self._clock, self._leaves = world, source, clock, leaves
         self._shards, self._buffer_shards, self._aliases = dict(shards), dict(buffers), dict(aliases)
         self._steps: dict[tuple[Signature, bool], CompiledStep] = {}
+        self._agreed: set[Signature] = set()
         self._local = dict(tensors)
         for name, tensor in tensors.items():
             parent = self
@@ -132,6 +134,7 @@ class ParallelModule(nn.Module):
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
         step = self.compile_step(batch, train)
+        key = signature(batch)
         if train:
             self._clock.step += 1
         device = self._world.device
@@ -144,15 +147,24 @@ class ParallelModule(nn.Module):
         if self._world.size == 1:
             assert loss is not None
             return loss
-        if loss is None or not step.counts_loss:
-            total = torch.zeros((), dtype=torch.float64, device=device)
-        else:
-            total = loss.to(torch.float64)
-        if device.type == "cpu" or total.is_cuda:
-            work = dist.all_reduce(total, async_op=True)
-            assert work is not None
-            self._world.failures.wait(work, "the sum of the loss", range(self._world.size), blocking=device.type == "cpu")
-        return total if loss is None else total.to(loss.dtype)
+        counted = 0.0 if loss is None or not step.counts_loss else loss.to(torch.float64)
+        label = float(crc32(repr(key).encode()) % 2**16)
+        # What every rank was given travels with the loss: all labels are equal if n times the squares' sum is the sum's
+        # square. Whole numbers of this size are exact, for up to 1024 ranks.
+        total = torch.zeros(3, dtype=torch.float64, device=device)
+        total[0], total[1], total[2] = counted, label, label * label
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        self._world.failures.wait(work, "the sum of the loss", range(self._world.size), blocking=device.type == "cpu")
+        if device.type == "cpu" or key not in self._agreed:  # on CUDA, looking is waiting
+            _, given, squares = total.tolist()
+            if self._world.size * squares != given * given:
+                raise UsageError(
+                    f"rank {self.rank} was given a batch of {_shapes(batch)}, and another rank one of other names, "
+                    "shapes or dtypes; give every rank the same global batch, as whale.shard_dataset does"
+                )
+            self._agreed.add(key)
+        return total[0].clone() if loss is None else total[0].to(loss.dtype)
 
     # Whole tensors under the local model's names
 
@@ -239,6 +251,12 @@ def signature(batch: Mapping[str, Any]) -> Signature:
     return tuple(
         (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (name, repr(v)) for name, v in batch.items()
     )
+
+
+def _shapes(batch: Mapping[str, Any]) -> str:
+    """A batch in words, for errors."""
+    shown = (f"{name} {tuple(v.shape)}" if isinstance(v, Tensor) else f"{name}={v!r}" for name, v in batch.items())
+    return ", ".join(shown)
 
 
 def _put(whole: Tensor, piece: Tensor, intervals: Intervals) -> None:

@@ -89,6 +89,11 @@ class LocalStage:
         self._batch: Mapping[str, Any] = {}
         self._changed: dict[str, Tensor] = {}
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that collectives inside this stage wait for, this one included."""
+        return tuple(sorted({rank for program in self.programs for b in program.bridges for rank in b.ranks}))  # type: ignore[union-attr]
+
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Start a step on a global batch: forget what depended on the last one."""
         self._batch = batch
