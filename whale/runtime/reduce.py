@@ -8,6 +8,7 @@ and no strategies.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -76,8 +77,15 @@ class Reducer:
             if len(kinds) > 1 or not seen.isdisjoint(bucket.parameters) or len(bucket.parameters) == 0:
                 raise UsageError(f"bucket {bucket.index} needs parameters of one dtype and device, each in one bucket")
             seen.update(bucket.parameters)
+        # A parameter keeps its hooks where Python's collector does not look, so they must not keep the parameter.
+        this = weakref.ref(self)
+
+        def accumulated(parameter: Tensor) -> None:
+            if (reducer := this()) is not None:
+                reducer._accumulated(parameter)
+
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(accumulated)
             for bucket in self.buckets
             if bucket.group is not None
             for parameter in bucket.parameters

@@ -1,0 +1,168 @@
+"""Does a rank need more memory for tensors than with torch's own parallelism? Two ranks, forward and backward.
+
+Live bytes are those of every tensor storage, with the parameters and what the other side keeps for itself; counted
+operator by operator over two steps after the first, so what an operator holds within itself is not seen. The peak is
+the larger of the two ranks, and for the pipeline also each of them. The torch sides are those of the speed benchmarks.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import HEAD, Row, arguments, on_two_ranks, over_ranks, report, table
+from models import batch, gpt2, llama
+from pipeline import MICRO_BATCHES, by_hand
+from tensor_parallel import megatron
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import whale
+
+Step = Callable[[], object]
+
+
+def living() -> dict[int, Tensor]:
+    """Every tensor that Python knows, by its storage."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    found += [x.grad for x in found if x.grad is not None]
+    return {x.untyped_storage()._cdata: x for x in found if x.device.type == "cpu"}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that live: those there at the start, but for *others*, and those that operators make."""
+
+    def __init__(self, others: frozenset[int]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}
+        for key, tensor in living().items():
+            if key not in others:
+                self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it runs operators on its local tensors, which come here
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return result
+
+
+def peak_of(step: Step, live: LiveBytes) -> int:
+    step()
+    gc.collect()
+    live.peak = live.now
+    step(), step()
+    return live.peak
+
+
+def whale_peak(
+    model: nn.Module, whole: dict[str, Tensor], others: frozenset[int], annotations: dict[str, Any], micro_batches: int
+) -> int:
+    whale.annotate(model, annotations)
+    parallel = whale.parallelize(model, whole, micro_batches=micro_batches, device="cpu")
+    del model
+
+    def step() -> None:
+        parallel.zero_grad()
+        parallel.train_step(**whole)
+
+    with LiveBytes(others) as live:
+        return peak_of(step, live)
+
+
+def data_parallel_peak(model: nn.Module, whole: dict[str, Tensor], others: frozenset[int]) -> int:
+    with LiveBytes(others) as live:
+        plain = DistributedDataParallel(model)
+        rank = dist.get_rank()
+        part = {name: tensor[4 * rank : 4 * rank + 4] for name, tensor in whole.items()}
+
+        def step() -> None:
+            plain.zero_grad()
+            plain(**part).loss.backward()
+
+        return peak_of(step, live)
+
+
+def tensor_parallel_peak(model: nn.Module, whole: dict[str, Tensor], others: frozenset[int]) -> int:
+    with LiveBytes(others) as live:
+        plain = megatron(model)
+        gc.collect()
+
+        def step() -> None:
+            plain.zero_grad()
+            plain(**whole).loss.backward()
+
+        return peak_of(step, live)
+
+
+def pipeline_peak(model: nn.Module, whole: dict[str, Tensor], others: frozenset[int]) -> int:
+    with LiveBytes(others) as live:
+        module, schedule = by_hand(model)
+        del model
+
+        def step() -> None:
+            module.zero_grad()
+            if dist.get_rank() == 0:
+                schedule.step(whole["input_ids"])
+            else:
+                schedule.step(target=whole["labels"], losses=[])
+
+        return peak_of(step, live)
+
+
+def main() -> None:
+    options = arguments("live bytes of a rank against torch's own parallelism")
+    on_two_ranks()
+    stages = {"transformer.h.0": whale.stage(), "transformer.h.2": whale.stage()}
+    cases = {
+        "data parallel, GPT-2 256 wide, 8 x 128": (gpt2, data_parallel_peak, {"": whale.replicate()}, batch(8, 128), 1),
+        "tensor parallel, Llama 256 wide, 2 x 64": (llama, tensor_parallel_peak, {"": whale.split()}, batch(2, 64, 64), 1),
+        "pipeline, GPT-2 256 wide, 8 x 128": (gpt2, pipeline_peak, stages, batch(8, 128), MICRO_BATCHES),
+    }
+    rows = []
+    for name, (make, torch_peak, annotations, whole, micro_batches) in cases.items():
+        if options.only not in name:
+            continue
+        others = frozenset(living())
+        ours = whale_peak(make(), whole, others, annotations, micro_batches)
+        others = frozenset(living())
+        theirs = torch_peak(make(), whole, others)
+        each: list[Any] = [None, None]
+        dist.all_gather_object(each, (ours, theirs))
+        most = [over_ranks(float(peak), dist.ReduceOp.MAX) for peak in (ours, theirs)]
+        rows.append(Row(name, *most, 1.0, unit="B").cells())
+        if "pipeline" in name:
+            rows += [Row(f"{name}, rank {r}", *map(float, e), 1.0, unit="B").cells() for r, e in enumerate(each)]
+    report("memory", options, table(HEAD, rows))
+
+
+if __name__ == "__main__":
+    main()
