@@ -428,9 +428,14 @@ def verify(
     )
 
 
-def shard_dataset(dataset: Any, *, batch_size: int, drop_last: bool = False) -> Any:
-    """A loader of global batches in the order that every rank agrees on.
+def shard_dataset(
+    dataset: Any, *, batch_size: int, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
+) -> torch.utils.data.DataLoader[Any]:
+    """A loader of global batches, the same on every rank, as ``train_step`` takes them.
 
-    Every rank yields the same global batch; each stage reads only its own rows of it.
+    Each stage computes on its own rows only. *batch_size* is the global one; *options* are those of torch's DataLoader.
     """
-    return torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=False, drop_last=drop_last)
+    order = torch.Generator().manual_seed(seed)
+    return torch.utils.data.DataLoader(
+        dataset, batch_size=batch_size, shuffle=shuffle, generator=order, drop_last=drop_last, **options
+    )
