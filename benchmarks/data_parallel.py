@@ -33,7 +33,9 @@ def main() -> None:
         plain.zero_grad()
         plain(**part).loss.backward()
 
-    row = side_by_side("GPT-2, 4 layers, 256 wide, 8 x 128", whale_step, torch_step, repeats=options.repeats, target=1.03)
+    row = side_by_side(
+        "GPT-2, 4 layers, 256 wide, 8 x 128", whale_step, torch_step, repeats=options.repeats, target=1.03
+    )
     report("data_parallel", options, table(HEAD, [row.cells()]))
 
 

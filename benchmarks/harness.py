@@ -72,7 +72,16 @@ def on_two_ranks() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, *sys.argv]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            port,
+            *sys.argv,
+        ]
         raise SystemExit(subprocess.call(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}))
     dist.init_process_group("gloo")
 
@@ -86,7 +95,9 @@ def over_ranks(number: float, op: dist.ReduceOp.RedOpType) -> float:
     return value.item()
 
 
-def side_by_side(case: str, whale: Callable[[], object], plain: Callable[[], object], *, repeats: int, target: float) -> Row:
+def side_by_side(
+    case: str, whale: Callable[[], object], plain: Callable[[], object], *, repeats: int, target: float
+) -> Row:
     """Time both in turn, the first of a pair changing; a ratio is the median of the ratios of pairs.
 
     The time of a step is that of the slowest rank; its processor time is that of all ranks, which other work on the

@@ -48,7 +48,9 @@ class Block(nn.Module):
 class Part(nn.Module):
     """One pipeline stage: some blocks, before them the embedding or after them the head."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, vocabulary: int, length: int, first: bool, last: bool) -> None:
+    def __init__(
+        self, layers: int, hidden: int, heads: int, vocabulary: int, length: int, first: bool, last: bool
+    ) -> None:
         super().__init__()
         if first:
             self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(length, hidden)
@@ -140,7 +142,11 @@ def main() -> None:
     profile.disable()
     if given.profile:
         profile.dump_stats(given.profile)
-    found = {"parameters": sum(p.numel() for p in model.parameters()), "ranks": ranks, "nodes": len(compilation.captured.graph.nodes)}
+    found = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "ranks": ranks,
+        "nodes": len(compilation.captured.graph.nodes),
+    }
     print(json.dumps({**found, "one_rank_seconds": round(total, 2), "peak_gb": round(peak(), 2), "seconds": seconds}))
 
 

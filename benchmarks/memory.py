@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from harness import HEAD, Row, arguments, on_two_ranks, over_ranks, report, table
 from models import batch, gpt2, llama
@@ -144,15 +143,21 @@ def main() -> None:
     stages = {"transformer.h.0": whale.stage(), "transformer.h.2": whale.stage()}
     cases = {
         "data parallel, GPT-2 256 wide, 8 x 128": (gpt2, data_parallel_peak, {"": whale.replicate()}, batch(8, 128), 1),
-        "tensor parallel, Llama 256 wide, 2 x 64": (llama, tensor_parallel_peak, {"": whale.split()}, batch(2, 64, 64), 1),
+        "tensor parallel, Llama 256 wide, 2 x 64": (
+            llama,
+            tensor_parallel_peak,
+            {"": whale.split()},
+            batch(2, 64, 64),
+            1,
+        ),
         "pipeline, GPT-2 256 wide, 8 x 128": (gpt2, pipeline_peak, stages, batch(8, 128), MICRO_BATCHES),
     }
     rows = []
-    for name, (make, torch_peak, annotations, whole, micro_batches) in cases.items():
+    for name, (make, torch_peak, scopes, whole, micro_batches) in cases.items():
         if options.only not in name:
             continue
         others = frozenset(living())
-        ours = whale_peak(make(), whole, others, annotations, micro_batches)
+        ours = whale_peak(make(), whole, others, scopes, micro_batches)
         others = frozenset(living())
         theirs = torch_peak(make(), whole, others)
         each: list[Any] = [None, None]

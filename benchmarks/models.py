@@ -13,7 +13,8 @@ def gpt2(*, width: int = 256, layers: int = 4, length: int = 128, heads: int = 4
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=WORDS,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
@@ -22,7 +23,8 @@ def llama(*, width: int = 256, layers: int = 4, heads: int = 4, words: int = 64)
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=layers, hidden_size=width, intermediate_size=2 * width, num_attention_heads=heads,
-        num_key_value_heads=heads, vocab_size=words, max_position_embeddings=256, use_cache=False, bos_token_id=None, eos_token_id=None,
+        num_key_value_heads=heads, vocab_size=words, max_position_embeddings=256, use_cache=False,
+        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

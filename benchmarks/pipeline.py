@@ -59,7 +59,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
 
 
-def by_hand(model: nn.Module):  # noqa: ANN201
+def by_hand(model: nn.Module):
     rank = dist.get_rank()
     stage = PipelineStage((First, Last)[rank](model), rank, 2, torch.device("cpu"))
     return stage.submod, Schedule1F1B(stage, MICRO_BATCHES, loss_fn=next_token_loss)

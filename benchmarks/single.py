@@ -22,11 +22,11 @@ def main() -> None:
         plain = copy.deepcopy(model)
         parallel = whale.parallelize(model, whole, device="cpu")
 
-        def whale_step(parallel=parallel, whole=whole) -> None:  # noqa: ANN001
+        def whale_step(parallel=parallel, whole=whole) -> None:
             parallel.zero_grad()
             parallel.train_step(**whole)
 
-        def torch_step(plain=plain, whole=whole) -> None:  # noqa: ANN001
+        def torch_step(plain=plain, whole=whole) -> None:
             plain.zero_grad()
             plain(**whole).loss.backward()
 

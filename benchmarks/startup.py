@@ -74,11 +74,11 @@ def main() -> None:
         "two stages, 256 wide": ({"transformer.h.0": whale.stage(), "transformer.h.12": whale.stage()}, 256, 4),
         "split, 1024 wide": ({"": whale.split()}, 1024, 1),
     }
-    for case, (annotations, width, micro_batches) in cases.items():
+    for case, (scopes, width, micro_batches) in cases.items():
         if options.only not in case:
             continue
         model, whole = gpt2(width=width, layers=24), batch(4, 64)
-        whale.annotate(model, annotations)
+        whale.annotate(model, scopes)
         clock.seconds.clear()
         dist.barrier()
         start, used = time.perf_counter(), time.process_time()

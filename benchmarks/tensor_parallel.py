@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import whale
 
 
-def megatron(model):  # noqa: ANN001, ANN201
+def megatron(model):
     mesh = init_device_mesh("cpu", (2,))
     plan = {}
     for index in range(len(model.model.layers)):
@@ -39,11 +39,11 @@ def main() -> None:
         whale.annotate(model, {"": whale.split()})
         parallel = whale.parallelize(model, whole, device="cpu")
 
-        def whale_step(parallel=parallel, whole=whole) -> None:  # noqa: ANN001
+        def whale_step(parallel=parallel, whole=whole) -> None:
             parallel.zero_grad()
             parallel.train_step(**whole)
 
-        def torch_step(plain=plain, whole=whole) -> None:  # noqa: ANN001
+        def torch_step(plain=plain, whole=whole) -> None:
             plain.zero_grad()
             plain(**whole).loss.backward()
 

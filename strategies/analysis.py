@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -108,7 +109,8 @@ def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
             for member in members:
                 rest = atoms.dim(atoms.extent(member) // (outer * size))
                 pairs.append((member, [atoms.dim(outer), axis.within, rest]))
-            axis.blocked = not all([atoms.align([member], split) for member, split in pairs])
+            walked = [atoms.align([member], split) for member, split in pairs]  # each, also after one that fails
+            axis.blocked = not all(walked)
             continue
         for member in members[1:]:
             if atoms.extent(member) != atoms.extent(members[0]) or not atoms.align([members[0]], [member]):
@@ -123,20 +125,19 @@ def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
         rule.axes.append(_join(atoms, whole, parts, sizes, source, dim))
 
 
-def _join(
-    atoms: Atoms, whole: Dim, parts: Sequence[Dim], sizes: Sequence[int], source: int, dim: int
-) -> OpAxis:
+def _join(atoms: Atoms, whole: Dim, parts: Sequence[Dim], sizes: Sequence[int], source: int, dim: int) -> OpAxis:
     """Say that *whole* is the parts one after the other; the axis of the split or the join."""
     many = dict.fromkeys(range(len(parts)), dim)
     axis = OpAxis({source: dim}, many) if source >= 0 else OpAxis(many, {0: dim})
     if len(parts) == 1:
         axis.blocked = not atoms.align([whole], [parts[0]])
     elif len(set(sizes)) == 1 and sizes[0] > 1:
-        ok = all([atoms.align([parts[0]], [part]) for part in parts[1:]])
-        axis.blocked = not (atoms.align([whole], [[atoms.new(len(parts))], parts[0]]) and ok)
+        walked = [atoms.align([parts[0]], [part]) for part in parts[1:]]
+        axis.blocked = not (atoms.align([whole], [[atoms.new(len(parts))], parts[0]]) and all(walked))
     elif len(whole) == 1 and min(sizes) > 1:
         cut = atoms.split_sum(whole[0], sizes)
-        axis.blocked = cut is None or not all([atoms.align([[c]], [p]) for c, p in zip(cut, parts, strict=True)])
+        walked = [] if cut is None else [atoms.align([[c]], [p]) for c, p in zip(cut, parts, strict=True)]
+        axis.blocked = cut is None or not all(walked)
     else:
         axis.blocked = True
     return axis
@@ -159,7 +160,7 @@ def _tiling_slices(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], int,
     for (source, dim), slices in groups.items():
         bounds = sorted({(first, last) for first, last, _ in slices})
         tiled = bounds[0][0] == 0 and bounds[-1][1] == value_shape(source)[dim] and len(bounds) > 1
-        if tiled and all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False)):
+        if tiled and all(a[1] == b[0] for a, b in pairwise(bounds)):
             sizes = tuple(last - first for first, last in bounds)
             for first, last, node in slices:
                 found[node] = (sizes, bounds.index((first, last)), dim)

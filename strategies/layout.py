@@ -97,7 +97,9 @@ class Layout:
             sizes = unit_shares(start_length, self.axes[i])
             local[p.atom] = sizes[coordinates[i]]
         length = local.get(leaf, self.analysis.atoms.size(leaf))
-        here = {p.atom: local[p.atom] for i, p in enumerate(placements) if i in before and p.dim == dim and p.atom in local}
+        here = {
+            p.atom: local[p.atom] for i, p in enumerate(placements) if i in before and p.dim == dim and p.atom in local
+        }
         segments = self.analysis.atoms.segments(self.analysis.dims[value][dim], leaf, here)
         return Cut(dim, segments, unit_shares(length, self.axes[axis]))
 
@@ -146,7 +148,9 @@ def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -
         if result == [(0, extent)]:
             result = [(a * extent, b * extent) for a, b in indices]
         else:
-            result = [(i * extent + a, i * extent + b) for low, high in indices for i in range(low, high) for a, b in result]
+            result = [
+                (i * extent + a, i * extent + b) for low, high in indices for i in range(low, high) for a, b in result
+            ]
         extent *= size
     return tuple(_merged(result))
 

@@ -127,7 +127,7 @@ class _Lowering:
     ) -> None:
         self.captured, self.analysis, self.stage, self.rank, self.clock = captured, analysis, stage, rank, clock
         self.coordinates = (micro_batch, *stage.mesh.coordinates(rank))
-        self.groups = ((),) + tuple(stage.mesh.group(i, rank) for i in range(len(stage.mesh.axes)))
+        self.groups = ((), *(stage.mesh.group(i, rank) for i in range(len(stage.mesh.axes))))
         self.whole: Placements = (REPLICATE,) * len(self.coordinates)
         self.pinned = set(stage.nodes)
         self.emitters = [_Emitter(level, nn.Module()) for level in range(3)]
@@ -153,9 +153,15 @@ class _Lowering:
         for value in self.stage.mutated.values():
             main.outputs.append(self.read(value, self.whole))
         _mark_reusable(main.graph, main.root)
-        graphs = [emitter.finish() for emitter in self.emitters]
-        bridges = [m for g in graphs for m in g.module.modules() if hasattr(m, "group") and hasattr(m, "ranks")]
-        return LocalProgram(*graphs, bridges=bridges, depends_on_position=self.depends_on_position)
+        constant, step, micro_batch = (emitter.finish() for emitter in self.emitters)
+        modules = (m for g in (constant, step, micro_batch) for m in g.module.modules())
+        return LocalProgram(
+            constant=constant,
+            step=step,
+            micro_batch=micro_batch,
+            bridges=[m for m in modules if hasattr(m, "group") and hasattr(m, "ranks")],
+            depends_on_position=self.depends_on_position,
+        )
 
     def _normal(self, value: Value, placements: Placements) -> Placements:
         """Where no gradient flows R* is R; along time it always is: gradients accumulate there."""
@@ -337,9 +343,7 @@ class _Lowering:
             return emitter.placeholder((value, want), source, node.name)
         if node.name in self.captured.parameters:
             raise AssertionError(f"{node.name}: a floating value reads a parameter")
-        kind, table = (
-            ("buffer", self.captured.buffers) if node.name in self.captured.buffers else ("constant", None)
-        )
+        kind, table = ("buffer", self.captured.buffers) if node.name in self.captured.buffers else ("constant", None)
         name = table[node.name] if table is not None else node.name
         whole = emitter.placeholder((value, self.whole), (kind, name), node.name)
         emitter.env[(value, self.whole)] = whole
@@ -426,7 +430,8 @@ class _Lowering:
                 dropout = SeededDropout(bound["p"], key, self.clock, pair)
                 return emitter.call_module(dropout, (bound["input"],), "dropout")
             positional, keyword = _arguments(op, bound)
-            return emitter.call_module(SeededCall(op.target, key, self.clock), positional, "random", keyword)
+            target: Any = op.target
+            return emitter.call_module(SeededCall(target, key, self.clock), positional, "random", keyword)
         return None
 
 

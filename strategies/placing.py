@@ -117,7 +117,9 @@ def place_stage(
         for node in nodes:
             chosen[node].append(solution.choices[node])
         for value in stored:
-            placement = problem.fixed[value][axis + 1] if value in problem.fixed else solution.stored.get(value, REPLICATE)
+            placement = (
+                problem.fixed[value][axis + 1] if value in problem.fixed else solution.stored.get(value, REPLICATE)
+            )
             # What stages sum must be a term of the sum on every rank.
             shared = value in problem.shared and placement.kind == "R"
             stored[value].append(FANOUT if shared else placement)
@@ -153,9 +155,9 @@ def _check_heads(problem: StageProblem) -> None:
             path, heads = module_of(node) or "the model", shape[-3]
             legal = " or ".join(str(n) for n in (heads // 2, heads) if n)
             raise InfeasibleError(
-                f"split over {parts} devices: the attention in {path}{where(node)} has {heads} heads, and a head is not "
-                f"cut; split it over {legal} (as in whale.split({heads})), and let replicate or stage use the other "
-                "devices"
+                f"split over {parts} devices: the attention in {path}{where(node)} has {heads} heads, and a head is "
+                f"not cut; split it over {legal} (as in whale.split({heads})), and let replicate or stage use "
+                "the other devices"
             )
 
 
@@ -211,9 +213,7 @@ def place_time(
     return time
 
 
-def _free(
-    captured: Captured, analysis: Analysis, partition: Partition, nodes: Sequence[fx.Node]
-) -> frozenset[Value]:
+def _free(captured: Captured, analysis: Analysis, partition: Partition, nodes: Sequence[fx.Node]) -> frozenset[Value]:
     """Values that cost nothing in any placement: floating ones, inputs, constants, buffers."""
     return frozenset(
         v for n in nodes for v in analysis.ops[n].operands if v[0] in partition.floating or _is_leaf(captured, v)
@@ -255,7 +255,7 @@ def _effective_roles(
     roles: Mapping[fx.Node, tuple[Role, ...]],
     num_axes: int,
 ) -> dict[fx.Node, tuple[Role, ...]]:
-    """A replicated operator without parameters that reads a split one may be cut as that one is: a residual sum, a loss.
+    """A replicated operator without parameters that reads a split one may be cut as that is: a residual sum, a loss.
 
     What it may not do is decided by the next operator that has parameters.
     """
@@ -279,7 +279,9 @@ def _placed(
     return [c.outputs[value[1]] for c in chosen.get(value[0], ())]
 
 
-def _leaving(choices: Mapping[fx.Node, tuple[Choice, ...]], stored: Mapping[Value, Placements], value: Value) -> Placements:
+def _leaving(
+    choices: Mapping[fx.Node, tuple[Choice, ...]], stored: Mapping[Value, Placements], value: Value
+) -> Placements:
     """How a sent value leaves: sharded where it is, else whole."""
     return tuple(p if p.kind == "S" else REPLICATE for p in _placed(choices, stored, value))
 

@@ -10,8 +10,7 @@ Objective: the bytes that the runtime moves in a step (:func:`conversion_cost`),
 Least bytes alone would gather weights for every use (ZeRO-3), so costs only break ties between what the annotations
 allow. The search is a dynamic program over the topological order whose state is the placements of the live values, with
 a beam. Its steps are the segments between narrow places of the graph; a segment that is equal to an earlier one up to
-names is not solved again, so the cost does not grow with depth. Not optimal in general (beam), equal to an ILP's optimum
-where that was compared.
+names is not solved again, so the cost does not grow with depth. Not optimal in general: a beam.
 """
 
 from __future__ import annotations
@@ -161,9 +160,7 @@ class _Segment:
         key: list[object] = []
         for position, node in enumerate(nodes, offset):
             op = solver.analysis.ops[node]
-            operands = tuple(
-                self._value(v) if v not in solver.problem.free else -1 for v in op.operands
-            )
+            operands = tuple(self._value(v) if v not in solver.problem.free else -1 for v in op.operands)
             outputs = tuple(self._value((node, i)) for i in range(len(output_shapes(node))))
             choices = tuple(
                 (
@@ -303,18 +300,17 @@ class _Solver:
                 outside = [(v, p) for v, p in state if v not in segment.values]
                 start = tuple(
                     sorted(
-                        (segment.values[v], frozenset(segment.place(Placement(*x), True) for x in p))  # type: ignore[arg-type]
-                        for v, p in inside
+                        (segment.values[v], frozenset(segment.place(Placement(*x), True) for x in p)) for v, p in inside
                     )
                 )
-                for end, extra, decisions in self._run(segment, start):
+                for end, extra, picked in self._run(segment, start):
                     after = outside + [
                         (segment.values_by_id[i], frozenset(_tuple(segment.concrete(x)) for x in p)) for i, p in end
                     ]
                     key = tuple(sorted(after, key=lambda item: (item[0][0].name, item[0][1])))
                     total = cost + extra
                     if key not in found or total < found[key][0]:
-                        found[key] = (total, (path, decisions))
+                        found[key] = (total, (path, picked))
             beam = self.undominated(found, lambda item: item[1][0], self.describe)
         best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(key))
         cost, path = beam[best_key]
@@ -335,7 +331,7 @@ class _Solver:
                 continue
             kinds = {p[0] for p in available}
             nbytes, grad = self.describe(value)[:2]
-            if want == "any" and kinds & {"R", "R*", "S"} or want == "sum" and kinds & {"R", "P"} or "R" in kinds:
+            if (want == "any" and kinds & {"R", "R*", "S"}) or (want == "sum" and kinds & {"R", "P"}) or "R" in kinds:
                 continue
             if want == "any" and grad and kinds == {"R*"}:
                 total += _all_reduce(nbytes, self.problem.size, self.problem.prices)
@@ -370,6 +366,7 @@ class _Solver:
     def _beam(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
         size, prices = self.problem.size, self.problem.prices
         info = segment.info
+
         def stored(value: int, want: Canonical, split: bool, hopeful: bool) -> float:
             """Price of storing a parameter, or receiving a value, as it is first wanted."""
             nbytes, grad, kind, matrix, fixed = info[value]
@@ -386,9 +383,7 @@ class _Solver:
 
         beam: dict[State, tuple[float, tuple]] = {start: (0.0, ())}
         for (operands, outputs, choices, split), dead in zip(segment.steps, segment.dead, strict=True):
-            sharded = [
-                any(choice[0][i][0] == "S" for choice in choices) for i in range(len(operands))
-            ]
+            sharded = [any(choice[0][i][0] == "S" for choice in choices) for i in range(len(operands))]
             found: dict[State, tuple[float, tuple]] = {}
             for state, (cost, path) in beam.items():
                 have = dict(state)
@@ -414,6 +409,7 @@ class _Solver:
                     key = tuple(sorted(changed.items()))
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, number))
+
             def rank(item: tuple[State, tuple[float, tuple]]) -> float:
                 pending = sum(
                     _all_reduce(info[v][0], size, prices) for v, placed in item[0] if all(p[0] == "P" for p in placed)

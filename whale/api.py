@@ -23,6 +23,7 @@ from whale.graph.capture import batch_leaves
 from whale.graph.refusals import check_hooks
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.program import Reduce
 from whale.planner.catalog import device_types
 from whale.planner.orders import SCHEDULES
 from whale.planner.place import Preference
@@ -150,7 +151,9 @@ def parallelize(
     if initial is None:
         agree_on_values(world, *_sample(model))
     try:
-        module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(compilation, leaves)
+        module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
+            compilation, leaves
+        )
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
@@ -232,7 +235,9 @@ class _Builder:
         aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
         self.model = self.initial = None
         if world.size > 1:
-            sets = {s.mesh.group(a, r) for s in compilation.stages for a in range(len(s.mesh.axes)) for r in s.mesh.ranks}
+            sets = {
+                s.mesh.group(a, r) for s in compilation.stages for a in range(len(s.mesh.axes)) for r in s.mesh.ranks
+            }
             self.groups = groups(sets, world.failures.timeout_seconds)
             self.reduce_groups = groups({spec.ranks for spec in compilation.reduces}, world.failures.timeout_seconds)
         training = self.template.training
@@ -285,10 +290,13 @@ class _Builder:
             if rank not in stage.mesh.ranks:
                 continue
             programs = compilation.local_programs(stage, rank, clock)
-            for program in programs:
-                for bridge in program.bridges:
-                    bridge.group = self.groups.get(tuple(sorted(bridge.ranks)))  # type: ignore[assignment]
-            names = [compilation.parameter_name(v) for v in stage.stored if v[0].name in compilation.captured.parameters]
+            for local in programs:
+                bridge: Any
+                for bridge in local.bridges:
+                    bridge.group = self.groups.get(tuple(sorted(bridge.ranks)))
+            names = [
+                compilation.parameter_name(v) for v in stage.stored if v[0].name in compilation.captured.parameters
+            ]
             outputs = tuple(value_name(v) for v in stage.sent)
             if stage.loss is not None:
                 outputs += ("loss",)
@@ -314,7 +322,7 @@ class _Builder:
             if rank in spec.ranks
         ]
         program = compilation.program(rank)
-        order = [i.bucket for i in program if type(i).__name__ == "Reduce"]
+        order = [instruction.bucket for instruction in program if isinstance(instruction, Reduce)]
         buckets.sort(key=lambda b: order.index(b.index))
         executor = Executor(
             rank=rank,
@@ -361,7 +369,7 @@ def _check_devices(model: nn.Module, device: torch.device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta" or tensor.device == device:
             continue
-        if tensor.device.type == device.type and device.index is None:
+        if tensor.device.type == device.type and str(device) == device.type:  # no index: any device of the type
             continue
         raise UsageError(
             f"{name} is on {tensor.device}, but this rank computes on {device}: move the model with "
@@ -391,7 +399,12 @@ class ParityReport:
 
 
 def verify(
-    model: nn.Module, batch: Any, *, loss_fn: Callable[..., Any] | None = None, tolerance: float | None = None, **options: Any
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    tolerance: float | None = None,
+    **options: Any,
 ) -> ParityReport:
     """Run one step locally and one in parallel from the same weights, and compare the loss and every gradient.
 

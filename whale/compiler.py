@@ -54,7 +54,7 @@ class Options:
 
 
 StoredForm = tuple[str, int, tuple[Segment, ...]]
-"""How a parameter is stored on a mesh axis, in terms that do not depend on one graph: kind, dim, segments of the cut."""
+"""How a parameter is stored on a mesh axis, whatever the graph: kind, dim, segments of the cut."""
 
 
 @dataclass(kw_only=True)
@@ -245,9 +245,7 @@ def compile_model(
     stages = _place_stages(captured, analysis, cut, assignment, rows, loss, device, report, stored or {})
     edges = _edges(analysis, cut, stages, len(rows))
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
-    order = schedule_order(
-        options.schedule, len(stages), len(rows), tuple(frozenset(s.mesh.ranks) for s in stages)
-    )
+    order = schedule_order(options.schedule, len(stages), len(rows), tuple(frozenset(s.mesh.ranks) for s in stages))
     compilation = Compilation(
         captured=captured,
         partition=cut,
@@ -278,7 +276,7 @@ def _request(graph: TaskGraph) -> StageRequest:
 
 
 def _rows(analysis: Analysis, options: Options, per_micro_batch: int | None) -> tuple[int, ...]:
-    """How many units of the batch each micro-batch has; a later, smaller batch fills micro-batches of the first size."""
+    """How many units of the batch each micro-batch has; a later batch fills micro-batches of the first size."""
     count = options.micro_batches
     if count < 1:
         raise UsageError(f"micro_batches is {count}: it must be at least 1")
@@ -376,9 +374,7 @@ def _warn(report: Report, captured: Captured) -> None:
         )
 
 
-def _edges(
-    analysis: Analysis, cut: Partition, stages: Sequence[PlacedStage], micro_batches: int
-) -> tuple[Edge, ...]:
+def _edges(analysis: Analysis, cut: Partition, stages: Sequence[PlacedStage], micro_batches: int) -> tuple[Edge, ...]:
     """The values that cross stages, and their transfers."""
     edges: list[Edge] = []
     regions: dict[Any, Any] = {}
@@ -462,10 +458,10 @@ def _reduces(compilation: Compilation) -> tuple[tuple[ReduceSpec, ...], tuple[tu
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
     dtypes = {name: value_tensor(entries[0][1]).dtype for name, entries in readers.items()}
-    for (ranks, stages), members in groups.items():
+    for (ranks, stages), parameters in groups.items():
         blanks = {
             id(p): (p, name)
-            for name, shape in members
+            for name, shape in parameters
             for p in [nn.Parameter(torch.empty(shape, dtype=dtypes[name], device="meta"))]
         }
         for bucket in bucketize([p for p, _ in blanks.values()], capacity_bytes=BUCKET_BYTES):

@@ -175,7 +175,11 @@ def test_devices_keep_their_ranks_speeds_and_memory() -> None:
             r"stage\(3\) \(s0\) on 3.*a multiple of 4 devices, and there are 6; use 4 or 8",
         ),
         (staged("stage(4)", "stage(4)"), 4, "a multiple of 8 devices, and there are 4; use 8 devices"),
-        (whole("split(4)"), 6, "the model with split.4. on 4 need a multiple of 4 devices, and there are 6; use 4 or 8"),
+        (
+            whole("split(4)"),
+            6,
+            "the model with split.4. on 4 need a multiple of 4 devices, and there are 6; use 4 or 8",
+        ),
         (staged("stage(2)", "stage: split", "stage: split"), 5, "2 and a multiple of 2 devices.*5; use 4 or 6"),
         (staged("stage(4)", "stage: split"), 4, "4 and a multiple of 1 devices.*4; use 5 devices"),
         (staged("stage: replicate > split(4)"), 6, "a multiple of 4 devices.*6; use 4 or 8"),

@@ -51,7 +51,10 @@ def test_gpt2_is_cut_as_megatron_does_with_two_all_reduces_a_layer_each_way(atte
 def test_gpt2_columns_then_rows() -> None:
     solved = solve(gpt2(), tokens(4, 8), SPLIT)
     block = "transformer.h.0."
-    placed = {name: solved.stored(f"{block}{name}.weight") for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    placed = {
+        name: solved.stored(f"{block}{name}.weight")
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
     assert placed == {"attn.c_attn": "S(1)", "attn.c_proj": "S(0)", "mlp.c_fc": "S(1)", "mlp.c_proj": "S(0)"}
 
 

@@ -47,7 +47,7 @@ def verify(
     first = os.environ.get("RANK", "0") == "0"
     if first:
         note(f"verifying {loaded.name} on {os.environ.get('WORLD_SIZE', '1')} rank(s)")
-    given = {name: value for name, value in how.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
     report = as_data(api.verify(loaded.model, loaded.batch, **given))
     if first:
         click.echo(json.dumps(report, indent=2, default=str) if as_json else as_text(report))

@@ -89,7 +89,7 @@ def _detach(graph: fx.Graph, node: fx.Node) -> None:
 
 def _cast(graph: fx.Graph, node: fx.Node) -> None:
     """A cast to the dtype and device that a tensor has is nothing."""
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    source = node.args[0]
     if not isinstance(source, fx.Node):
         return
     old, new = source.meta["val"], node.meta["val"]
@@ -210,11 +210,12 @@ def _cat(graph: fx.Graph, node: fx.Node) -> None:
 
 def _index(graph: fx.Graph, node: fx.Node) -> None:
     """``x[arange(len(x)), i]`` picks one position of each row: a gather, which leaves the rows apart."""
-    source, indices = node.args
-    if len(indices) != 2 or not all(isinstance(i, fx.Node) for i in indices):  # type: ignore[arg-type]
+    arguments: tuple[Any, ...] = node.args
+    source, indices = arguments
+    if len(indices) != 2 or not all(isinstance(i, fx.Node) for i in indices):
         return
-    rows, picked = indices  # type: ignore[misc]
-    x, index = source.meta["val"], picked.meta["val"]  # type: ignore[union-attr]
+    rows, picked = indices
+    x, index = source.meta["val"], picked.meta["val"]
     if not _counts(rows, x.shape[0]) or index.shape != (x.shape[0],) or index.dtype == torch.bool:
         return
     rest = [1] * (x.dim() - 2)
@@ -287,7 +288,7 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
 
 def _inline_wrappers(graph: fx.Graph) -> None:
     """Inline ``wrap_with_set_grad_enabled`` and ``wrap_with_autocast``; values made without gradient are detached."""
-    owner = graph.owning_module
+    owner: Any = graph.owning_module
     wrappers = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
     again = True
     while again:
@@ -297,23 +298,24 @@ def _inline_wrappers(graph: fx.Graph) -> None:
             if node.op != "call_function" or name not in wrappers:
                 continue
             body_at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-            attr: fx.Node = node.args[body_at]  # type: ignore[assignment]
-            body: fx.GraphModule = owner.get_submodule(attr.target)  # type: ignore[union-attr, arg-type]
+            attr: Any = node.args[body_at]
+            body: Any = owner.get_submodule(attr.target)
             enabled = name == "wrap_with_set_grad_enabled" and not node.args[0]
             holes = [n for n in body.graph.nodes if n.op == "placeholder"]
             values: dict[fx.Node, Any] = dict(zip(holes, node.args[body_at + 1 :], strict=True))
+            value_of = values.__getitem__
             with graph.inserting_before(node):
                 for inner in body.graph.nodes:
                     if inner.op == "placeholder":
                         continue
                     if inner.op == "output":
-                        results = fx.map_arg(inner.args[0], lambda n: values[n])
+                        results = fx.map_arg(inner.args[0], value_of)
                         break
                     if inner.op == "get_attr":
                         fresh = graph.get_attr(f"{attr.target}.{inner.target}")
                         fresh.meta = dict(inner.meta)
                     else:
-                        fresh = graph.node_copy(inner, lambda n: values[n])
+                        fresh = graph.node_copy(inner, value_of)
                     values[inner] = fresh
                     again = True
                 if enabled:

@@ -206,7 +206,7 @@ def wrap_annotated(model: nn.Module) -> None:
     scopes = module_scopes(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if path in scopes and "_whale_wrapped" not in module.__dict__:
-            module.forward = _scoped(module.forward, scopes[path])  # type: ignore[method-assign]
+            module.forward = _scoped(module.forward, scopes[path])
             module.__dict__["_whale_wrapped"] = True
 
 
@@ -275,7 +275,7 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
     mutated = [i for i, s in enumerate(outputs) if s.kind is OutputKind.BUFFER_MUTATION]
     captured.mutated = tuple(aliases[(outputs[i].target or "").removeprefix("model.")] for i in mutated)
     output = captured.graph.output_node()
-    output.args = (tuple(output.args[0][i] for i in order + mutated),)  # type: ignore[index, union-attr]
+    output.args = (tuple(output.args[0][i] for i in order + mutated),)  # type: ignore[index]
     return captured
 
 

@@ -265,8 +265,8 @@ def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwarg
         leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         results = function(*inputs, **kwargs)
         outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if isinstance(y, torch.Tensor)]
-        total = sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outputs if y.requires_grad)
-        grads = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()
+        terms = [(y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outputs if y.requires_grad]
+        grads = torch.autograd.grad(terms, leaves, allow_unused=True) if leaves else ()
         return [*outputs, *(torch.zeros(()) if g is None else g for g in grads)]
 
     # A thread of its own: the modes of the capture, which would record the trial, belong to this one.
@@ -305,7 +305,7 @@ def refusing() -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch.") and not _derives_its_backward(original, cls, args, kwargs):
             raise _located(
-                f"the custom autograd function {cls.__name__} has a backward that is not the derivative of its forward, "
+                f"the custom autograd function {cls.__name__} has a backward that is not its forward's derivative, "
                 "which a captured graph cannot keep; write its forward with torch's operators and let autograd derive "
                 "the backward, or register it with torch.library.custom_op",
                 _place_of_frame(sys._getframe(1)),

@@ -57,7 +57,9 @@ class Plan(BaseModel):
             line = getattr(error, "lineno", None)
             text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
             where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else ""
-            raise InputFileError(f"is not a plan: {where + ': ' if where else ''}{text}", path=path, line=line) from error
+            raise InputFileError(
+                f"is not a plan: {where + ': ' if where else ''}{text}", path=path, line=line
+            ) from error
 
     def dumps(self) -> str:
         """The plan as JSON, the same bytes for the same plan."""

@@ -138,9 +138,7 @@ def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
         group.note("all_gather", x, *shapes)
     else:
         _gather_single(gathered, flat, group=group)
-    pieces = [
-        gathered[rank * largest : rank * largest + sizes[rank]].view(shape) for rank, shape in enumerate(shapes)
-    ]
+    pieces = [gathered[rank * largest : rank * largest + sizes[rank]].view(shape) for rank, shape in enumerate(shapes)]
     if cut.contiguous and cut.dim == 0 and len(set(sizes)) == 1:
         return gathered.view(cut.extent, *x.shape[1:])
     return assemble(pieces, cut)

@@ -82,7 +82,9 @@ def initialize(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = dist.PrefixStore(f"whale/attempt/{attempt}", store)
     if joined:
-        return World(rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared)
+        return World(
+            rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared
+        )
     _wait_for_all(shared, rank, size, max(1.0, timeout_seconds - (time.monotonic() - begin)), timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
