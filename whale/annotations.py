@@ -56,6 +56,8 @@ NODE_KEY = "whale_scopes"
 """Key of ``node.meta["custom"]`` under which a traced node carries its encoded scope path."""
 
 _ATTRIBUTE = "_whale_scopes"
+_ROOT = "."
+"""Region of the whole model: no module's path, and not the empty string, which is what has no annotation."""
 ModuleT = TypeVar("ModuleT", bound="torch.nn.Module")
 
 
@@ -218,7 +220,7 @@ class _Mark:
         for depth, strategy in enumerate(self.strategies):
             of_key = strategy.kind in ("stage", "cluster")
             region = key if of_key else path if depth == last else f"{path}#{depth}"
-            found.append(Scope(strategy=strategy, region=region))
+            found.append(Scope(strategy=strategy, region=region or _ROOT))
         return tuple(found)
 
 

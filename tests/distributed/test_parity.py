@@ -139,4 +139,6 @@ ODD: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("build", "layout", "options"), ODD.values(), ids=ODD.keys())
 def test_odd_models(worlds: Worlds, build: Any, layout: Any, options: dict[str, Any]) -> None:
-    check(worlds, 2, build, Setup(layout=layout, **options))
+    results = check(worlds, 2, build, Setup(layout=layout, **options))
+    if layout is TP:
+        assert all(any(found.held[n] != found.whole[n] for n in found.held) for found in results)

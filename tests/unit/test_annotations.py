@@ -24,7 +24,7 @@ from whale.annotations import (
     recording,
 )
 from whale.errors import AnnotationError
-from whale.ir.strategy import ScopePath, Strategy, decode_scopes
+from whale.ir.strategy import ScopePath, Strategy, decode_scopes, region_of
 
 
 @pytest.fixture(autouse=True)
@@ -181,11 +181,11 @@ def test_a_scope_lets_exceptions_through() -> None:
 
 def test_copies_and_pickles_keep_the_annotation_and_need_nothing_of_whale() -> None:
     model = whale.split(2)(nn.Linear(2, 2))
-    assert printed(module_scopes(copy.deepcopy(model))) == {"": ["split(2) of "]}
+    assert printed(module_scopes(copy.deepcopy(model))) == {"": ["split(2) of ."]}
     data = pickle.dumps(model)
     assert b"whale.annotations" not in data
     assert b"whale.ir" not in data
-    assert printed(module_scopes(pickle.loads(data))) == {"": ["split(2) of "]}
+    assert printed(module_scopes(pickle.loads(data))) == {"": ["split(2) of ."]}
 
 
 def test_the_compiler_of_torch_traces_through_a_scope_without_a_break() -> None:
@@ -220,7 +220,14 @@ def test_a_strategy_applied_to_anything_else_is_refused(target: Any) -> None:
 
 def test_marking_again_replaces() -> None:
     model = whale.split(4)(whale.replicate()(nn.Linear(2, 2)))
-    assert printed(module_scopes(model)) == {"": ["split(4) of "]}
+    assert printed(module_scopes(model)) == {"": ["split(4) of ."]}
+
+
+def test_the_whole_model_is_a_region_that_is_not_the_unannotated_rest() -> None:
+    model = Model()
+    whale.annotate(model, {"": whale.split()})
+    (scope,) = module_scopes(model)[""]
+    assert scope.region != region_of(())
 
 
 def test_modules_under_one_stage_key_are_one_stage_and_each_split_module_is_a_region() -> None:
@@ -377,9 +384,9 @@ def test_an_inner_key_replaces_the_outer_one_on_the_nodes() -> None:
     model = Model()
     whale.annotate(model, {"": whale.replicate(), "head": whale.split(), "layers.0": [whale.stage(), whale.split(2)]})
     found = captured(model, torch.ones(2, 4))
-    assert found[0] == ("linear", ["replicate() of "])
+    assert found[0] == ("linear", ["replicate() of ."])
     assert found[1] == ("linear", ["stage() of layers.0", "split(2) of layers.0"])
-    assert found[5] == ("linear", ["replicate() of "])
+    assert found[5] == ("linear", ["replicate() of ."])
     assert found[-1] == ("linear", ["split() of head"])
 
 
