@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from whale.graph.capture import Captured
 from whale.graph.partition import is_random
-from whale.graph.values import Value, needs_grad, output_shapes
+from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, Conversion, Take
@@ -515,4 +515,20 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
         micro_batch=located(program.micro_batch),
         bridges=program.bridges,
         depends_on_position=program.depends_on_position,
+        nothing=None if program.bridges or stage.mutated else _nothing(stage, coordinates),
     )
+
+
+def _nothing(
+    stage: PlacedStage, coordinates: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...] | None:
+    """What a rank without a row of the micro-batch returns; None where it has some."""
+    leaf = stage.layout.analysis.batch_leaf
+    for choices in stage.choices.values():
+        if any(choice.leaf == leaf for choice in choices):
+            placements = tuple(choice.outputs[0] for choice in choices)
+            if stage.layout.spans(placements, coordinates).get(leaf, (0, 1))[1]:
+                return None
+            leaving = [*stage.sent.items()] + ([(stage.loss, stage.loss_placements)] if stage.loss is not None else [])
+            return tuple((stage.layout.local_shape(v, p, coordinates), value_tensor(v).dtype) for v, p in leaving)
+    return None

@@ -86,7 +86,8 @@ def gpt2_one_layer_with_dropout() -> Example:
 
 def gpt2_checkpointed() -> Example:
     model, batch = gpt2()
-    model.gradient_checkpointing_enable()
+    enable: Any = model.gradient_checkpointing_enable
+    enable()
     return model, batch
 
 
@@ -247,6 +248,9 @@ def blocks() -> tuple[nn.Module, Any]:
 
 class Counting(nn.Module):
     """A buffer that every training step changes, read before it is changed."""
+
+    steps: Tensor
+    offset: Tensor
 
     def __init__(self) -> None:
         super().__init__()

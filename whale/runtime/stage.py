@@ -37,7 +37,8 @@ class LocalProgram:
 
     The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values.
     ``bridges`` are the modules that need a process group. ``depends_on_position`` says that the program is right for
-    one micro-batch only, not for others of as many rows.
+    one micro-batch only, not for others of as many rows. ``nothing`` is set where the rank has no row of the
+    micro-batch and nobody waits for it inside the stage: the shapes and dtypes of what it then returns unrun.
     """
 
     constant: LocalGraph
@@ -45,6 +46,7 @@ class LocalProgram:
     micro_batch: LocalGraph
     bridges: list[nn.Module] = field(default_factory=list)
     depends_on_position: bool = False
+    nothing: tuple[tuple[tuple[int, ...], torch.dtype], ...] | None = None
 
 
 def part(x: Tensor, intervals: Intervals) -> Tensor:
@@ -103,6 +105,9 @@ class LocalStage:
         """Run the micro-batch graph; new buffer values are kept until the step ends, the rest is returned."""
         program = self.programs[micro_batch]
         self.clock.micro_batch = micro_batch
+        if program.nothing is not None:  # many operators refuse tensors without rows
+            device = next(iter(self._tensors.values())).device
+            return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in program.nothing)
         results = program.micro_batch.module(*self._arguments(program, program.micro_batch, received))
         if self.mutated:
             count = len(self.outputs)
