@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 class Ranks:
     """Processes 0 to ``size`` - 1, each in one `World`; a context manager."""
 
-    def __init__(self, size: int, timeout_seconds: float = 30.0) -> None:
+    def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
         self.size = size
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
@@ -65,7 +65,7 @@ class Ranks:
                 process.kill()
                 process.join()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 200.0) -> list[Any]:
         """Return ``function(world, *arguments)`` of every rank; show the traceback of the first that raised."""
         outcomes = self.outcomes(function, *arguments, timeout=timeout)
         failed = sorted((outcome.seconds, rank) for rank, outcome in enumerate(outcomes) if outcome.error)
@@ -74,7 +74,7 @@ class Ranks:
             raise AssertionError(f"rank {rank} of {self.size} failed first:\n{outcomes[rank].traceback}")
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 200.0) -> list[Outcome]:
         """Return how ``function(world, *arguments)`` ended on every rank; a rank that raised is gone afterwards."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
@@ -100,7 +100,7 @@ class Ranks:
         return [outcomes[rank] for rank in range(self.size)]
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200.0) -> list[Any]:
     """Run ``function(world, *arguments)`` on ranks started for it alone."""
     with Ranks(size) as ranks:
         return ranks.run(function, *arguments, timeout=timeout)

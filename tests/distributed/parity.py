@@ -75,7 +75,7 @@ class Worlds:
         """``function(world, *arguments)`` of every rank of a world of that size."""
         if self._ranks is None or self._ranks.size != size:
             self.close()
-            self._ranks = Ranks(size, timeout_seconds=20.0)
+            self._ranks = Ranks(size, timeout_seconds=60.0)
         try:
             return self._ranks.run(_isolated, function, arguments, timeout=timeout)
         except BaseException:
