@@ -15,7 +15,7 @@ import warnings
 from typing import Any
 
 import torch
-from lowering_175b import annotated
+from lowering_175b import GPT
 
 import whale
 from whale.compiler import Options, _place_stages, _request, _rows
@@ -35,8 +35,9 @@ NESTS = {
 
 
 def seconds(layers: int, ranks: int, nest: Any, profile: cProfile.Profile | None) -> tuple[float, float]:
-    model = annotated(1, 1, 1, layers=layers, hidden=1024, heads=64, vocabulary=51200, length=512)
-    whale.annotate(model, {"parts.0": nest})
+    with torch.device("meta"):
+        model = GPT(1, layers, hidden=1024, heads=64, vocabulary=51200, length=512)
+    whale.annotate(model, {"": nest})
     tokens = torch.empty(64, 512, dtype=torch.long, device="meta")
     captured = capture(model, {"tokens": tokens, "labels": tokens})
     cut = partition(captured)

@@ -1,4 +1,4 @@
-"""The collectives that every rank of a stage will call, in order: found by running its program on fake tensors.
+"""The collectives that every rank of a stage will call, in order: found by running its program without data.
 
 A program is lowered, given process groups that only note what they are asked for, and run forward and backward, by the
 code that runs it for real. So the sequence is right for whatever a bridge or a form does, and for the order of the
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.errors import ScheduleError
 from whale.graph.capture import Captured
@@ -55,7 +57,6 @@ def stage_calls(
     rows: Sequence[int],
     programs: Programs,
     rank: int,
-    device: torch.device | str = "cpu",
 ) -> StageCalls:
     """The collectives of all ranks of a stage. *rank* is rehearsed itself, if it is of the stage."""
     if all(axis.size == 1 for axis in stage.mesh.axes):
@@ -70,7 +71,7 @@ def stage_calls(
         actor = rank if rank in members else members[0]
         local = programs(stage, actor)
         for m in micro_batches:
-            calls = rehearse(captured, stage, actor, local[m], m, device)
+            calls = rehearse(captured, stage, actor, local[m], m)
             for member in members:
                 found[m][member] = _of_rank(calls, stage, actor, member)
     return {m: dict(sorted(calls.items())) for m, calls in found.items()}
@@ -108,7 +109,6 @@ def rehearse(
     rank: int,
     program: LocalProgram,
     micro_batch: int,
-    device: torch.device | str = "cpu",
 ) -> TaskCalls:
     """Run a rank's program of one micro-batch, forward and backward, without data or processes: what does it call?"""
     calls: list[CollectiveCall] = []
@@ -122,8 +122,10 @@ def rehearse(
         for bridge in program.bridges:
             if len(bridge.ranks) > 1:  # type: ignore[arg-type]
                 bridge.group = Rehearsal(names[id(bridge)], tuple(bridge.ranks), calls)  # type: ignore[assignment, arg-type]
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-            roots, seeds = _forward(captured, stage, rank, program, micro_batch, torch.device(device))
+        if not any(isinstance(bridge.group, Rehearsal) for bridge in program.bridges):
+            return TaskCalls(forward=(), backward=())
+        with _WithoutData(), torch.enable_grad():
+            roots, seeds = _forward(captured, stage, rank, program, micro_batch)
             forward = tuple(calls)
             calls.clear()
             if roots:
@@ -134,8 +136,24 @@ def rehearse(
     return TaskCalls(forward=forward, backward=tuple(calls))
 
 
+class _WithoutData(TorchDispatchMode):
+    """Computes shapes only: what would make a tensor with data, or read one, is sent to the meta device.
+
+    A fake tensor does the same and knows its device, at ten times the price.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def blank(x: Any) -> Any:
+            return x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x
+
+        kwargs = dict(kwargs or {})
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs["device"] = torch.device("meta")
+        return func(*pytree.tree_map(blank, args), **pytree.tree_map(blank, kwargs))
+
+
 def _forward(
-    captured: Captured, stage: PlacedStage, rank: int, program: LocalProgram, micro_batch: int, device: torch.device
+    captured: Captured, stage: PlacedStage, rank: int, program: LocalProgram, micro_batch: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run the stage as the executor does; return the roots of its backward and their gradients."""
     at = stage.mesh.coordinates(rank)
@@ -148,14 +166,14 @@ def _forward(
         kind = value_tensor(value)
         if node.name in captured.parameters and value in stage.stored:
             shape = stage.layout.local_shape(value, stage.stored[value], (0, *at))
-            blank = torch.empty(shape, dtype=kind.dtype, device=device)
+            blank = torch.empty(shape, dtype=kind.dtype, device="meta")
             tensors["parameter", captured.parameters[node.name]] = nn.Parameter(blank, requires_grad=needs_grad(value))
         elif node.name in captured.buffers:
-            tensors["buffer", captured.buffers[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+            tensors["buffer", captured.buffers[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
         elif node.name in captured.constants:
-            tensors["constant", node.name] = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+            tensors["constant", node.name] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
         elif node.name in captured.inputs:
-            batch[captured.inputs[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+            batch[captured.inputs[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
     sent = list(stage.sent)
     local = LocalStage(
         programs=[program],
@@ -169,7 +187,7 @@ def _forward(
     received = []
     for value in stage.received:
         shape = stage.layout.local_shape(value, stage.stored[value], (micro_batch, *at))
-        x = torch.empty(shape, dtype=value_tensor(value).dtype, device=device)
+        x = torch.empty(shape, dtype=value_tensor(value).dtype, device="meta")
         received.append(x.requires_grad_(needs_grad(value)))
     outputs = local.forward(0, tuple(received))
     flows = [needs_grad(value) for value in sent] + [True] * (stage.loss is not None)

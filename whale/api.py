@@ -138,7 +138,7 @@ def parallelize(
     clock = Clock(options.seed)
     calls = ""
     if launch.size <= _CHECKED_RANKS:
-        calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation), launch.device)
+        calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
     if plan is not None:
         plan.check_stages([s.mesh.ranks for s in compilation.stages])
     world = initialize(timeout_seconds, device_type=device)
@@ -276,7 +276,7 @@ class _Builder:
         )
         if self.world.size <= _CHECKED_RANKS:
             clock = _clock_of(self.clock, self.world.size, compilation)
-            compilation.check(self.world.rank, clock, self.world.device)
+            compilation.check(self.world.rank, clock)
         return self._assemble(compilation)
 
     def _assemble(self, compilation: Compilation) -> CompiledStep:

@@ -99,7 +99,7 @@ class Compilation:
             found.append(at_micro_batch(base, stage, rank, index))
         return found
 
-    def check(self, rank: int, clock: Clock | None, device: torch.device) -> str:
+    def check(self, rank: int, clock: Clock | None) -> str:
         """Prove that the programs of all ranks fit together, and the collectives inside of them.
 
         *rank* is this one: what it runs is lowered here, once. Returns what all ranks must find alike.
@@ -112,7 +112,7 @@ class Compilation:
         texts = []
         for stage in self.stages:
             calls = stage_calls(
-                self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank, device
+                self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank
             )
             check_stage(stage.index, calls)
             texts.append(calls_as_text(stage, calls))

@@ -113,6 +113,6 @@ def compared(world: World, case: str) -> tuple[Seen, Seen]:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_step_calls_what_was_declared(ranks: Ranks, case: str) -> None:
-    for declared, made in ranks.run(compared, case):
+    for declared, made in ranks.run(compared, case, timeout=110):
         assert made == declared
         assert len(made) > 0

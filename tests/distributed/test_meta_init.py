@@ -135,7 +135,7 @@ def initialised(world: World, name: str, kind: str, how: str) -> tuple[list[str]
 @pytest.mark.parametrize(("kind", "how"), [("dp", "function"), ("tp", "meta"), ("tp", "function"), ("pp", "meta")])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_without_data_gets_the_values_of_the_local_one(ranks: Ranks, name: str, kind: str, how: str) -> None:
-    for wrong, generator, left in ranks.run(initialised, name, kind, how):
+    for wrong, generator, left in ranks.run(initialised, name, kind, how, timeout=110):
         assert wrong == [] and generator and left == []
 
 
@@ -149,7 +149,7 @@ def stepped(world: World) -> float:
 
 
 def test_a_converted_model_from_a_function_computes_the_local_loss(ranks: Ranks) -> None:
-    assert max(ranks.run(stepped)) < 1e-6
+    assert max(ranks.run(stepped, timeout=110)) < 1e-6
 
 
 def from_state(world: World, how: str) -> list[str]:
@@ -167,7 +167,7 @@ def from_state(world: World, how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["meta", "function"])
 def test_given_values_take_the_place_of_random_ones(ranks: Ranks, how: str) -> None:
-    assert ranks.run(from_state, how) == [[]] * SIZE
+    assert ranks.run(from_state, how, timeout=110) == [[]] * SIZE
 
 
 # Memory
@@ -237,7 +237,7 @@ def peak(world: World, kind: str, how: str) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("how", ["meta", "function"])
 @pytest.mark.parametrize("kind", ["tp", "pp"])
 def test_no_rank_holds_more_than_its_parts_and_one_module(ranks: Ranks, kind: str, how: str) -> None:
-    for found, own, largest, whole in ranks.run(peak, kind, how):
+    for found, own, largest, whole in ranks.run(peak, kind, how, timeout=110):
         assert own < 0.75 * whole
         assert own <= found <= own + largest
 
@@ -358,5 +358,5 @@ def different(world: World, what: str) -> str:
     ],
 )
 def test_ranks_that_compiled_something_else_are_named_on_every_rank(ranks: Ranks, what: str, parts: list[str]) -> None:
-    for message in ranks.run(different, what):
+    for message in ranks.run(different, what, timeout=110):
         assert all(part in message for part in parts), message

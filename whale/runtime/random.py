@@ -54,9 +54,10 @@ class SeededDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """Zero elements with the probability, scale the others up."""
-        if self._generator is None:
+        if self._generator is None and not x.is_meta:
             self._generator = torch.Generator(device=x.device)
-        self._generator.manual_seed(self.clock.derive(self.key))
+        if self._generator is not None:
+            self._generator.manual_seed(self.clock.derive(self.key))
         keep = 1.0 - self.probability
         mask = torch.empty_like(x).bernoulli_(keep, generator=self._generator)
         y = x * (mask.div_(keep) if keep > 0 else mask)
