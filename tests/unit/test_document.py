@@ -182,9 +182,9 @@ def test_a_format_that_is_unknown_is_refused() -> None:
     ids=["brackets", "dots", "arrays", "tables", "maps", "too large"],
 )
 def test_files_made_to_exhaust_the_reader_are_refused_quickly(text: str, format: Format) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     error_of(text, format)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_file_is_read_by_its_suffix(tmp_path: Path) -> None:

@@ -292,8 +292,8 @@ def test_a_thousand_ranks_are_checked_in_seconds() -> None:
     ]
     stages, edges, reduces = chain_of(shares)
     order = schedule_order("1f1b", num_stages, micro_batches)
-    begin = time.perf_counter()
+    begin = time.process_time()
     check_programs(project(order, stages, edges, reduces), stages, edges, reduces, peak_in_flight(order))
     groups = [tuple(range(first, first + 8)) for first in range(0, num_stages * width, 8)]
     check_collectives({rank: [call(f"n{i}", *group) for i in range(200)] for group in groups for rank in group})
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
