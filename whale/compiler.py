@@ -111,9 +111,7 @@ class Compilation:
                 self._lowered[stage.index, rank] = self.local_programs(stage, rank, clock)
         texts = []
         for stage in self.stages:
-            calls = stage_calls(
-                self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank
-            )
+            calls = stage_calls(self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank)
             check_stage(stage.index, calls)
             texts.append(calls_as_text(stage, calls))
         return "\n".join(texts)
