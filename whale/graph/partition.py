@@ -118,7 +118,7 @@ def _floating(captured: Captured, calls: list[fx.Node]) -> frozenset[fx.Node]:
     pinned |= {n for n in captured.graph.nodes if captured.buffers.get(n.name) in mutated and _is_statistic(n)}
     for node in calls:
         sources = {source[0] for source in operands(node)}
-        if is_random(node) or sources & pinned or _nontensor_inputs(node) & pinned:
+        if is_random(node) or sources & pinned or pinned.intersection(node.all_input_nodes):
             pinned.add(node)
     return frozenset(n for n in calls if n not in pinned)
 
@@ -126,10 +126,6 @@ def _floating(captured: Captured, calls: list[fx.Node]) -> frozenset[fx.Node]:
 def _is_statistic(node: fx.Node) -> bool:
     """Buffers that training changes are pinned; counters (integers) are not: they do not depend on the batch."""
     return bool(value_tensor((node, 0)).is_floating_point())
-
-
-def _nontensor_inputs(node: fx.Node) -> set[fx.Node]:
-    return set(node.all_input_nodes)
 
 
 def _assign(pinned: list[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int]) -> dict[fx.Node, int]:

@@ -7,7 +7,7 @@ It owns tensors and runs compiled steps; how a step was compiled (capture, place
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -47,7 +47,6 @@ class CompiledStep:
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
-    finish: Callable[[], None] = field(default=lambda: None)
 
 
 StepSource = Callable[[Mapping[str, Any], bool], CompiledStep]
