@@ -7,6 +7,7 @@ environment is read when `initialize` is called, never at import.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
@@ -99,6 +100,8 @@ def initialize(
         )
     except RuntimeError as error:
         raise WorkerError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
+    # A thread of gloo that releases a tensor after the interpreter has gone aborts the process, after all work was done.
+    atexit.register(finalize)
     return World(rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared)
 
 
