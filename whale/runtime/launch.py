@@ -100,7 +100,7 @@ def initialize(
         )
     except RuntimeError as error:
         raise WorkerError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
-    # A thread of gloo that releases a tensor after the interpreter has gone aborts the process, after all work was done.
+    # A thread of gloo that lets go of a tensor after the interpreter has gone aborts the process.
     atexit.register(finalize)
     return World(rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared)
 
