@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -178,10 +178,21 @@ class _Lowering:
         outputs = [
             self._normal((node, i), tuple(c.outputs[i] for c in choices)) for i in range(len(output_shapes(node)))
         ]
-        args = [self.read(value, want) for value, want in zip(op.operands, inputs, strict=True)]
+        spared = self._spared_mask(op, outputs[0])
+        args = [
+            self.read(value, want) if i != spared else None
+            for i, (value, want) in enumerate(zip(op.operands, inputs, strict=True))
+        ]
         self._call(main, op, choices, args, inputs, outputs)
         for index, placed in enumerate(outputs):
             self.primary[(node, index)] = placed
+
+    def _spared_mask(self, op: Op, placed: Placements) -> int | None:
+        """The operand that is a mask which attention knows by a word, if all its rows are computed here."""
+        rows = len(op.outputs[0]) - 2
+        if "mask" not in op.node.meta or any(p.kind == "S" and p.dim == rows for p in placed):
+            return None
+        return op.operand("attn_mask")
 
     # Reading a value in a placement
 
@@ -357,13 +368,18 @@ class _Lowering:
         emitter: _Emitter,
         op: Op,
         choices: Sequence[Choice],
-        args: Sequence[fx.Node],
+        args: Sequence[fx.Node | None],
         inputs: Sequence[Placements],
         outputs: Sequence[Placements],
     ) -> None:
-        """Write one operator on local tensors into a graph, and its outputs into the graph's values."""
+        """Write one operator on local tensors into a graph, and its outputs into the graph's values.
+
+        The operand that is None is a mask that is not needed.
+        """
         rule = self.analysis.rules[op.node]
         bound = _substitute(op, args)
+        if None in args:
+            bound["is_causal"] = op.node.meta["mask"] == "causal"
         sharded = any(p.kind == "S" for placements in (*inputs, *outputs) for p in placements)
         if sharded and rule.local is not None:
             layout, at = self.stage.layout, self.coordinates
@@ -435,7 +451,7 @@ class _Lowering:
         return None
 
 
-def _substitute(op: Op, args: Sequence[fx.Node]) -> dict[str, Any]:
+def _substitute(op: Op, args: Sequence[fx.Node | None]) -> dict[str, Any]:
     """The call's arguments by name with its tensor operands replaced, in order."""
     replacements = iter(args)
 
@@ -473,26 +489,34 @@ def _emit(graph: fx.Graph, op: Op, bound: dict[str, Any]) -> fx.Node:
     return graph.call_function(op.target, positional, keyword)  # type: ignore[arg-type]
 
 
-_FRESH = {
+_PRODUCTS = {
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
     aten.conv2d.default, aten.conv1d.default,
 }  # fmt: skip
+"""Operators whose results, and whose operands' gradients, nobody else holds."""
+_FRESH = _PRODUCTS | {aten.add.Tensor}
+"""Operators whose results nobody else holds, their own backward included."""
 _RENAMING = {aten.reshape.default}
 
 
 def _mark_reusable(graph: fx.Graph, root: nn.Module) -> None:
-    """Let an all-reduce work in place where its input is a fresh result that nothing else reads."""
+    """Let an all-reduce work in place where its input is a fresh result that nothing else reads.
+
+    Of a value that is so if one operator made it for the bridge alone; of a gradient, if all who read the bridge's
+    result make fresh ones (autograd adds several of them up in a tensor of its own).
+    """
     for node in graph.nodes:
-        if node.op != "call_module":
-            continue
-        module = root.get_submodule(node.target)
-        if not isinstance(module, Bridge) or module.conversion.forward_collective != "all_reduce":
+        module = root.get_submodule(node.target) if node.op == "call_module" else None
+        if not isinstance(module, Bridge):
             continue
         source = node.args[0]
         while source.target in _RENAMING and len(source.users) == 1:
             source = source.args[0]
-        if source.target in _FRESH and len(source.users) == 1:
-            module.conversion = Conversion(**{**module.conversion.__dict__, "reuse": True})
+        module.conversion = replace(
+            module.conversion,
+            reuse=source.target in _FRESH and len(source.users) == 1,
+            reuse_gradient=all(user.target in _PRODUCTS for user in node.users),
+        )
 
 
 def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_batch: int) -> LocalProgram:

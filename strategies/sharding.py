@@ -92,6 +92,11 @@ def _free(nbytes: float, size: int, prices: Prices) -> float:
     return 0.0
 
 
+def _fill(nbytes: float, size: int, prices: Prices) -> float:
+    """Nothing is sent, but all ranks but one write zeros."""
+    return nbytes * prices.byte_touched
+
+
 def _all_reduce(nbytes: float, size: int, prices: Prices) -> float:
     return prices.latency + 2 * nbytes * (size - 1) / size
 
@@ -109,7 +114,7 @@ def _all_to_all(nbytes: float, size: int, prices: Prices) -> float:
 
 
 _PRIMITIVE = {
-    ("R", "R"): _free, ("R", "S"): _free, ("R", "P"): _free, ("S", "P"): _free, ("P", "P"): _free,
+    ("R", "R"): _free, ("R", "S"): _free, ("P", "P"): _free, ("R", "P"): _fill, ("S", "P"): _fill,
     ("S", "R"): _all_gather, ("P", "R"): _all_reduce, ("P", "S"): _reduce_scatter, ("S", "S"): _all_to_all,
 }  # fmt: skip
 
@@ -166,8 +171,7 @@ class _Segment:
                 (
                     tuple(self.place(p, needs_grad(v)) for p, v in zip(c.inputs, op.operands, strict=True)),
                     tuple(self.place(p, needs_grad((node, i))) for i, p in enumerate(c.outputs)),
-                    (0.0 if c.leaf >= 0 else solver.work[node])
-                    + COLLECTIVES.get(c.form, 0) * solver.problem.prices.latency,
+                    solver.price(node, c),
                 )
                 for c in solver.allowed[node]
             )
@@ -224,6 +228,18 @@ class _Solver:
         self.bridges: dict[tuple, float] = {}
         self.emulations: dict[tuple, float] = {}
         self.small = self._small()
+
+    def price(self, node: fx.Node, choice: Choice) -> float:
+        """Price of a choice beside its bridges: work that others do too, and collectives of its own.
+
+        A result that stays a term of a sum costs a pass over it: what later needs the sum must copy the term first.
+        """
+        cost = COLLECTIVES.get(choice.form, 0) * self.problem.prices.latency
+        if choice.leaf < 0:
+            cost += self.work[node]
+            kept = [i for i, p in enumerate(choice.outputs) if p == PARTIAL]
+            cost += sum(self.problem.local_bytes((node, i)) for i in kept) * self.problem.prices.byte_touched
+        return cost
 
     def _small(self) -> set[Value]:
         """Matrices smaller than a part of those that read the same value: a router, the one head of multi-query

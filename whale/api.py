@@ -198,6 +198,7 @@ class _Builder:
         self.parameters: dict[str, Tensor] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
         self.reduce_groups: dict[tuple[int, ...], Any] = {}
+        self.all_ranks: dict[str, Any] = {}
         self.first: Compilation | None = None
 
     def build(self, compilation: Compilation, example: Mapping[str, Any]) -> ParallelModule:
@@ -240,6 +241,10 @@ class _Builder:
             }
             self.groups = groups(sets, world.failures.timeout_seconds)
             self.reduce_groups = groups({spec.ranks for spec in compilation.reduces}, world.failures.timeout_seconds)
+            # What may wait for each other on a device's queue has groups of its own.
+            purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
+            everyone = tuple(range(world.size))
+            self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
         training = self.template.training
         module = ParallelModule(
             world=world,
@@ -250,6 +255,7 @@ class _Builder:
             tensors={**self.parameters, **held},
             clock=self.clock,
             leaves=_leaves,
+            loss_group=self.all_ranks["loss"] if self.all_ranks else None,
         ).train(training)
         module.install(example, training, self._assemble(compilation))
         return module
@@ -332,6 +338,8 @@ class _Builder:
             reducer=Reducer(buckets, self.world.failures) if buckets else None,
             failures=self.world.failures,
             device=self.world.device,
+            group=self.all_ranks.get("forward"),
+            backward_group=self.all_ranks.get("backward"),
         )
         return CompiledStep(executor=executor, stages=list(stages.values()), counts_loss=counts)
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.capture import Captured, capture
+from whale.graph.masks import recognize_masks
 from whale.graph.partition import Partition, TaskGraph, partition
 from whale.graph.refusals import where
 from whale.graph.values import Value, needs_grad, operands, resolve, value_shape, value_tensor
@@ -215,6 +216,7 @@ def compile_model(
     Raises the errors of every pass; see :mod:`whale.errors`.
     """
     captured = capture(model.train(training), batch, device=device, loss_fn=loss_fn, promote=options.promote)
+    recognize_masks(captured)
     cut = partition(captured)
     analysis = analyse(captured.graph, batch_placeholders(captured))
     rows = _rows(analysis, options, rows_per_micro_batch)

@@ -75,10 +75,13 @@ def check_programs(
     stage were a rendezvous of its ranks and every receive waited for its data at once.
 
     Args:
-        programs: the instructions of each rank, all ranks of all stages. stages: the stages. edges: what travels
-        between them; checked by `check_edges` first. reduces: the gradient buckets. in_flight: the most micro-batches
-        that each stage may keep, if that is to be checked. order: the order that was projected, if every rank is to
-        be held against it and not only against its stage's others.
+        programs: the instructions of each rank, all ranks of all stages.
+        stages: the stages.
+        edges: what travels between them; checked by `check_edges` first.
+        reduces: the gradient buckets.
+        in_flight: the most micro-batches that each stage may keep, if that is to be checked.
+        order: the order that was projected, if every rank is to be held against it and not only against its stage's
+            others.
 
     Raises:
         ScheduleError: the first finding; names ranks, value and task.

@@ -66,12 +66,14 @@ class Edge:
     Several edges may leave from one (stage, value); the gradients that come back on them are summed at the producer.
 
     Attributes:
-        index: position in the list of all edges; a stage receives its values in this order. value: the name of the
-        value among the outputs of the source stage. source_stage: the stage that produces it. target_stage: the stage
-        that reads it, later in the chain. needs_grad: whether a gradient comes back; if not, ``backward`` is empty.
-        dtype: torch's name of the type, as in ``float32``. forward: for each micro-batch, the transfers from ranks of
-        the source stage to ranks of the target stage. Boxes that
-            arrive at a rank are disjoint and fill its tensor.
+        index: position in the list of all edges; a stage receives its values in this order.
+        value: the name of the value among the outputs of the source stage.
+        source_stage: the stage that produces it.
+        target_stage: the stage that reads it, later in the chain.
+        needs_grad: whether a gradient comes back; if not, ``backward`` is empty.
+        dtype: torch's name of the type, as in ``float32``.
+        forward: for each micro-batch, the transfers from ranks of the source stage to ranks of the target stage. Boxes
+            that arrive at a rank are disjoint and fill its tensor.
         backward: for each micro-batch, the transfers of the gradient from ranks of the *target* stage to ranks of the
             *source* stage. Boxes that arrive at a rank may overlap, and are summed; what none fills is zero.
         source_shapes: for each micro-batch, the local shape on each rank of the source stage.

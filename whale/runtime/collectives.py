@@ -185,7 +185,11 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a bridge does on one mesh axis: from placement *source* to *target*, cut so, among these global ranks."""
+    """What a bridge does on one mesh axis: from placement *source* to *target*, cut so, among these global ranks.
+
+    ``reuse`` and ``reuse_gradient`` say that nobody else holds the value, or the gradient that comes back, so that an
+    all-reduce may write to it.
+    """
 
     source: Placement
     target: Placement
@@ -194,6 +198,7 @@ class Conversion:
     ranks: tuple[int, ...]
     index: int
     reuse: bool = False
+    reuse_gradient: bool = False
 
     def __str__(self) -> str:
         return f"{self.source}->{self.target}"
@@ -209,6 +214,8 @@ class Conversion:
         return _COLLECTIVE.get((self.target.gradient, self.source.gradient), "") if len(self.ranks) > 1 else ""
 
 
+_DENSE = torch.contiguous_format
+
 _COLLECTIVE = {
     ("S", "R"): "all_gather",
     ("P", "R"): "all_reduce",
@@ -217,7 +224,9 @@ _COLLECTIVE = {
 }
 
 
-def _convert(x: Tensor, a: str, b: str, cut_a: Cut | None, cut_b: Cut | None, index: int, group: Group) -> Tensor:
+def _convert(
+    x: Tensor, a: str, b: str, cut_a: Cut | None, cut_b: Cut | None, index: int, group: Group, reuse: bool = False
+) -> Tensor:
     match a, b:
         case ("R", "R") | ("P", "P"):
             return x
@@ -230,7 +239,7 @@ def _convert(x: Tensor, a: str, b: str, cut_a: Cut | None, cut_b: Cut | None, in
         case ("S", "P"):
             return embed(x, cut_a, index)  # type: ignore[arg-type]
         case ("P", "R"):
-            return all_reduce(x.contiguous() if not x.is_contiguous() else x.clone(), group)
+            return all_reduce(x if reuse and x.is_contiguous() else x.clone(memory_format=_DENSE), group)
         case ("P", "S"):
             return reduce_scatter(x, cut_b, index, group)  # type: ignore[arg-type]
         case ("S", "S"):
@@ -238,21 +247,21 @@ def _convert(x: Tensor, a: str, b: str, cut_a: Cut | None, cut_b: Cut | None, in
     raise AssertionError((a, b))
 
 
+def _forward(x: Tensor, c: Conversion, group: Group) -> Tensor:
+    return _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, group, c.reuse)
+
+
 class _BridgeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, conversion: Conversion, group: Group) -> Tensor:
         ctx.conversion, ctx.group = conversion, group
-        c = conversion
-        if c.reuse and c.forward_collective == "all_reduce" and x.is_contiguous():
-            return all_reduce(x.detach(), group)
-        y = _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, group)
-        return x.view_as(x) if y is x else y
+        return _forward(x.detach(), conversion, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         c = ctx.conversion
-        out = _convert(grad, c.target.gradient, c.source.gradient, c.target_cut, c.source_cut, c.index, ctx.group)
-        return out, None, None
+        a, b = c.target.gradient, c.source.gradient
+        return _convert(grad, a, b, c.target_cut, c.source_cut, c.index, ctx.group, c.reuse_gradient), None, None
 
 
 class Bridge(nn.Module):
@@ -270,10 +279,9 @@ class Bridge(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convert the value; the gradient is converted back in the backward pass."""
-        c = self.conversion
         if x.requires_grad:
-            return _BridgeFunction.apply(x, c, self.group)
-        return _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, self.group)
+            return _BridgeFunction.apply(x, self.conversion, self.group)
+        return _forward(x, self.conversion, self.group)
 
     def extra_repr(self) -> str:
         """The conversion and its ranks."""

@@ -63,16 +63,18 @@ class Executor:
     """Runs one rank's program, again and again.
 
     Args:
-        rank: this rank. program: its program for a training step; the part for an evaluation is taken from it. edges:
-        all edges, by index. stages: the stages that this rank computes. reducer: sums the gradients; its buckets are
-        in the program's order. None if no gradient is shared. failures: where failures are reported and looked up; it
-        has the timeout of every wait. group: the process group of all ranks for what goes forward; None is the
-        default group. backward_group: another one for what goes backward, so that on NCCL, where a group's messages
-        between two ranks wait
-            for each other, a late one cannot block the opposite direction. None is the same as ``group``.
-        device: where tensors are received. credit: the most values that may be on their way to this rank before the
-        program asks for them. By default 2, or as
-            many as the program keeps micro-batches; on CUDA 0, as there the program itself runs ahead of the device.
+        rank: this rank.
+        program: its program for a training step; the part for an evaluation is taken from it.
+        edges: all edges, by index.
+        stages: the stages that this rank computes.
+        reducer: sums the gradients; its buckets are in the program's order. None if no gradient is shared.
+        failures: where failures are reported and looked up; it has the timeout of every wait.
+        group: the process group of all ranks for what goes forward; None is the default group.
+        backward_group: another one for what goes backward, so that on NCCL, where a group's messages between two ranks
+            wait for each other, a late one cannot block the opposite direction. None is the same as ``group``.
+        device: where tensors are received.
+        credit: the most values that may be on their way to this rank before the program asks for them. By default 2, or
+            as many as the program keeps micro-batches; on CUDA 0, as there the program itself runs ahead of the device.
     """
 
     def __init__(
@@ -104,7 +106,6 @@ class Executor:
         self.entering = {s: [edge for edge in edges if edge.target_stage == s] for s in stages}
         self.leaving = {s: [edge for edge in edges if edge.source_stage == s] for s in stages}
         self.boxes: dict[_Key, list[Box]] = {}
-        self.last_backwards: set[Compute] = set()
         last: dict[int, Compute] = {}
         for instruction in program:
             if isinstance(instruction, Compute) and instruction.kind in "BW":
@@ -113,7 +114,9 @@ class Executor:
                 self.boxes.setdefault(instruction[:3], []).append(instruction.box)
             elif isinstance(instruction, Copy):
                 self.boxes.setdefault(instruction[:3], []).append(instruction.target_box)
-        self.last_backwards.update(last.values())
+        self.last_backwards = set(last.values())
+        backwards = [i for i, task in enumerate(program) if isinstance(task, Compute) and task.kind != "F"]
+        self.last_backward = backwards[-1] if backwards else None
         self.disjoint = {key: fills(boxes, self.shape(*key)) for key, boxes in self.boxes.items()}
         self.dtypes = [getattr(torch, edge.dtype) for edge in edges]
         if any(isinstance(instruction, Compute) and instruction.kind == "I" for instruction in program):
@@ -123,17 +126,18 @@ class Executor:
         if planned != given:
             raise ScheduleError(f"rank {rank} reduces buckets {planned} in its program, but was given {given}")
 
-    def run(self, train: bool) -> Tensor | None:
+    def run(self, train: bool, on_loss: Callable[[Tensor | None], None] | None = None) -> Tensor | None:
         """Run one step and return the sum of this rank's losses, or None if it computes none.
 
         In training, gradients are added to the parameters, and those in buckets are summed over their ranks.
-        Otherwise only forwards run, without gradients.
+        Otherwise only forwards run, without gradients. ``on_loss`` is called with the sum before the last backward, so
+        that it can be sent on its way meanwhile.
 
         Raises:
             WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
         """
         with torch.set_grad_enabled(train):
-            return _Step(self, train).run()
+            return _Step(self, train, on_loss or (lambda loss: None)).run()
 
     def shape(self, edge: int, direction: Direction, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of the tensor that arrives here: a value, or the gradient of one."""
@@ -181,8 +185,9 @@ class _Arrival:
 class _Step:
     """One run of a program; everything here is forgotten with it."""
 
-    def __init__(self, executor: Executor, train: bool) -> None:
+    def __init__(self, executor: Executor, train: bool, on_loss: Callable[[Tensor | None], None]) -> None:
         self.executor = executor
+        self.on_loss = on_loss
         self.train = train
         self.program = executor.programs[train]
         self.kept: dict[tuple[int, int], _Kept] = {}
@@ -196,12 +201,15 @@ class _Step:
     def run(self) -> Tensor | None:
         executor = self.executor
         reducer = executor.reducer if self.train else None
+        last_backward = executor.last_backward if self.train else None
         try:
             if reducer is not None:
                 reducer.begin()
             for position, instruction in enumerate(self.program):
                 match instruction:
                     case Compute():
+                        if position == last_backward:
+                            self.on_loss(self.loss)
                         self.post_receives(position)
                         self.compute(instruction)
                     case Send():
@@ -216,6 +224,8 @@ class _Step:
                     case Free():
                         del self.kept[instruction.stage, instruction.micro_batch]
             self.task = None
+            if last_backward is None:
+                self.on_loss(self.loss)
             while self.sends:
                 self.complete_send()
             if reducer is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from whale.errors import UsageError
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
+from whale.runtime.loss import GlobalLoss
 from whale.runtime.stage import Intervals, LocalStage, part
 
 Signature = tuple[Any, ...]
@@ -71,8 +71,10 @@ class ParallelModule(nn.Module):
         tensors: Mapping[str, Tensor],
         clock: Any,
         leaves: Callable[..., dict[str, Any]],
+        loss_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        self._loss_group = loss_group
         self._world, self._source, self._clock, self._leaves = world, source, clock, leaves
         self._shards, self._buffer_shards, self._aliases = dict(shards), dict(buffers), dict(aliases)
         self._steps: dict[tuple[Signature, bool], CompiledStep] = {}
@@ -140,30 +142,14 @@ class ParallelModule(nn.Module):
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         for stage in step.stages:
             stage.begin(batch)
-        loss = step.executor.run(train)
+        loss = GlobalLoss(self._world, self._loss_group, repr(key), step.counts_loss)
+        step.executor.run(train, loss.begin)
         for stage in step.stages:
             stage.finish()
-        if self._world.size == 1:
-            assert loss is not None
-            return loss
-        counted = 0.0 if loss is None or not step.counts_loss else loss.to(torch.float64)
-        label = float(crc32(repr(key).encode()) % 2**16)
-        # What every rank was given travels with the loss: all labels are equal if n times the squares' sum is the sum's
-        # square. Whole numbers of this size are exact, for up to 1024 ranks.
-        total = torch.zeros(3, dtype=torch.float64, device=device)
-        total[0], total[1], total[2] = counted, label, label * label
-        work = dist.all_reduce(total, async_op=True)
-        assert work is not None
-        self._world.failures.wait(work, "the sum of the loss", range(self._world.size), blocking=device.type == "cpu")
-        if device.type == "cpu" or key not in self._agreed:  # on CUDA, looking is waiting
-            _, given, squares = total.tolist()
-            if self._world.size * squares != given * given:
-                raise UsageError(
-                    f"rank {self.rank} was given a batch of {_shapes(batch)}, and another rank one of other names, "
-                    "shapes or dtypes; give every rank the same global batch, as whale.shard_dataset does"
-                )
-            self._agreed.add(key)
-        return total[0].clone() if loss is None else total[0].to(loss.dtype)
+        # On CUDA, looking is waiting.
+        total = loss.finish(check=device.type == "cpu" or key not in self._agreed, given=_shapes(batch))
+        self._agreed.add(key)
+        return total
 
     # Whole tensors under the local model's names
 

@@ -28,11 +28,12 @@ class Bucket:
     """Parameters whose gradients travel together.
 
     Attributes:
-        index: of the `ReduceSpec` that this is the local part of. parameters: trainable, each once, of one dtype and
-        device; the same list on all ranks. ranks: who owns them. stages: the stages on *this* rank that contribute.
+        index: of the `ReduceSpec` that this is the local part of.
+        parameters: trainable, each once, of one dtype and device; the same list on all ranks.
+        ranks: who owns them.
+        stages: the stages on *this* rank that contribute.
         group: the process group of ``ranks``; None if this rank is alone. A group of its own, not the one that
-        collectives
-            inside of stages use, because these start whenever a gradient is ready.
+            collectives inside of stages use, because these start whenever a gradient is ready.
     """
 
     index: int

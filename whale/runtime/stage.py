@@ -88,6 +88,7 @@ class LocalStage:
         self._tensors = tensors
         self._constants: dict[int, tuple[Tensor, ...]] = {}
         self._steps: dict[int, tuple[Tensor, ...]] = {}
+        self._known: dict[int, tuple[list[Any], list[tuple[int, str, Any]]]] = {}
         self._batch: Mapping[str, Any] = {}
         self._changed: dict[str, Tensor] = {}
 
@@ -123,21 +124,34 @@ class LocalStage:
         self._changed = {}
         self._steps.clear()
 
-    def _arguments(self, program: LocalProgram, graph: LocalGraph, received: tuple[Tensor, ...]) -> list[Tensor]:
-        arguments = []
-        for kind, what in graph.sources:
+    def _arguments(self, program: LocalProgram, graph: LocalGraph, received: tuple[Tensor, ...]) -> list[Any]:
+        known = self._known.get(id(graph))
+        if known is None:
+            known = self._known[id(graph)] = self._split(program, graph)
+        fixed, changing = known
+        arguments = fixed.copy()
+        for position, kind, what in changing:
             if kind == "received":
-                arguments.append(received[what])
+                arguments[position] = received[what]
             elif kind == "input":
                 leaf, intervals = what
-                arguments.append(part(self._batch[leaf], intervals))
-            elif kind == "constant" and isinstance(what, int):
-                arguments.append(self._constant(program)[what])
-            elif kind == "step":
-                arguments.append(self._step(program)[what])
+                arguments[position] = part(self._batch[leaf], intervals)
             else:
-                arguments.append(self._tensors[kind, what])
+                arguments[position] = self._step(program)[what]
         return arguments
+
+    def _split(self, program: LocalProgram, graph: LocalGraph) -> tuple[list[Any], list[tuple[int, str, Any]]]:
+        """The arguments that never change, in their places, and the places and sources of those that do."""
+        fixed: list[Any] = [None] * len(graph.sources)
+        changing = []
+        for position, (kind, what) in enumerate(graph.sources):
+            if kind in ("received", "input", "step"):
+                changing.append((position, kind, what))
+            elif kind == "constant" and isinstance(what, int):
+                fixed[position] = self._constant(program)[what]
+            else:
+                fixed[position] = self._tensors[kind, what]
+        return fixed, changing
 
     def _constant(self, program: LocalProgram) -> tuple[Tensor, ...]:
         key = id(program.constant.module)

@@ -1,0 +1,86 @@
+"""Recognise attention masks that are the same in every step, so that attention can run without one.
+
+A traced model spells its causal mask out: a matrix of rows times columns, which a step would keep for the backward of
+every layer, and for which no kernel is as quick as for the word "causal". A mask that depends on nothing but shapes is
+computed here once and compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from whale.graph.capture import Captured
+
+__all__ = ["recognize_masks"]
+
+_LARGEST = 2**28
+"""Masks of more elements (16,384 squared) are left as they are, for computing one takes that many bytes, and more."""
+
+
+def recognize_masks(captured: Captured) -> None:
+    """Set ``node.meta["mask"]`` of attention calls to ``"causal"`` or ``"none"`` where their mask says just that."""
+    known: dict[fx.Node, Any] = {}
+    words: dict[fx.Node, str] = {}
+    for node in captured.graph.nodes:
+        if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+            continue
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if not isinstance(mask, fx.Node) or (len(node.args) > 5 and node.args[5]) or node.kwargs.get("is_causal"):
+            continue
+        if mask not in words:
+            words[mask] = _in_words(_value(mask, captured, known))
+        if words[mask]:
+            node.meta["mask"] = words[mask]
+
+
+def _in_words(mask: Tensor | None) -> str:
+    if mask is None or mask.dim() < 2:
+        return ""
+    if mask.dtype == torch.bool:
+        seen = mask
+    elif bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
+        seen = mask == 0
+    else:
+        return ""
+    if bool(seen.all()):
+        return "none"
+    rows, columns = seen.shape[-2:]
+    lower = torch.ones(rows, columns, dtype=torch.bool, device=seen.device).tril_()
+    return "causal" if rows == columns and bool((seen == lower).all()) else ""
+
+
+def _value(node: fx.Node, captured: Captured, known: dict[fx.Node, Any]) -> Tensor | None:
+    """What a node is in every step; None if that depends on the batch, the parameters or chance."""
+    needed = _needed(node, captured)
+    for step in needed or ():
+        if step not in known:
+            if step.op == "placeholder":
+                known[step] = captured.constants[step.name]
+                continue
+            args, kwargs = fx.map_arg((step.args, step.kwargs), known.__getitem__)
+            known[step] = step.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node] if needed else None
+
+
+def _needed(node: fx.Node, captured: Captured) -> list[fx.Node]:
+    """The nodes that a value is computed from, in order, itself the last; none if it is not constant, or too large."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in found:
+            continue
+        sizes = [leaf.numel() for leaf in pytree.tree_leaves(current.meta.get("val")) if isinstance(leaf, Tensor)]
+        constant = current.op == "placeholder" and isinstance(captured.constants.get(current.name), Tensor)
+        tags = getattr(current.target, "tags", ())
+        if max(sizes, default=0) > _LARGEST or torch.Tag.nondeterministic_seeded in tags:
+            return []
+        if not constant and current.op != "call_function":
+            return []
+        found.add(current)
+        stack.extend(current.all_input_nodes)
+    return [n for n in captured.graph.nodes if n in found]
