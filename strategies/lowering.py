@@ -25,6 +25,7 @@ from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, Conversion, Take
+from whale.runtime.experts import group, grouped_product, product_of_groups
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
 from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
@@ -152,6 +153,7 @@ class _Lowering:
             main.outputs.append(self.read(self.stage.loss, self.stage.loss_placements))
         for value in self.stage.mutated.values():
             main.outputs.append(self.read(value, self.whole))
+        _group_once(main.graph)
         _mark_reusable(main.graph, main.root)
         constant, step, micro_batch = (emitter.finish() for emitter in self.emitters)
         modules = (m for g in (constant, step, micro_batch) for m in g.module.modules())
@@ -489,12 +491,27 @@ def _emit(graph: fx.Graph, op: Op, bound: dict[str, Any]) -> fx.Node:
     return graph.call_function(op.target, positional, keyword)  # type: ignore[arg-type]
 
 
+def _group_once(graph: fx.Graph) -> None:
+    """Sort rows once for all products with matrices that they chose alike."""
+    known: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+    for node in list(graph.nodes):
+        if node.target is not grouped_product:
+            continue
+        x, matrices, choice, kernel = node.args
+        count = node.meta["source"].args[1].meta["val"].shape[0]
+        if (choice, count) not in known:
+            with graph.inserting_before(node):
+                groups = graph.call_function(group, (choice, count))
+                known[choice, count] = [graph.call_function(operator.getitem, (groups, i)) for i in range(3)]
+        node.target, node.args = product_of_groups, (x, matrices, *known[choice, count], kernel)
+
+
 _PRODUCTS = {
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
     aten.conv2d.default, aten.conv1d.default,
 }  # fmt: skip
 """Operators whose results, and whose operands' gradients, nobody else holds."""
-_FRESH = _PRODUCTS | {aten.add.Tensor}
+_FRESH = _PRODUCTS | {aten.add.Tensor, product_of_groups}
 """Operators whose results nobody else holds, their own backward included."""
 _RENAMING = {aten.reshape.default}
 

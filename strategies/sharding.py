@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
@@ -28,6 +29,10 @@ from whale.strategies.forms import COLLECTIVES
 
 Role = Literal["replicate", "split"]
 BEAM = 24
+_RESHAPED = {
+    torch.ops.aten.reshape.default, torch.ops.aten.expand.default, torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default, torch.ops.aten._to_copy.default,
+}  # fmt: skip
 _FORBIDDEN = 1e15
 """Price of what an annotation forbids: finite, so that a graph that leaves no way is still lowered, and reported."""
 
@@ -227,6 +232,7 @@ class _Solver:
         self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = {}
         self.bridges: dict[tuple, float] = {}
         self.emulations: dict[tuple, float] = {}
+        self.weights = self._weights()
         self.small = self._small()
 
     def price(self, node: fx.Node, choice: Choice) -> float:
@@ -241,15 +247,26 @@ class _Solver:
             cost += sum(self.problem.local_bytes((node, i)) for i in kept) * self.problem.prices.byte_touched
         return cost
 
+    def _weights(self) -> set[Value]:
+        """The parameters, and what is one of them in another shape or dtype."""
+        found = set(self.problem.parameters)
+        for node in self.problem.nodes:
+            if node.target in _RESHAPED and self.analysis.ops[node].operands[0] in found:
+                found.add((node, 0))
+        return found
+
     def _small(self) -> set[Value]:
         """Matrices smaller than a part of those that read the same value: a router, the one head of multi-query
         attention. They may be whole where that saves communication; others may not."""
         readers: dict[Value, list[Value]] = {}
+        origin: dict[Value, Value] = {}  # of a value in another shape or dtype, and of a matrix so
         for node in self.problem.nodes:
-            operands = self.analysis.ops[node].operands
+            operands = [origin.get(v, v) for v in self.analysis.ops[node].operands]
+            if node.target in _RESHAPED:
+                origin[node, 0] = operands[0]
             matrices = [v for v in operands if v in self.problem.parameters and value_tensor(v).dim() >= 2]
             for value in operands:
-                if value not in self.problem.parameters:
+                if value not in self.problem.parameters and value_tensor(value).is_floating_point():
                     readers.setdefault(value, []).extend(matrices)
         nbytes = self.problem.local_bytes
         return {
@@ -260,7 +277,7 @@ class _Solver:
         """What the price of bridges of a value depends on."""
         matrix = value in self.problem.parameters and value_tensor(value).dim() >= 2
         matrix = matrix and value not in self.small
-        kind = "P" if value in self.problem.parameters else "E" if value in self.problem.received else "A"
+        kind = "P" if value in self.weights else "E" if value in self.problem.received else "A"
         return self.problem.local_bytes(value), needs_grad(value), kind, matrix
 
     def bridge(self, a: Canonical, b: Canonical, info: tuple) -> float:

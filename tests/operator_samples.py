@@ -6,12 +6,15 @@ whole, ``random`` those whose values may differ from the whole call's.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from whale.runtime.experts import grouped_product
 
 aten = torch.ops.aten
 _count = 0
@@ -35,7 +38,8 @@ class Sample:
             return "[" + ",".join(map(show, x)) + "]" if isinstance(x, (list, tuple)) else str(x)
 
         words = [*map(show, self.args), *(f"{k}={show(v)}" for k, v in self.kwargs.items())]
-        return f"{str(self.target).removeprefix('aten.')}({','.join(words)})"
+        name = str(self.target) if isinstance(self.target, torch._ops.OpOverload) else self.target.__name__
+        return f"{name.removeprefix('aten.')}({','.join(words)})"
 
 
 def x(*shape: int, low: float = -1.0, high: float = 1.0) -> Tensor:
@@ -187,7 +191,7 @@ def _shape() -> Iterator[Sample]:
     yield S(aten.slice.Tensor, x(4, 6), 0, 0, 9223372036854775807, offers=("S(0)->S(0)", "S(1)->S(1)"))
     yield S(aten.slice.Tensor, x(4, 6), 1, 1, 5, offers=("S(0)->S(0)", "P->P"))
     yield S(aten.slice.Tensor, x(4, 6), 1, -4, -1)
-    yield S(aten.slice.Tensor, x(4, 6), 1, 0, 6, 2)
+    yield S(aten.slice.Tensor, x(4, 7), 1, 0, 7, 2)
     yield S(aten.slice.Tensor, x(4, 6), 0, None, None, 1)
     yield S(aten.narrow.default, x(4, 6), 1, 2, 3, offers=("S(0)->S(0)",))
     yield S(aten.select.int, x(4, 6, 5), 1, -2, offers=("S(0)->S(0)", "S(2)->S(1)", "P->P"))
@@ -209,16 +213,12 @@ def _shape() -> Iterator[Sample]:
     yield S(aten.diag_embed.default, x(4, 6), offers=("S(0)->S(0)",))
     yield S(aten.diag_embed.default, x(4, 6), 0, 0, 2, offers=("S(0)->S(1)",))
     yield S(aten.unfold.default, x(4, 6), 1, 3, 2, offers=("S(0)->S(0)", "P->P"))
-    yield S(aten.repeat.default, x(4, 6), [1, 2], offers=("S(0)->S(0)", "P->P"))
-    yield S(aten.repeat.default, x(1, 6), [4, 1], offers=("R*->S(0)", "S(1)->S(1)"))
-    yield S(aten.repeat.default, x(6), [3, 1], offers=("R*->S(0)", "S(0)->S(1)"))
     yield S(aten.repeat_interleave.self_int, x(4, 6), 3, 1, offers=("S(0)->S(0)", "S(1)->S(1)", "P->P"))
     yield S(aten.repeat_interleave.self_int, x(4, 6), 2, 0, output_size=8, offers=("S(0)->S(0)",))
     yield S(aten.repeat_interleave.self_int, x(4, 6), 2, refused=True)
     yield S(aten.pixel_shuffle.default, x(4, 12, 5, 6), 2, offers=("S(0)->S(0)", "S(1)->S(1)", "S(2)->S(2)"))
     yield S(aten.pixel_unshuffle.default, x(4, 3, 8, 6), 2, offers=("S(0)->S(0)", "S(1)->S(1)", "S(3)->S(3)"))
-    yield S(aten.slice_scatter.default, x(4, 6), x(4, 3), 1, 2, 5, offers=("S(0),S(0)->S(0)", "P,P->P"))
-    yield S(aten.slice_scatter.default, x(4, 6), x(4, 6), 0, 0, 4, offers=("S(0),S(0)->S(0)", "S(1),S(1)->S(1)"))
+    yield S(aten.slice_scatter.default, x(4, 6), x(4, 2), 1, 1, 4, 2, offers=("S(0),S(0)->S(0)", "P,P->P"))
     yield S(aten.select_scatter.default, x(4, 6, 5), x(4, 5), 1, 2, offers=("S(0),S(0)->S(0)", "S(2),S(1)->S(2)"))
     yield S(aten.zeros.default, [4, 6], offers=("->S(0)", "->S(1)"))
     yield S(aten.ones.default, [4, 6])
@@ -255,6 +255,12 @@ def _matmul() -> Iterator[Sample]:
     yield S(aten.mv.default, x(4, 6), x(6), offers=("S(1),S(0)->P",))
     for target in (aten.outer.default, aten.ger.default):
         yield S(target, x(4), x(6), offers=("S(0),R*->S(0)", "R*,S(0)->S(1)"))
+    importlib.import_module("transformers.integrations.moe")  # registers its operators
+    kernel = torch.ops.transformers.grouped_mm_fallback.default
+    yield S(
+        grouped_product, x(8, 6), x(4, 6, 5), ints(4, 8), kernel,
+        offers=("S(0),R*,S(0)->S(0)", "S(1),S(1),R*->P", "R*,S(2),R*->S(1)"),
+    )  # fmt: skip
     yield S(aten.bilinear.default, x(4, 6), x(4, 5), x(3, 6, 5), x(3), offers=("S(0),S(0),R*,R*->S(0)",))
     yield S(aten.bilinear.default, x(4, 6), x(4, 5), x(3, 6, 5), offers=("R*,R*,S(0)->S(1)", "S(1),R*,S(1)->P"))
     yield S(aten.einsum.default, "bhqd,bhkd->bhqk", [x(4, 3, 5, 2), x(4, 3, 6, 2)], offers=("S(0),S(0)->S(0)",))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
-from whale.graph.capture import Captured, capture
+from whale.graph.capture import Captured, capture, mark_gradients
 from whale.graph.masks import recognize_masks
 from whale.graph.partition import Partition, TaskGraph, partition
 from whale.graph.refusals import where
@@ -40,6 +40,7 @@ from whale.strategies.placing import Report, StageProblem, batch_placeholders, p
 from whale.strategies.rehearsal import calls_as_text, check_stage, stage_calls
 from whale.strategies.sharding import GLOO, Prices
 from whale.strategies.transfer import region_shape, transfers
+from whale.strategies.ungroup import ungroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,8 @@ class Compilation:
         for node in captured.graph.nodes:
             values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
             kinds = [(v.dtype, tuple(v.shape)) for v in values]
-            graph.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {kinds}")
+            target = getattr(node.target, "__qualname__", node.target)  # a function has an address in its text
+            graph.append(f"{node.op} {node.name} {target} {node.args} {node.kwargs} {kinds}")
         placements = []
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes}")
@@ -217,6 +219,8 @@ def compile_model(
     """
     captured = capture(model.train(training), batch, device=device, loss_fn=loss_fn, promote=options.promote)
     recognize_masks(captured)
+    if ungroup(captured.graph):
+        mark_gradients(captured, model)
     cut = partition(captured)
     analysis = analyse(captured.graph, batch_placeholders(captured))
     rows = _rows(analysis, options, rows_per_micro_batch)

@@ -11,6 +11,7 @@ notation("k, k -> ", "aten.dot")
 notation("m k, k -> m", "aten.mv")
 notation("m, n -> m n", "aten.outer", "aten.ger")
 notation("* i, * j, o i j, +o? -> * o", "aten.bilinear")
+notation("n k, e! k m, n -> n m", "whale.runtime.experts.grouped_product")
 
 
 @register("aten.einsum")

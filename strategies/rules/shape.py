@@ -171,45 +171,16 @@ def _pixel_shuffle(op: Op) -> Rule:
 
 @register("aten.slice_scatter", "aten.select_scatter")
 def _overwrite(op: Op) -> Rule:
-    """A part of the first operand is replaced by the second."""
+    """A part of the first operand is replaced by the second; the dim of which it is a part stays whole."""
     shape, source = op.shape(0), op.shape(1)
     dim = (op.args.get("dim") or 0) % len(shape)
     selects = op.name == "aten.select_scatter"
-    whole = not selects and shape[dim] == source[dim]
     axes = []
     for d in range(len(shape)):
-        if d != dim or whole:
-            own = d - (selects and d > dim)
+        own = d - (selects and d > dim)
+        if d != dim:
             axes.append(OpAxis({0: d, 1: own}, {0: d}, blocked=source[own] != shape[d]))
-
-    def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
-        return {**args, "start": 0, "end": shapes.outputs[0][dim]} if whole else args
-
-    return Rule(axes=axes, linear=[frozenset({0, 1})], local=local)
-
-
-@register("aten.repeat")
-def _repeat(op: Op) -> Rule:
-    shape, out, repeats = op.shape(0), op.outputs[0], op.args["repeats"]
-    axes = []
-    for dim, size in enumerate(out):
-        own = dim - (len(out) - len(shape))
-        if repeats[dim] == 1 and own >= 0:
-            axes.append(OpAxis({0: own}, {0: dim}))
-        elif own < 0 or shape[own] == 1:
-            axes.append(OpAxis({}, {0: dim}))  # made by repeating a single position: as expand
-        elif size:
-            axes.append(OpAxis({0: own}, {}, blocked=True))
-
-    def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
-        lead = len(out) - len(shape)
-        counts = [
-            n // (shapes.inputs[0][d - lead] if d >= lead and shapes.inputs[0][d - lead] else 1)
-            for d, n in enumerate(shapes.outputs[0])
-        ]
-        return {**args, "repeats": counts}
-
-    return Rule(axes=axes, linear=_FIRST, local=local)
+    return Rule(axes=axes, linear=[frozenset({0, 1})])
 
 
 @register(

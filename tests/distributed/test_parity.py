@@ -19,14 +19,15 @@ GPT2_STAGES = {"transformer.h.0": stage(), "transformer.h.1": stage()}
 STAGES: dict[Any, dict[str, Any]] = {
     zoo.gpt2: GPT2_STAGES,
     zoo.llama: {"model.layers.0": stage(), "model.layers.1": stage()},
+    zoo.mixtral: {"model.layers.0": stage(), "model.layers.1": stage()},
     zoo.bert: {"bert.encoder.layer.0": stage(), "bert.encoder.layer.1": stage()},
     zoo.vit: {"vit.layers.0": stage(), "vit.layers.1": stage()},
     zoo.t5: {"encoder": stage(), "decoder": stage()},
     zoo.resnet: {"resnet.embedder": stage(), "resnet.encoder": stage()},
 }
-CASTS = (zoo.gpt2, zoo.llama, zoo.t5)
+CASTS = (zoo.gpt2, zoo.llama, zoo.mixtral, zoo.t5)
 """Models that compute norms, or the logits of their loss, in float32."""
-MODELS = [zoo.gpt2, zoo.llama, zoo.bert, zoo.vit, zoo.t5, zoo.resnet]
+MODELS = [zoo.gpt2, zoo.llama, zoo.mixtral, zoo.bert, zoo.vit, zoo.t5, zoo.resnet]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,10 @@ def test_the_oracle_of_models_that_cast_is_the_eager_model_up_to_float32(build: 
     torch.manual_seed(0)
     model, batch = build()
     model.eval()
-    eager, promoted = (local_step(model, batch, Setup(promote=promote)) for promote in (False, True))
+    promoted = local_step(model, batch, Setup(promote=True))
+    if build is zoo.mixtral:  # PyTorch's kernel for products with experts takes no float64
+        model.set_experts_implementation("eager")
+    eager = local_step(model, batch, Setup())
     assert eager[0].item() == pytest.approx(promoted[0].item(), rel=1e-6)
     assert max(relative_errors(promoted[1], eager[1]).values()) <= 1e-6
 

@@ -101,6 +101,16 @@ def llama() -> Example:
     return LlamaForCausalLM(config).double(), tokens()
 
 
+def mixtral() -> Example:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    return MixtralForCausalLM(config).double(), tokens()
+
+
 def bert() -> Example:
     from transformers import BertConfig, BertForMaskedLM
 

@@ -41,7 +41,7 @@ def test_every_registered_operator_has_a_sample(calls: dict[int, Call]) -> None:
 
 
 def test_operators_tagged_pointwise_are_sampled() -> None:
-    tagged = [s for s in SAMPLES if torch.Tag.pointwise in s.target.tags]  # type: ignore[attr-defined]
+    tagged = [s for s in SAMPLES if torch.Tag.pointwise in getattr(s.target, "tags", ())]
     assert len([s for s in tagged if not str(s.target).startswith(tuple(REGISTRY))]) >= 5
 
 

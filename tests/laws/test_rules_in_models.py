@@ -17,11 +17,12 @@ import transformers
 from torch import Tensor, fx, nn
 
 from tests.sharded_call import Call, check
-from whale.graph.capture import Captured, batch_leaves, capture
+from whale.graph.capture import Captured, batch_leaves, capture, mark_gradients
 from whale.graph.partition import is_random
 from whale.graph.values import Value, is_call, value_tensor
 from whale.strategies.analysis import Analysis, analyse
 from whale.strategies.placing import batch_placeholders
+from whale.strategies.ungroup import ungroup
 
 Built = tuple[nn.Module, dict[str, Any] | tuple[Any, ...]]
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 37}
@@ -150,8 +151,8 @@ MODELS: dict[str, tuple[Callable[[], Built], str]] = {
     "recommender": (recommender, "train"),
     "recurrent": (recurrent, "train"),
 }
-WHOLE = {"mixtral": {"transformers.grouped_mm_fallback.default"}, "recommender": {"aten.tril_indices.default"}}
-"""Operators without a rule: products of experts, whose rows the router chooses; and a constant."""
+WHOLE = {"recommender": {"aten.tril_indices.default"}}
+"""Operators without a rule: a constant."""
 
 _cache: dict[str, tuple[Captured, Analysis, dict[Value, Tensor]]] = {}
 
@@ -166,6 +167,8 @@ def analysed(name: str) -> tuple[Captured, Analysis, dict[Value, Tensor]]:
         leaves = {k: v.double() if v.is_floating_point() else v for k, v in batch_leaves(batch).items()}
         given = tuple(leaves.values()) if isinstance(batch, tuple) else leaves
         captured = capture(model, given, promote=True)
+        if ungroup(captured.graph):
+            mark_gradients(captured, model)
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         placed = {k: tensors[v] for k, v in (captured.parameters | captured.buffers).items()}
         placed |= captured.constants | {k: leaves[v] for k, v in captured.inputs.items()}
@@ -247,7 +250,7 @@ def test_no_operator_is_opaque_that_need_not_be(name: str) -> None:
     assert opaque <= WHOLE.get(name, set())
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])
+@pytest.mark.parametrize("name", MODELS)
 def test_every_operator_that_has_rows_of_the_batch_can_be_cut_along_them(name: str) -> None:
     _, analysis, _ = analysed(name)
     for node, choices in analysis.choices.items():

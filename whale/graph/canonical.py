@@ -29,7 +29,7 @@ def canonicalize(graph: fx.Graph, *, promote: bool = False) -> None:
         rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is not None:
             rewrite(graph, node)
-    _drop_dead(graph)
+    drop_dead(graph)
     graph.lint()
 
 
@@ -66,7 +66,7 @@ def _leaves(value: Any) -> tuple[Any, ...]:
 _DROPPED = {aten._assert_tensor_metadata.default}
 
 
-def _drop_dead(graph: fx.Graph) -> None:
+def drop_dead(graph: fx.Graph) -> None:
     """Remove what nothing uses. After functionalization no operator is kept for a side effect."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
@@ -156,6 +156,20 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
     node.args, node.kwargs = (node.args[0], list(node.meta["val"].shape)), {}
 
 
+def _repeat(graph: fx.Graph, node: fx.Node) -> None:
+    """A tensor several times over is an expanded view, written out."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    times: list[int] = list(node.args[1])  # type: ignore[arg-type]
+    shape = [1] * (len(times) - source.meta["val"].dim()) + list(source.meta["val"].shape)
+    apart = [size for pair in zip([1] * len(shape), shape, strict=True) for size in pair]
+    whole = [size for pair in zip(times, shape, strict=True) for size in pair]
+    with graph.inserting_before(node):
+        view = emit(graph, node, aten.reshape.default, source, apart)
+        wide = emit(graph, node, aten.expand.default, view, whole)
+        result = emit(graph, node, aten.reshape.default, wide, list(node.meta["val"].shape))
+    _replace(graph, node, result)
+
+
 def _copy(graph: fx.Graph, node: fx.Node) -> None:
     """What is written over a tensor, in its shape and type; the functional operator itself has no derivative."""
     source = node.args[1]
@@ -184,6 +198,52 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> None:
         node.args = (node.args[0], dim, start, start + length)  # type: ignore[operator]
 
 
+def _slice(graph: fx.Graph, node: fx.Node) -> None:
+    """Every second element (gates beside values) is a choice of one from each pair, and pairs can be shared out."""
+    bound = _bound(node)
+    source: fx.Node = bound["self"]
+    shape, dim, step = list(source.meta["val"].shape), bound["dim"], bound["step"]
+    if step == 1:
+        return
+    dim, start = dim % len(shape), bound["start"] or 0
+    if shape[dim] % step or not 0 <= start < step or node.meta["val"].shape[dim] != shape[dim] // step:
+        return
+    with graph.inserting_before(node):
+        groups = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
+        grouped = emit(graph, node, aten.reshape.default, source, groups)
+        chosen = emit(graph, node, aten.select.int, grouped, dim + 1, start)
+    _replace(graph, node, chosen)
+
+
+def _slice_scatter(graph: fx.Graph, node: fx.Node) -> None:
+    """What is written into a part of a dim stands between what was before and after it: a join."""
+    bound = _bound(node)
+    base, dim = bound["self"], bound["dim"] % node.meta["val"].dim()
+    size = node.meta["val"].shape[dim]
+    first, stop, _ = slice(bound["start"], bound["end"]).indices(size)
+    if bound["step"] != 1 or first >= stop:
+        return
+    with graph.inserting_before(node):
+        before, after = _within(graph, node, base, dim, 0, first), _within(graph, node, base, dim, stop, size)
+        parts = [*before, bound["src"], *after]
+        joined = emit(graph, node, aten.cat.default, parts, dim) if len(parts) > 1 else parts[0]
+    _replace(graph, node, joined)
+
+
+def _within(graph: fx.Graph, like: fx.Node, x: fx.Node, dim: int, first: int, stop: int) -> list[fx.Node]:
+    """A stretch of a dim, as parts of the tensors that *x* joins."""
+    parts: list[fx.Node] = []
+    joins = x.target is aten.cat.default and len(x.args) > 1 and x.args[1] == dim
+    base = 0
+    for piece in x.args[0] if joins else [x]:  # type: ignore[union-attr]
+        size = piece.meta["val"].shape[dim]  # type: ignore[union-attr]
+        a, b = max(first - base, 0), min(stop - base, size)
+        if a < b:
+            parts.append(piece if b - a == size else emit(graph, like, aten.slice.Tensor, piece, dim, a, b))  # type: ignore[arg-type]
+        base += size
+    return parts
+
+
 def _dropout(graph: fx.Graph, node: fx.Node) -> None:
     probability, train = (*node.args[1:3], *node.kwargs.values())
     if probability == 0 or train is False:
@@ -200,6 +260,7 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 def _cat(graph: fx.Graph, node: fx.Node) -> None:
     """Joining empty tensors (an empty key-value cache) is nothing."""
+    node.target = aten.cat.default
     tensors: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     full = [t for t in tensors if t.meta["val"].numel() > 0]
     if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
@@ -367,6 +428,8 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _dropout,
     aten.cat.default: _cat,
+    aten.concat.default: _cat,
+    aten.concatenate.default: _cat,
     aten.index.Tensor: _index,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _cross_entropy,
@@ -388,6 +451,9 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.expand_as.default: _expand,
     aten.broadcast_to.default: _expand,
     aten.narrow.default: _narrow,
+    aten.slice.Tensor: _slice,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.repeat.default: _repeat,
     aten.copy.default: _copy,
     aten.arange.default: _arange,
     aten.arange.start: _arange,

@@ -1,0 +1,65 @@
+"""Rewrites to a smaller vocabulary keep the values, and show the axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whale.graph.capture import capture
+
+aten = torch.ops.aten
+
+
+class Loss(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.scale).square().sum()
+
+
+def written(x: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], 9)
+    y[:, :6].copy_(x)
+    y[:, 6:].copy_(x[:, :3])
+    return y
+
+
+def rewritten(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 2:4] = 2.0 * x[:, :2]
+    y[:, 3:5] = x[:, :2]
+    return y
+
+
+CASES = {
+    "every second element": (lambda x: x[:, 1::2] * x[:, ::2], {aten.slice.Tensor}),
+    "every third from the last": (lambda x: x[:, 2::3], {aten.slice.Tensor}),
+    "a step that leaves a rest": (lambda x: x[:, ::4], set()),
+    "repeated": (lambda x: x.repeat(2, 3), {aten.repeat.default}),
+    "repeated to more dims": (lambda x: x.repeat(2, 1, 2), {aten.repeat.default}),
+    "a tensor filled in pieces": (written, {aten.slice_scatter.default, aten.new_empty.default}),
+    "pieces over pieces": (rewritten, {aten.slice_scatter.default}),
+    "joined by another name": (lambda x: torch.concat([x, x], 1), {aten.concat.default}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_stay(case: str) -> None:
+    function, gone = CASES[case]
+    torch.manual_seed(0)
+    model, x = Loss(function), torch.randn(4, 6)
+    captured = capture(model, (x,))
+    assert not gone & {node.target for node in captured.graph.nodes}
+    given = {**dict(model.named_parameters()), "args[0]": x}
+    names = captured.parameters | captured.inputs
+    arguments = [given[names[n.name]] for n in captured.graph.nodes if n.op == "placeholder" and n.name in names]
+    found, expected = captured.module(*arguments)[0], model(x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(loss, [model.scale])[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients)

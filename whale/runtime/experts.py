@@ -1,0 +1,71 @@
+"""Products of rows with the matrix that each row chose, as in a mixture of experts.
+
+The rows are put in the order of their matrices, so that a grouped kernel reads every matrix once, and back again.
+Knows rows, matrices and kernels; no models and no placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Groups", "group", "grouped_product", "product_of_groups"]
+
+Groups = tuple[Tensor, Tensor, Tensor]
+"""The order that sorts rows by their matrix, its inverse, and where each matrix's rows end."""
+
+
+class _Reordered(torch.autograd.Function):
+    """``x[order]``, whose gradient needs no sum, because every row is taken once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        _, inverse = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def group(choice: Tensor, count: int) -> Groups:
+    """Group rows by what they chose.
+
+    Args:
+        choice: [rows], for each row the number of its matrix.
+        count: how many matrices there are.
+    """
+    ordered, order = torch.sort(choice, stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = torch.searchsorted(ordered, torch.arange(count, device=choice.device, dtype=choice.dtype), right=True)
+    return order, inverse, ends.to(torch.int32)
+
+
+def product_of_groups(
+    x: Tensor, matrices: Tensor, order: Tensor, inverse: Tensor, ends: Tensor, kernel: Callable[..., Tensor]
+) -> Tensor:
+    """:func:`grouped_product` of rows that are grouped already."""
+    if not len(x):
+        return x @ matrices[0]  # kernels refuse no rows
+    y = kernel(_Reordered.apply(x, order, inverse), matrices, ends)
+    return _Reordered.apply(y, inverse, order)
+
+
+def grouped_product(x: Tensor, matrices: Tensor, choice: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
+    """Multiply each row with the matrix that it chose.
+
+    Args:
+        x: [rows, n].
+        matrices: [count, n, m].
+        choice: [rows], whole numbers below count.
+        kernel: ``kernel(x, matrices, ends)`` multiplies rows in the order of their matrices; ``ends``, [count], says
+            where each matrix's rows end.
+
+    Returns:
+        [rows, m]
+    """
+    return product_of_groups(x, matrices, *group(choice, len(matrices)), kernel)
