@@ -415,18 +415,18 @@ def _count_recording(change: int) -> None:
 
 
 @contextmanager
-def recording() -> Iterator[None]:
+def recording() -> Iterator[Counter[str]]:
     """While active, scopes that are entered are noted on the nodes that a tracer of torch makes.
 
     Put the tracing (``torch.export.export``, non-strict) inside, under ``torch.fx.traceback.preserve_node_meta()``.
     Regions of ``with`` statements are numbered from 0 by kind in the order of entry: ``stage#0``, ``stage#1``,
-    ``split#0``.
+    ``split#0``. Gives how many of each kind have been entered.
     """
     recorder = _Recorder()
     token = _RECORDER.set(recorder)
     _count_recording(+1)
     try:
-        yield
+        yield recorder.counts
     finally:
         while recorder.frames:
             recorder.leave(recorder.frames[-1].opener)

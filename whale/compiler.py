@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from whale.errors import UsageError
 from whale.graph.capture import Captured, capture, mark_gradients
 from whale.graph.masks import recognize_masks
+from whale.graph.ordering import settle_order
 from whale.graph.partition import Partition, TaskGraph, partition
 from whale.graph.refusals import where
 from whale.graph.values import Value, needs_grad, operands, resolve, value_shape, value_tensor
@@ -221,6 +222,7 @@ def compile_model(
     recognize_masks(captured)
     if ungroup(captured.graph):
         mark_gradients(captured, model)
+    settle_order(captured)
     cut = partition(captured)
     analysis = analyse(captured.graph, batch_placeholders(captured))
     rows = _rows(analysis, options, rows_per_micro_batch)

@@ -205,6 +205,22 @@ def test_a_stage_without_operators_is_named(launched: Launched, key: str) -> Non
     refused(AnnotationError, [f"stage {key!r} is empty", "idle", "with work: 'layers.0'"], model)
 
 
+class WithNothing(Decoder):
+    """A stage that is entered and left at once."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        with whale.stage():
+            loss = super().forward(tokens, labels)
+        with whale.stage():
+            pass
+        return loss
+
+
+def test_a_stage_without_operators_in_a_forward_is_named(launched: Launched) -> None:
+    launched(2)
+    refused(AnnotationError, ["stage 'stage#1' is empty", "computes nothing", "with work: 'stage#0'"], WithNothing())
+
+
 def test_a_stage_whose_operators_read_no_parameter_is_named_with_the_line(launched: Launched) -> None:
     launched(2)
     line = WithIdleParts.forward.__code__.co_firstlineno + 2

@@ -38,7 +38,7 @@ class Captured:
     ``parameters`` and ``buffers`` map a placeholder's name to the tensor's name in the model (the first of its names
     if it is tied), ``constants`` to a tensor, ``inputs`` to the batch leaf that it reads. The graph's output is the
     loss followed by the new values of the buffers in ``mutated``. ``stage_regions`` are those of annotated modules,
-    whether they run or not.
+    whether they run or not, and of ``with`` statements, whether they compute or not.
     """
 
     graph: fx.Graph
@@ -165,7 +165,7 @@ def capture(
     fakes = fake_batch(leaves, mode, device)
     root = _Loss(duplicate, list(fakes), loss_fn).train(model.training)
     try:
-        with warnings.catch_warnings(), recording(), preserve_node_meta(), refusing():
+        with warnings.catch_warnings(), recording() as entered, preserve_node_meta(), refusing():
             warnings.simplefilter("ignore")
             program = torch.export.export(root, tuple(fakes.values()), strict=False)
             check_static(program.graph, type(model).__name__)
@@ -177,7 +177,8 @@ def capture(
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     scopes = (scope for path in module_scopes(model).values() for scope in path)
-    captured.stage_regions = tuple(dict.fromkeys(s.region for s in scopes if s.strategy.kind == "stage"))
+    annotated = dict.fromkeys(s.region for s in scopes if s.strategy.kind == "stage")
+    captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(entered["stage"])))
     return captured
 
 

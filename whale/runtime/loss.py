@@ -1,4 +1,4 @@
-"""The global loss: a sum over all ranks that travels while the last backward runs, and what it tells of their batches.
+"""What all ranks add up in a step: the loss, which travels while the last backward runs, and whether batches are alike.
 
 Knows ranks and numbers; no stages and no schedules.
 """
@@ -14,7 +14,60 @@ from torch import Tensor
 from whale.errors import UsageError
 from whale.runtime.launch import World
 
-__all__ = ["GlobalLoss"]
+__all__ = ["GlobalLoss", "LikeBatches"]
+
+
+class _Sum:
+    """A sum of a few numbers over all ranks, on its way; each is exact up to 2**53."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None, what: str, *terms: Tensor | float) -> None:
+        self._world, self._what = world, what
+        self._total = torch.zeros(len(terms), dtype=torch.float64, device=world.device)
+        for position, term in enumerate(terms):
+            self._total[position] = term
+        work = dist.all_reduce(self._total, group=group, async_op=True)
+        assert work is not None
+        self._work: dist.Work = work
+
+    def wait(self) -> Tensor:
+        """The sums. Raises `WorkerError` if a rank does not come within the timeout; names it."""
+        blocking = self._world.device.type == "cpu"
+        self._world.failures.wait(self._work, self._what, range(self._world.size), blocking=blocking)
+        return self._total
+
+
+class LikeBatches:
+    """Whether all ranks were given batches alike, as a sum: a batch of another shape would break collectives.
+
+    Args:
+        world: all ranks.
+        group: of all of them, for this and the loss alone.
+        given: what this rank was given, in words that are equal on all ranks if the batches are alike.
+    """
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None, given: str) -> None:
+        self._world, self._given = world, given
+        # All labels are equal if n times the squares' sum is the sum's square, for up to 1024 ranks.
+        label = float(crc32(given.encode()) % 2**16)
+        what = "what all ranks were given"
+        self._sum = _Sum(world, group, what, label, label * label) if world.size > 1 else None
+
+    def check(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            UsageError: they were given different batches.
+            WorkerError: a rank did not come within the timeout.
+        """
+        if self._sum is None:
+            return
+        labels, squares = self._sum.wait().tolist()
+        if self._world.size * squares != labels * labels:
+            raise UsageError(
+                f"rank {self._world.rank} was given a batch of {self._given}, and another rank one of other names, "
+                "shapes or dtypes, or for another step; give every rank the same global batch, as whale.shard_dataset "
+                "does"
+            )
 
 
 class GlobalLoss:
@@ -22,52 +75,26 @@ class GlobalLoss:
 
     Args:
         world: all ranks.
-        group: of all of them, for this alone, because a rank may begin long before another.
-        given: what this rank was given, in words that are equal on all ranks if the batches are alike.
+        group: of all of them, for this and their batches alone, because a rank may begin long before another.
         counts: whether this rank's loss is a term of the sum.
     """
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None, given: str, counts: bool) -> None:
+    def __init__(self, world: World, group: dist.ProcessGroup | None, counts: bool) -> None:
         self._world, self._group, self._counts = world, group, counts
-        self._label = float(crc32(given.encode()) % 2**16)
         self._loss: Tensor | None = None
-        self._total: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._sum: _Sum | None = None
 
     def begin(self, loss: Tensor | None) -> None:
         """Send this rank's loss on its way; None if it computes none."""
         self._loss = loss
-        if self._world.size == 1:
-            return
-        counted = 0.0 if loss is None or not self._counts else loss.to(torch.float64)
-        # What every rank was given travels with the loss: all labels are equal if n times the squares' sum is the sum's
-        # square. Whole numbers of this size are exact, for up to 1024 ranks.
-        self._total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
-        self._total[0], self._total[1], self._total[2] = counted, self._label, self._label * self._label
-        self._work = dist.all_reduce(self._total, group=self._group, async_op=True)
+        if self._world.size > 1:
+            term = 0.0 if loss is None or not self._counts else loss.to(torch.float64)
+            self._sum = _Sum(self._world, self._group, "the sum of the loss", term)
 
-    def finish(self, check: bool, given: str) -> Tensor:
-        """Wait for the sum and return it.
-
-        Args:
-            check: look whether all ranks were given alike batches.
-            given: this rank's, in words, for the error.
-
-        Raises:
-            UsageError: they were not.
-            WorkerError: a rank did not come within the timeout.
-        """
-        if self._total is None or self._work is None:
+    def finish(self) -> Tensor:
+        """Wait for the sum and return it. Raises `WorkerError` if a rank does not come within the timeout."""
+        if self._sum is None:
             assert self._loss is not None
             return self._loss
-        world = self._world
-        what, ranks = "the sum of the loss", range(world.size)
-        world.failures.wait(self._work, what, ranks, blocking=world.device.type == "cpu")
-        if check:
-            _, label, squares = self._total.tolist()
-            if world.size * squares != label * label:
-                raise UsageError(
-                    f"rank {world.rank} was given a batch of {given}, and another rank one of other names, "
-                    "shapes or dtypes; give every rank the same global batch, as whale.shard_dataset does"
-                )
-        return self._total[0].clone() if self._loss is None else self._total[0].to(self._loss.dtype)
+        total = self._sum.wait()[0]
+        return total.clone() if self._loss is None else total.to(self._loss.dtype)

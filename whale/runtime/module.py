@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from whale.errors import UsageError
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
-from whale.runtime.loss import GlobalLoss
+from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.stage import Intervals, LocalStage, part
 
 Signature = tuple[Any, ...]
@@ -134,22 +134,25 @@ class ParallelModule(nn.Module):
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
-        step = self.compile_step(batch, train)
         key = signature(batch)
+        given = f"{_shapes(batch)} for {'train_step' if train else 'eval_step'}"
+        alike = LikeBatches(self._world, self._loss_group, given)
+        looks_later = self._world.device.type == "cuda" and key in self._agreed  # looking is waiting for the device
+        if not looks_later:
+            alike.check()
+            self._agreed.add(key)
+        step = self.compile_step(batch, train)
         if train:
             self._clock.step += 1
         device = self._world.device
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         for stage in step.stages:
             stage.begin(batch)
-        loss = GlobalLoss(self._world, self._loss_group, repr(key), step.counts_loss)
+        loss = GlobalLoss(self._world, self._loss_group, step.counts_loss)
         step.executor.run(train, loss.begin)
         for stage in step.stages:
             stage.finish()
-        # On CUDA, looking is waiting.
-        total = loss.finish(check=device.type == "cpu" or key not in self._agreed, given=_shapes(batch))
-        self._agreed.add(key)
-        return total
+        return loss.finish()
 
     # Whole tensors under the local model's names
 
@@ -240,8 +243,13 @@ def signature(batch: Mapping[str, Any]) -> Signature:
 
 def _shapes(batch: Mapping[str, Any]) -> str:
     """A batch in words, for errors."""
-    shown = (f"{name} {tuple(v.shape)}" if isinstance(v, Tensor) else f"{name}={v!r}" for name, v in batch.items())
-    return ", ".join(shown)
+
+    def shown(name: str, value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return f"{name}={value!r}"
+        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+    return ", ".join(shown(*item) for item in batch.items())
 
 
 def _put(whole: Tensor, piece: Tensor, intervals: Intervals) -> None:
