@@ -209,7 +209,7 @@ def place_time(
         return {n: analysis.choices[n][0] for n in nodes}
     time, coupled = solve_time(analysis, nodes, analysis.batch_leaf, _free(captured, analysis, partition, nodes))
     if coupled:
-        raise UsageError(_coupled_message(coupled[0], micro_batches))
+        raise UsageError(_coupled_message(coupled[0], micro_batches, analysis.rules[coupled[0]].opaque))
     return time
 
 
@@ -308,9 +308,15 @@ def _computed_whole(
     return found
 
 
-def _coupled_message(node: fx.Node, count: int) -> str:
+def _coupled_message(node: fx.Node, count: int, unknown: bool) -> str:
+    operator = f"micro_batches={count}: {node.target}{where(node)}"
+    if unknown:
+        return (
+            f"{operator} has no axis rule, so it is not known whether it computes a row of the batch from other rows; "
+            "use micro_batches=1, or another operator"
+        )
     return (
-        f"micro_batches={count}: {node.target}{where(node)} computes a row of the batch from other rows, so "
+        f"{operator} computes a row of the batch from other rows, so "
         "micro-batches would change the result; use micro_batches=1, or take the operator out of the model (e.g. "
         "freeze batch-norm with .eval())"
     )

@@ -296,6 +296,18 @@ def _matmul() -> Iterator[Sample]:
 
 
 def _reduce() -> Iterator[Sample]:
+    for transform in (aten.fft_fft, aten.fft_ifft, aten.fft_hfft, aten.fft_ihfft, aten.fft_rfft, aten.fft_irfft):
+        yield S(transform.default, x(4, 6), offers=("S(0)->S(0)",))
+        yield S(transform.default, x(4, 6), 6, 0, offers=("S(1)->S(1)",))
+    for transform in (aten.fft_fft2, aten.fft_ifft2, aten.fft_rfft2, aten.fft_irfft2):
+        yield S(transform.default, x(4, 6, 5), offers=("S(0)->S(0)",))
+    for transform in (aten.fft_fftn, aten.fft_ifftn, aten.fft_rfftn, aten.fft_irfftn):
+        yield S(transform.default, x(4, 6, 5), None, [1, 2], offers=("S(0)->S(0)",))
+        yield S(transform.default, x(4, 6, 5), [6, 5], offers=("S(0)->S(0)",))
+        yield S(transform.default, x(4, 6))
+    yield S(aten._fft_r2c.default, x(4, 6), [1], 0, True, offers=("S(0)->S(0)",))
+    yield S(aten._fft_c2c.default, torch.complex(x(4, 6), x(4, 6)).detach(), [1], 0, True, offers=("S(0)->S(0)",))
+    yield S(aten._fft_c2r.default, torch.complex(x(4, 4), x(4, 4)).detach(), [1], 2, 6, offers=("S(0)->S(0)",))
     yield S(aten.sum.default, x(4, 6), offers=("S(0)->P", "S(1)->P", "P->P"))
     yield S(aten.sum.dim_IntList, x(4, 6, 5), [1], offers=("S(0)->S(0)", "S(1)->P", "S(2)->S(1)"))
     yield S(aten.sum.dim_IntList, x(4, 6, 5), [-1, 0], True, offers=("S(0)->P", "S(1)->S(1)"))

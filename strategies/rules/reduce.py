@@ -78,6 +78,20 @@ def _linear_along(op: Op) -> Rule | None:
     return Rule(axes=same_axes(op, 0, blocked=[op.args["dim"]]), linear=_FIRST)
 
 
+@register(
+    "aten.fft_fft", "aten.fft_ifft", "aten.fft_rfft", "aten.fft_irfft", "aten.fft_hfft", "aten.fft_ihfft",
+    "aten.fft_fft2", "aten.fft_ifft2", "aten.fft_rfft2", "aten.fft_irfft2", "aten.fft_fftn", "aten.fft_ifftn",
+    "aten.fft_rfftn", "aten.fft_irfftn", "aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r",
+)  # fmt: skip
+def _transform(op: Op) -> Rule | None:
+    """A Fourier transform mixes the positions of its dims, and leaves others apart."""
+    dims = op.args.get("dim")
+    if dims is None:
+        last = op.args.get("s")
+        dims = range(-len(last), 0) if last is not None else range(len(op.shape(0)))
+    return Rule(axes=same_axes(op, 0, blocked=[dims] if isinstance(dims, int) else dims))
+
+
 @register("aten.cosine_similarity")
 def _cosine(op: Op) -> Rule | None:
     shape = torch.broadcast_shapes(op.shape(0), op.shape(1))

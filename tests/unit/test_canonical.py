@@ -43,6 +43,7 @@ CASES = {
     "a step that leaves a rest": (lambda x: x[:, ::4], set()),
     "repeated": (lambda x: x.repeat(2, 3), {aten.repeat.default}),
     "repeated to more dims": (lambda x: x.repeat(2, 1, 2), {aten.repeat.default}),
+    "broadcast together": (lambda x: sum(torch.broadcast_tensors(x, x[:, :1], x[0])), {aten.broadcast_tensors.default}),
     "a tensor filled in pieces": (written, {aten.slice_scatter.default, aten.new_empty.default}),
     "pieces over pieces": (rewritten, {aten.slice_scatter.default}),
     "joined by another name": (lambda x: torch.concat([x, x], 1), {aten.concat.default}),

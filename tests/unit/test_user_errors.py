@@ -282,6 +282,22 @@ def test_rows_that_depend_on_each_other_name_the_operator_and_its_line(norm: boo
     refused(UsageError, parts, Coupled(norm=norm), torch.randn(4, 8), micro_batches=2)
 
 
+class Unknown(nn.Module):
+    """A model with an operator of which no rule says what its rows are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svdvals(self.linear(x).reshape(-1, 2, 4)).sum()
+
+
+def test_an_operator_without_a_rule_is_not_said_to_mix_rows() -> None:
+    parts = ["micro_batches=2", "svd", "has no axis rule", "use micro_batches=1"]
+    refused(UsageError, parts, Unknown(), torch.randn(4, 8), micro_batches=2)
+
+
 # --- heads and units --------------------------------------------------------------------------------------------------
 
 

@@ -156,6 +156,20 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
     node.args, node.kwargs = (node.args[0], list(node.meta["val"].shape)), {}
 
 
+def _broadcast_tensors(graph: fx.Graph, node: fx.Node) -> None:
+    """Tensors that are broadcast together are each expanded to the common shape."""
+    sources: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    for user in list(node.users):
+        source = sources[user.args[1]]  # type: ignore[index]
+        if source.meta["val"].shape == user.meta["val"].shape:
+            _replace(graph, user, source)
+            continue
+        with graph.inserting_before(user):
+            wide = emit(graph, node, aten.expand.default, source, list(user.meta["val"].shape))
+        _replace(graph, user, wide)
+    graph.erase_node(node)
+
+
 def _repeat(graph: fx.Graph, node: fx.Node) -> None:
     """A tensor several times over is an expanded view, written out."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -454,6 +468,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.slice.Tensor: _slice,
     aten.slice_scatter.default: _slice_scatter,
     aten.repeat.default: _repeat,
+    aten.broadcast_tensors.default: _broadcast_tensors,
     aten.copy.default: _copy,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
