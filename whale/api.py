@@ -98,6 +98,8 @@ def parallelize(
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
     if device is not None:
         check_choice("device", device, ("cpu", "cuda"))
+    if plan == "auto":
+        raise UsageError("plan='auto' is not there yet; annotate the model, or give the path of a plan file")
     if isinstance(plan, (str, PathLike)):
         plan = Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster

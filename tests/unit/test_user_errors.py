@@ -376,6 +376,10 @@ def test_a_matrix_with_fewer_units_than_ranks_is_named_with_its_shape(launched: 
 # --- the world --------------------------------------------------------------------------------------------------------
 
 
+def test_an_automatic_plan_is_not_taken_for_a_file() -> None:
+    refused(UsageError, ["plan='auto' is not there yet", "plan file"], decoder(layers=1), plan="auto")
+
+
 def test_a_plan_for_another_world_or_model_is_refused(launched: Launched) -> None:
     launched(2)
     parts = ["world_size is 3", "2 processes were started", "torchrun with 3"]
