@@ -21,7 +21,7 @@ from whale.graph.values import Value, resolve, value_shape, value_tensor
 from whale.ir.placement import FANOUT, REPLICATE, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
-from whale.strategies.layout import Layout, LayoutAxis, Placements
+from whale.strategies.layout import Layout, LayoutAxis, Placements, unit_shares
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.sharding import AxisProblem, Prices, Role, solve_axis, solve_time
 
@@ -78,9 +78,10 @@ def place_stage(
     time = {n: problem.time[n] for n in nodes}
     layout = Layout(analysis, layout_axes(mesh, problem.rows))
     chosen: dict[fx.Node, list[Choice]] = {n: [time[n]] for n in nodes}
-    parameters = frozenset(v for n in nodes for v in analysis.ops[n].operands if _is_parameter(captured, v))
+    read = dict.fromkeys(v for n in nodes for v in analysis.ops[n].operands if _is_parameter(captured, v))
+    parameters = frozenset(read)
     received = problem.task_graph.received
-    stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in parameters}
+    stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in read}
     stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
     roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
     outputs: dict[Value, str] = dict.fromkeys(problem.task_graph.sent, "any")
@@ -90,13 +91,13 @@ def place_stage(
     for axis, mesh_axis in enumerate(mesh.axes):
 
         def local_bytes(value: Value) -> int:
-            placed = _placed(chosen, stored, value)
-            parts = 1
-            for layout_axis, placement in zip(layout.axes, placed, strict=False):
-                if placement.kind == "S":
-                    parts *= layout_axis.size
+            """Of the largest part, as earlier axes have cut it."""
             tensor = value_tensor(value)
-            return max(tensor.numel() * tensor.element_size() // parts, 1)
+            nbytes = float(tensor.numel() * tensor.element_size())
+            for layout_axis, placement in zip(layout.axes, _placed(chosen, stored, value), strict=False):
+                if placement.kind == "S" and (length := analysis.atoms.size(placement.atom)):
+                    nbytes *= max(unit_shares(length, layout_axis)) / length
+            return max(int(nbytes), 1)
 
         solution = solve_axis(
             analysis,

@@ -129,7 +129,8 @@ def test_ranks_that_are_given_different_batches_do_not_hang(kind: str) -> None:
         outcomes = ranks.outcomes(give_another_batch, kind, timeout=100)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error.startswith("UsageError: "), outcome.traceback
-        assert f"rank {rank} was given a batch of tokens ({8 if rank == 0 else 6}, 6) int64 for tr" in outcome.error
+        assert f"rank {rank} was given a batch of tokens ({8 if rank == 0 else 6}, 6) int64, labels" in outcome.error
+        assert "for train_step, and another rank" in outcome.error
         assert "whale.shard_dataset" in outcome.error
 
 
