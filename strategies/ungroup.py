@@ -141,7 +141,7 @@ class _Sorted:
         source: Any = node.args[0]
         while source.target is aten._to_copy.default:
             source = source.args[0]
-        if not self._is(source, "rows") and source is not self.choice:
+        if not self._is(source, "rows"):
             return False
         if target_name(node) == "aten.bincount":
             return len(node.args) < 2 or node.args[1] is None
@@ -171,6 +171,8 @@ class _Sorted:
             if not axis.blocked and not axis.form and axis.factor is None and axis.inputs == rows:
                 if not axis.outputs:
                     return "left"
+                if len(axis.outputs) < len(op.outputs):  # a statistic of all rows beside the rows
+                    return ""
                 self.dims[node] = tuple(axis.outputs[i] for i in range(len(op.outputs)))
                 return "row by row"
         if rule.views and list(rows) == [0]:
