@@ -1,0 +1,176 @@
+"""A training step as the simulator sees it: how long the tasks of stages take on each rank, what travels, what is
+summed.
+
+Pure numbers, in seconds and bytes, made by the planner from a profile and a cluster, or by measuring. It is stored in
+a plan's prediction, so that ``whale simulate``, ``explain`` and ``report`` need neither the model nor torch. It knows
+neither how the numbers came about nor the order of tasks: the order is the schedule's, and the programs of the ranks
+are projected from it, the same that the executor runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["Boundary", "DeviceMemory", "LinkTime", "Prediction", "Reduction", "StageWork", "Transfer", "Workload"]
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
+Rank = Annotated[int, Field(ge=0)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class StageWork(_Record):
+    """One micro-batch on one stage. Lists have one entry for each of ``ranks``.
+
+    Attributes:
+        ranks: that compute the stage.
+        together: groups of ranks whose collectives lie inside the tasks: they start a task together and end it with
+            the slowest. Ranks in no group work alone.
+        forward, backward: seconds of computation and of what does not overlap with it; ``weights`` is the part of
+            ``backward`` that only weights need (what a W task takes).
+        communication: seconds of ``forward`` + ``backward`` that are collectives inside the stage: for the breakdown.
+        kept_bytes: what a micro-batch keeps from its forward to its backward.
+        forward_peak_bytes, backward_peak_bytes: the most that a task needs beyond what is kept before it.
+    """
+
+    ranks: tuple[Rank, ...]
+    together: tuple[tuple[Rank, ...], ...] = ()
+    forward: tuple[Seconds, ...]
+    backward: tuple[Seconds, ...]
+    weights: tuple[Seconds, ...]
+    communication: tuple[Seconds, ...] = ()
+    kept_bytes: tuple[Bytes, ...]
+    forward_peak_bytes: tuple[Bytes, ...] = ()
+    backward_peak_bytes: tuple[Bytes, ...] = ()
+
+
+class Transfer(_Record):
+    """Bytes that one rank sends to another for each micro-batch."""
+
+    source: Rank
+    target: Rank
+    bytes: Bytes
+
+
+class Boundary(_Record):
+    """What crosses from one stage to a later one for each micro-batch; the gradients come back as ``backward``."""
+
+    source_stage: Annotated[int, Field(ge=0)]
+    target_stage: Annotated[int, Field(ge=0)]
+    forward: tuple[Transfer, ...]
+    backward: tuple[Transfer, ...] = ()
+
+
+class Reduction(_Record):
+    """A bucket of gradients that ``ranks`` sum once the backwards of ``stages`` are done; ``seconds`` on a free
+    network. ``ready`` is how much of the last backward must be done before it can start (1: all of it)."""
+
+    ranks: tuple[Rank, ...]
+    stages: tuple[Annotated[int, Field(ge=0)], ...]
+    bytes: Bytes
+    seconds: Seconds
+    ready: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class LinkTime(_Record):
+    """How long a message takes between two ranks: ``latency`` + bytes / ``bandwidth`` (bytes per second).
+
+    Messages that name a common ``resource`` (a node's network adapter) share its bandwidth.
+    """
+
+    source: Rank
+    target: Rank
+    latency: Seconds
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    resources: tuple[str, ...] = ()
+
+
+class Workload(_Record):
+    """Everything that a step takes.
+
+    Attributes:
+        world_size: ranks.
+        micro_batches: of the step.
+        schedule: name, as `whale.planner.orders` knows it.
+        stages: in the order of the pipeline.
+        boundaries: between stages.
+        reductions: of gradients, in the order in which they are launched.
+        links: for each pair of ranks that exchange something point to point.
+        update: seconds of the optimizer on each rank.
+        overhead: seconds of a step that belong to nothing above (the loss's sum, the launch of the step).
+        overlap_slowdown: how much longer computation takes while a collective runs beside it (0.1 is 10%).
+    """
+
+    world_size: Annotated[int, Field(ge=1)]
+    micro_batches: Annotated[int, Field(ge=1)]
+    schedule: str = "1f1b"
+    stages: tuple[StageWork, ...]
+    boundaries: tuple[Boundary, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+    links: tuple[LinkTime, ...] = ()
+    update: tuple[Seconds, ...] = ()
+    overhead: Seconds = 0.0
+    overlap_slowdown: Seconds = 0.0
+
+
+class DeviceMemory(_Record):
+    """Bytes at the peak of a step on one device, by what they are for.
+
+    ``activations`` are those of all micro-batches in flight, ``buffers`` are of communication, ``workspace`` is what
+    operators need within themselves, ``framework`` what the runtime and the driver take.
+    """
+
+    rank: Rank
+    device: str
+    capacity: Bytes
+    parameters: Bytes = 0
+    gradients: Bytes = 0
+    optimizer: Bytes = 0
+    activations: Bytes = 0
+    buffers: Bytes = 0
+    workspace: Bytes = 0
+    framework: Bytes = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.buffers
+            + self.workspace
+            + self.framework
+        )
+
+
+class Prediction(_Record):
+    """What a plan should give.
+
+    Attributes:
+        step_seconds: with ``step_seconds_interval``, in which the step lies with 9 chances in 10.
+        breakdown: seconds of the rank that ends last, by ``compute``, ``communication`` (inside stages), ``pipeline``
+            (waiting for other stages: bubble), ``transfer`` (exposed sends), ``stall`` (waiting for slower devices in
+            its group), ``reduction`` (of gradients, exposed), ``update``, ``overhead``; they sum to ``step_seconds``.
+        memory: of every device, by rank. (A prediction of a large world may keep one device of each kind.)
+        fits: whether every device holds it.
+        source: ``measured`` where layers were timed on these devices, else ``modelled``.
+        bubble: share of the devices' time in which they wait for other stages.
+        flops: of a step, as the model has them (no recomputation); ``mfu`` is their share of the devices' peak.
+    """
+
+    step_seconds: Seconds
+    step_seconds_interval: tuple[Seconds, Seconds]
+    breakdown: dict[str, Seconds] = {}
+    memory: tuple[DeviceMemory, ...] = ()
+    fits: bool = True
+    source: Literal["measured", "modelled"] = "modelled"
+    bubble: Annotated[float, Field(ge=0, le=1)] = 0.0
+    flops: Seconds = 0.0
+    mfu: Seconds = 0.0
