@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whale.errors import InputFileError, UsageError
-from whale.ir.document import Format, parse_document, read_document
+from whale.ir.document import Format, format_json, parse_document, read_document
 
 TOML = """\
 # a comment, with ] and "
@@ -164,8 +164,8 @@ def test_an_empty_file_is_an_empty_table() -> None:
 
 
 def test_a_format_that_is_unknown_is_refused() -> None:
-    with pytest.raises(UsageError, match="json"):
-        parse_document("{}", "json")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="xml"):
+        parse_document("{}", "xml")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("format", ["toml", "yaml"])
@@ -188,7 +188,7 @@ def test_files_made_to_exhaust_the_reader_are_refused_quickly(text: str, format:
 
 
 def test_a_file_is_read_by_its_suffix(tmp_path: Path) -> None:
-    for name, text in (("a.toml", "x = 1"), ("a.yaml", "x: 1"), ("a.YML", "x: 1")):
+    for name, text in (("a.toml", "x = 1"), ("a.yaml", "x: 1"), ("a.YML", "x: 1"), ("a.json", '{"x": 1}')):
         (tmp_path / name).write_text(text)
         assert read_document(tmp_path / name).value == {"x": 1}
 
@@ -202,10 +202,71 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> 
         "latin.toml": "latin.toml:2: is not UTF-8: byte 0xe9",
         "folder.toml": "cannot be read",
         "missing.toml": "cannot be read: No such file",
-        "cluster.json": "unknown suffix '.json'",
+        "cluster.xml": "unknown suffix '.xml'",
     }
     for name, message in cases.items():
         with pytest.raises(InputFileError) as refusal:
             read_document(tmp_path / name)
         assert message in str(refusal.value)
         assert name in str(refusal.value)
+
+
+JSON = """\
+{
+  "a": {"b": [1, -2.5e3], "c": null},
+  "rows": [
+    {"n": 1},
+    [true,
+     false, "\\u00e9"]
+  ]
+}
+"""
+
+
+def test_every_key_of_a_json_file_has_its_line() -> None:
+    document = parse_document(JSON, "json")
+    assert document.value == {"a": {"b": [1, -2500.0], "c": None}, "rows": [{"n": 1}, [True, False, "é"]]}
+    lines = {".".join(map(str, path)): line for path, line in document.lines.items()}
+    assert lines == {
+        **{"a": 2, "a.b": 2, "a.c": 2, "rows": 3},
+        **{"rows.0": 4, "rows.0.n": 4, "rows.1": 5, "rows.1.0": 5, "rows.1.1": 6},
+    }
+    assert document.line_of(("rows", 1, 2)) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("", 1, "must be a JSON object"),
+        ("[1]", 1, "must be a JSON object"),
+        ('{"a": 1,\n "a": 2}', 2, "'a' is given twice"),
+        ('{"a":\nNaN}', 2, "NaN is not a finite number"),
+        ('{"a": -Infinity}', 1, "-Infinity is not a finite number"),
+        ('{"a": [1,\n1e999]}', 2, "1e999 is not a finite number"),
+        ('{"a": [1, 1e999]}', 1, "1e999 is not a finite number"),
+        ('{"a": 01}', 1, "expected ',' or '}'"),
+        ('{"a": 1,}', 1, "expected a key"),
+        ('{"a": [1, 2,]}', 1, "expected a value"),
+        ('{"a" 1}', 1, "expected ':'"),
+        ('{"a": "\\ud800"}', 1, "half of a surrogate pair"),
+        ('{"a": "x\ny"}', 1, "Invalid control character"),
+        ('{"a": "x', 1, "Unterminated string"),
+        ("{}\nx", 2, "after the end"),
+        ('{"a": ' + "[" * 40 + "]" * 40 + "}", 1, "more than 32 levels"),
+        ('{"a": ' + "9" * 5000 + "}", 1, "more than 100 digits"),
+        ('{"a": [' + "9" * 5000 + "]}", 1, "more than 100 digits"),
+        ('{"a": [' + "0," * 300_000 + "0]}", 1, "more than 300000 values"),
+        ("{" + " " * 2**22 + "}", None, "larger than 4 MB"),
+    ],
+)
+def test_json_is_read_strictly(text: str, line: int | None, message: str) -> None:
+    error = error_of(text, "json")
+    assert message in error.message
+    assert error.line == line
+
+
+def test_what_is_written_as_json_reads_back() -> None:
+    value = {"rows": [[1.5, 2] * 40, {"x": None, "y": "é\n"}], "empty": {}, "none": []}
+    assert parse_document(format_json(value), "json").value == value
+    with pytest.raises(UsageError, match="JSON"):
+        format_json({"a": float("nan")})
