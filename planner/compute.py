@@ -1,0 +1,313 @@
+"""How long the kernels of a layer take on a device: a roofline whose efficiency depends on sizes, or measured times.
+
+A matrix product is cut into tiles that the multiprocessors take in waves; a kernel that only moves data runs at the
+memory bandwidth that is left in practice; each kernel has a launch that the host must keep up with. Collectives are
+listed with their bytes, not priced: that needs a network, which this file does not know.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Literal, NamedTuple
+
+from whale.errors import UsageError
+from whale.ir.cluster import DeviceType
+from whale.ir.profile import Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.planner.precision import Precision, precision_named
+from whale.planner.silicon import silicon_of
+
+__all__ = ["Collective", "LayerSeconds", "Recompute", "kernel_seconds", "layer_seconds", "matmul_seconds", "variant_of"]
+
+Recompute = Literal["none", "selective", "full"]
+
+KERNEL_SECONDS = 3e-6
+"""What a kernel takes at least on the device, start and end of its grid included (typical of CUDA; recalled)."""
+
+LAUNCH_SECONDS = 30e-6
+"""What the host takes for an operator of an eager training step, Python and autograd included: calibrated on the layers
+of Sailor's profiles and vTrain's runs that do not get faster with less work (GPT, h 1024 to 2048, t 4 and 8)."""
+
+MASTER_BYTES = {True: 34, False: 28}
+"""Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and
+written 24, half-precision weight 2, gradient's conversion 4) and without (gradient 4, weight and moments 24)."""
+
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
+"""Sizes of the tiles that a matrix library chooses among, with the share of the largest tile's speed."""
+
+_TILE_START_K = 96
+"""A tile's start and end cost as much as so many steps of its inner dimension."""
+
+
+class Collective(NamedTuple):
+    """A collective inside a layer: ``bytes`` is the size of the whole tensor, as in `whale.ir.profile.Communication`;
+    ``num`` of them."""
+
+    kind: str
+    group: str
+    bytes: float
+    num: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """One micro-batch through one layer on one device of the tensor group.
+
+    Attributes:
+        forward: seconds, without collectives (those that were measured inside are in).
+        backward: the same, recomputation included.
+        weights: the part of ``backward`` that only gradients of weights need.
+        update: the optimizer's step for the layer's parameters, once a step.
+        forward_collectives, backward_collectives: to be priced on a network.
+        forward_slack, backward_slack: seconds among ``forward`` and ``backward`` in which the device waits for the
+            host's launches: collectives cost nothing while they fit into them.
+        measured: whether times were measured on this type of device.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    update: float
+    forward_collectives: tuple[Collective, ...] = ()
+    backward_collectives: tuple[Collective, ...] = ()
+    forward_slack: float = 0.0
+    backward_slack: float = 0.0
+    measured: bool = False
+
+
+def layer_seconds(
+    kind: LayerKind,
+    device: DeviceType,
+    *,
+    tensor_degree: int = 1,
+    rows: float,
+    precision: str = "bf16",
+    fused_attention: bool | None = None,
+    recompute: Recompute = "none",
+    sequence_parallel: bool = False,
+    expert_degree: int = 1,
+    optimizer_shards: int = 1,
+) -> LayerSeconds:
+    """How long a layer takes for a micro-batch of *rows* rows (a fraction where context parallelism cuts rows).
+
+    Args:
+        kind: of the layer, with kernels or measured times; the latter win where they are of this device type.
+        device: on which one shard of the layer runs.
+        tensor_degree: devices over which its matrices are split.
+        rows: of the micro-batch.
+        precision: as in `whale.planner.precision`.
+        fused_attention: whether the core of the attention is one kernel; None: by precision and device.
+        recompute: what the backward computes again.
+        sequence_parallel: whether the tensor group also divides what is not split.
+        expert_degree: devices over which experts are divided.
+        optimizer_shards: devices that share the optimizer's step (ZeRO).
+
+    Raises:
+        UsageError: the profile has neither times nor kernels for this degree or device.
+    """
+    number = precision_named(precision)
+    measured = _measured_seconds(kind, device, tensor_degree, rows, recompute)
+    if measured is not None and not kind.variants:
+        return measured
+    variant = variant_of(kind, tensor_degree)
+    parameters = variant.parameters - variant.expert_parameters * (1 - 1 / expert_degree)
+    silicon = silicon_of(device)
+    update = parameters / optimizer_shards * MASTER_BYTES[number.mixed] / (device.memory_bandwidth * silicon.bandwidth)
+    forward_collectives = _collectives(variant.forward_communications, rows, number)
+    backward_collectives = _collectives(variant.backward_communications, rows, number)
+    if recompute == "full":
+        backward_collectives = forward_collectives + backward_collectives
+    if measured is not None:
+        return measured
+    fused = attention_is_fused(device, number) if fused_attention is None else fused_attention
+
+    def seconds(kernels: Iterable[Kernel], *, backward: bool) -> tuple[float, float, float]:
+        device_time = host_time = weights = 0.0
+        for kernel in _attention_as_run(kernels, fused, backward):
+            divisor = _divisor(kernel, tensor_degree, sequence_parallel)
+            experts = expert_degree if kernel.expert else 1
+            spent = kernel.count * kernel_seconds(
+                kernel, device, rows=rows, precision=number, divisor=divisor, expert_degree=experts, backward=backward
+            )
+            device_time += spent
+            host_time += kernel.count * LAUNCH_SECONDS
+            if backward and _is_of_weights(kernel, rows):
+                weights += spent
+        return device_time, host_time, weights
+
+    forward, forward_host, _ = seconds(variant.forward, backward=False)
+    backward, backward_host, weights = seconds(variant.backward, backward=True)
+    if recompute == "full":
+        backward, backward_host = backward + forward, backward_host + forward_host
+    elif recompute == "selective":
+        again, again_host, _ = seconds([kernel for kernel in variant.forward if _in_core(kernel)], backward=False)
+        backward, backward_host = backward + again, backward_host + again_host
+    return LayerSeconds(
+        forward=max(forward, forward_host),
+        backward=max(backward, backward_host),
+        weights=weights,
+        update=update,
+        forward_collectives=forward_collectives,
+        backward_collectives=backward_collectives,
+        forward_slack=max(0.0, forward_host - forward),
+        backward_slack=max(0.0, backward_host - backward),
+    )
+
+
+def variant_of(kind: LayerKind, tensor_degree: int) -> LayerVariant:
+    """The variant of that tensor degree.
+
+    Raises:
+        UsageError: there is none; the message names those that exist.
+    """
+    found = next((variant for variant in kind.variants if variant.tensor_degree == tensor_degree), None)
+    if found is None:
+        known = sorted({variant.tensor_degree for variant in kind.variants})
+        known = known or sorted({times.tensor_degree for times in kind.measured})
+        raise UsageError(
+            f"the profile has no layer {kind.name!r} at tensor degree {tensor_degree}; it knows "
+            f"{', '.join(map(str, known)) or 'none'}"
+        )
+    return found
+
+
+def attention_is_fused(device: DeviceType, precision: Precision) -> bool:
+    """Whether software of the device's time fuses attention: bfloat16 and float8 on devices that have bfloat16."""
+    return precision.name in ("bf16", "fp8") and "bfloat16" in dict(device.rates)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def kernel_seconds(
+    kernel: Kernel,
+    device: DeviceType,
+    *,
+    rows: float,
+    precision: Precision,
+    divisor: float = 1,
+    expert_degree: int = 1,
+    backward: bool = False,
+) -> float:
+    """Seconds of one of a kernel's ``count`` runs on the device, launches of the host apart."""
+    silicon = silicon_of(device)
+    moved = (kernel.read.total(rows, precision.element_bytes) + kernel.written.total(rows, precision.element_bytes)) / (
+        divisor * expert_degree
+    )
+    memory = moved / (device.memory_bandwidth * silicon.bandwidth)
+    flops = kernel.flops(rows) / (divisor * expert_degree)
+    dims = tuple(max(dim(rows), 1e-9) for dim in kernel.dims)
+    match kernel.kind:
+        case "matmul" | "grouped_matmul" if len(dims) == 4:
+            rate, dtype = precision.rate(device, attention=kernel.attention)
+            share = silicon.vector if dtype == "float32" else silicon.matmul
+            batch, m, n, k = dims
+            if kernel.kind == "grouped_matmul":
+                batch = max(1.0, batch / expert_degree)
+                m = m / batch
+            compute = matmul_seconds(batch, m / divisor, n, k, rate * share, silicon.multiprocessors)
+        case "attention":
+            rate, dtype = precision.rate(device, attention=True)
+            share = silicon.vector * 0.5 if dtype == "float32" else silicon.attention
+            size = dims[3] if len(dims) == 4 else 128
+            half = 0.5 if kernel.causal and _counts_all_scores(kernel, dims, backward) else 1.0
+            slowdown = 1.25 if backward else 1.0  # its backward is less efficient than its forward
+            compute = flops * half * slowdown / (rate * share * size / (size + 24))
+        case "memory":
+            compute = flops / (device.speed("float32") * silicon.vector)
+        case _:
+            rate, dtype = precision.rate(device)
+            compute = flops / (rate * (silicon.vector if dtype == "float32" else 0.6 * silicon.matmul))
+    return max(memory, compute) + KERNEL_SECONDS
+
+
+@lru_cache(maxsize=65536)
+def matmul_seconds(batch: float, m: float, n: float, k: float, rate: float, multiprocessors: int) -> float:
+    """Seconds of ``batch`` products of (m, k) by (k, n) at a sustained *rate* (FLOP/s), by waves of tiles.
+
+    The best of a few tile sizes, each with the inner dimension cut or not; exact under the model.
+
+    >>> large = matmul_seconds(1, 8192, 8192, 8192, 2.5e14, 108)
+    >>> round(2 * 8192**3 / large / 2.5e14, 2)
+    0.94
+    """
+    best = float("inf")
+    for rows, columns, speed in _TILES:
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        for cuts in (1, 2, 4, 8):
+            if cuts > 1 and (tiles >= multiprocessors or k / cuts < 256):
+                break
+            waves = ceil(tiles * cuts / multiprocessors)
+            steps = k / cuts + _TILE_START_K
+            best = min(best, waves * 2 * rows * columns * steps * multiprocessors / (rate * speed))
+    return best
+
+
+def _divisor(kernel: Kernel, tensor_degree: int, sequence_parallel: bool) -> int:
+    return tensor_degree if sequence_parallel and not kernel.split and kernel.kind == "memory" else 1
+
+
+def _is_of_weights(kernel: Kernel, rows: float) -> bool:
+    """Whether a kernel of the backward makes a weight's gradient: its inner dimension is the rows."""
+    return kernel.kind in ("matmul", "grouped_matmul") and len(kernel.dims) == 4 and kernel.dims[3].per_row > 0
+
+
+def _in_core(kernel: Kernel) -> bool:
+    return kernel.attention or kernel.kind == "attention"
+
+
+def _counts_all_scores(kernel: Kernel, dims: Sequence[float], backward: bool) -> bool:
+    """Whether a causal attention's flops count the masked half too."""
+    if len(dims) != 4:
+        return False
+    batch, queries, keys, size = dims
+    return kernel.flops.per_row > 0 and kernel.flops.fixed >= 0 and batch * queries * keys * size > 0
+
+
+def _attention_as_run(kernels: Iterable[Kernel], fused: bool, backward: bool) -> Iterable[Kernel]:
+    yield from kernels
+
+
+def _collectives(communications: Iterable[Communication], rows: float, precision: Precision) -> tuple[Collective, ...]:
+    return tuple(
+        Collective(given.kind, given.group, given.size.total(rows, precision.element_bytes), given.count)
+        for given in communications
+    )
+
+
+# --- measured times ---------------------------------------------------------------------------------------------------
+
+
+def _measured_seconds(
+    kind: LayerKind, device: DeviceType, tensor_degree: int, rows: float, recompute: Recompute
+) -> LayerSeconds | None:
+    """From times measured on this type of device; between degrees, and outside of them, work is taken as divided."""
+    known = [times for times in kind.measured if times.device_type == device.name]
+    if not known:
+        return None
+    times = min(known, key=lambda times: (abs(times.tensor_degree - tensor_degree), times.tensor_degree))
+    share = times.tensor_degree / tensor_degree
+    forward = _at(times, times.forward, rows) * share
+    backward = _at(times, times.backward, rows) * share + (forward if recompute == "full" else 0.0)
+    return LayerSeconds(
+        forward=forward,
+        backward=backward,
+        weights=backward / 2,
+        update=_at(times, times.update, rows) * share,
+        measured=True,
+    )
+
+
+def _at(times: MeasuredTimes, values: Sequence[float], rows: float) -> float:
+    """Between measured rows linear; above the last by its seconds a row or the last slope; below the first by the line
+    through the first two, and at least in proportion."""
+    points = times.rows
+    if len(points) == 1:
+        return values[0] * max(rows / points[0], 1.0)
+    index = min(max(bisect_right(points, rows), 1), len(points) - 1)
+    low, high = points[index - 1], points[index]
+    slope = max(0.0, (values[index] - values[index - 1]) / (high - low))
+    return max(0.0, values[index - 1] + slope * (rows - low))

@@ -1,0 +1,106 @@
+"""What kernels get of a chip's peak figures: how many multiprocessors share the work, which part of the peak rates the
+best kernels sustain in training, and what a launch costs.
+
+Data sheets give peaks; this file says what is left of them, by chip family, with the source of every number. It knows
+no models and no networks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whale.ir.cluster import DeviceType
+
+__all__ = ["Silicon", "silicon_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silicon:
+    """How a chip runs kernels.
+
+    Attributes:
+        multiprocessors: that share the tiles of a matrix product (streaming multiprocessors, compute units; 1 where
+            the work is not cut into waves that matter).
+        matmul: share of the tensor-core peak that a large product sustains.
+        vector: share of the peak of types without matrix units.
+        attention: share of the peak that a fused attention reaches in its forward.
+        bandwidth: share of the memory bandwidth that a kernel over large tensors reaches.
+    """
+
+    multiprocessors: int
+    matmul: float
+    vector: float = 0.8
+    attention: float = 0.5
+    bandwidth: float = 0.8
+
+
+_FAMILIES = {
+    "kepler": Silicon(multiprocessors=13, matmul=0.7, vector=0.7),
+    "pascal": Silicon(multiprocessors=56, matmul=0.8, vector=0.85),
+    "volta": Silicon(multiprocessors=80, matmul=0.72, vector=0.9),
+    "turing": Silicon(multiprocessors=68, matmul=0.6, vector=0.85),
+    "ampere": Silicon(multiprocessors=108, matmul=0.8, vector=0.85),
+    "ada": Silicon(multiprocessors=128, matmul=0.8, vector=0.8),
+    "hopper": Silicon(multiprocessors=132, matmul=0.7, vector=0.8),
+    "blackwell": Silicon(multiprocessors=148, matmul=0.7, vector=0.8),
+    "other": Silicon(multiprocessors=1, matmul=0.7, vector=0.8),
+}
+
+# Chips by the beginning of their name in the catalog: family, and what differs from it.
+_CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("K80", "kepler", {}),
+    ("P100", "pascal", {}),
+    ("P40", "pascal", {"multiprocessors": 30}),
+    ("GTX1080Ti", "pascal", {"multiprocessors": 28}),
+    ("QuadroP4000", "pascal", {"multiprocessors": 14}),
+    ("V100", "volta", {}),
+    ("TitanV", "volta", {}),
+    ("T4", "turing", {"multiprocessors": 40, "matmul": 0.4, "vector": 0.5}),
+    ("TitanRTX", "turing", {"multiprocessors": 72}),
+    ("QuadroRTX8000", "turing", {"multiprocessors": 72}),
+    ("RTX2080Ti", "turing", {}),
+    ("RTX2080", "turing", {"multiprocessors": 46}),
+    ("RTX2060", "turing", {"multiprocessors": 30}),
+    ("A100", "ampere", {}),
+    ("A800", "ampere", {}),
+    ("A30", "ampere", {"multiprocessors": 56}),
+    ("A10", "ampere", {"multiprocessors": 72}),
+    ("A40", "ampere", {"multiprocessors": 84}),
+    ("A6000", "ampere", {"multiprocessors": 84}),
+    ("A5000", "ampere", {"multiprocessors": 64}),
+    ("RTX3090", "ampere", {"multiprocessors": 82}),
+    ("RTX4090", "ada", {}),
+    ("RTX6000Ada", "ada", {"multiprocessors": 142}),
+    ("L40", "ada", {"multiprocessors": 142}),
+    ("L4", "ada", {"multiprocessors": 58, "matmul": 0.5}),
+    ("H100-PCIe", "hopper", {"multiprocessors": 114}),
+    ("H100", "hopper", {}),
+    ("H800", "hopper", {}),
+    ("H20", "hopper", {"multiprocessors": 78, "matmul": 0.9}),
+    ("GH200", "hopper", {}),
+    ("B200", "blackwell", {}),
+    ("B300", "blackwell", {}),
+    ("GB200", "blackwell", {}),
+    ("GB300", "blackwell", {}),
+    ("MI300X", "other", {"matmul": 0.5}),
+    ("MI325X", "other", {"matmul": 0.6}),
+    ("MI355X", "other", {"matmul": 0.65}),
+    ("Gaudi2", "other", {"matmul": 0.9}),
+)
+
+
+def silicon_of(device: DeviceType) -> Silicon:
+    """How *device* runs kernels, by the name of its type; a type that is not known gets cautious figures.
+
+    >>> from whale.planner.catalog import device_types
+    >>> silicon_of(device_types()["V100-SXM2-32GB"]).multiprocessors
+    80
+    """
+    best = max(
+        (chip for chip in _CHIPS if device.name.startswith(chip[0])), key=lambda chip: len(chip[0]), default=None
+    )
+    if best is None:
+        return _FAMILIES["other"]
+    _, family, differences = best
+    return replace(_FAMILIES[family], **differences)
