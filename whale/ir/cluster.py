@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
 from os import PathLike
 from typing import Annotated, Any, Literal
 
@@ -27,6 +29,9 @@ DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8")
 """The number types that a speed may be given for; ``tfloat32`` is float32 multiplied on NVIDIA's tensor cores."""
 
 MAX_DEVICES = 131_072
+MAX_ADAPTERS = 1_024
+MAX_ADAPTER_BANDWIDTH = 50e9
+"""Bytes per second, 400 Gbit/s: the fastest adapter in wide use (InfiniBand NDR, 400 GbE, EFA of AWS p5)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +88,28 @@ class DeviceType:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Between two devices, in one direction: ``bandwidth`` in bytes per second, ``latency`` in seconds."""
+    """What connects the devices of a node with each other, or a node with the others, in one direction.
+
+    Attributes:
+        bandwidth: bytes per second. Within a node: what a device can send to the others of its node. Between nodes:
+            what all adapters of a node send together.
+        latency: seconds from one device to another.
+        adapters: between nodes: the network adapters of a node, of which one message uses one; see
+            :attr:`num_adapters`.
+    """
 
     bandwidth: float
     latency: float
+    adapters: int | None = None
+
+    @property
+    def num_adapters(self) -> int:
+        """The adapters; where their number is not given, as few as are needed at 400 Gbit/s each.
+
+        >>> Link(bandwidth=400e9, latency=5e-6).num_adapters
+        8
+        """
+        return self.adapters or ceil(self.bandwidth / MAX_ADAPTER_BANDWIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +241,13 @@ class Cluster:
 
     def node_of(self, rank: int) -> Node:
         """The node of the device of *rank*."""
-        name = self._device(rank).node
-        return next(node for node in self.nodes if node.name == name)
+        return self._nodes_by_name[self._device(rank).node]
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two ranks; between nodes with unlike links, the smaller bandwidth and the larger latency.
+        """The link between two ranks, as the file gives it: that of their node, or that of the slower of two nodes
+        (with the larger latency), whose adapters all devices of the node share.
+
+        What a message between two ranks gets of it is for ``whale.planner.topology`` to say.
 
         Raises:
             UsageError: the cluster does not say what that link is.
@@ -238,7 +263,11 @@ class Cluster:
             raise UsageError(
                 f"no {kind}_node link is known between ranks {first} and {second}; describe it in a cluster file"
             )
-        return Link(bandwidth=min(link.bandwidth for link in known), latency=max(link.latency for link in known))
+        return replace(min(known, key=lambda link: link.bandwidth), latency=max(link.latency for link in known))
+
+    @cached_property
+    def _nodes_by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
 
     def _device(self, rank: int) -> Device:
         if not 0 <= rank < len(self.devices):
@@ -274,9 +303,13 @@ class _Link(_Table):
     latency: _written("latency")  # type: ignore[valid-type]
 
 
+class _InterNodeLink(_Link):
+    adapters: Annotated[int, Field(ge=1, le=MAX_ADAPTERS)] | None = None
+
+
 class _Links(_Table):
     intra_node: _Link | None = None
-    inter_node: _Link | None = None
+    inter_node: _InterNodeLink | None = None
 
 
 class _Node(_Table):
@@ -352,7 +385,7 @@ def _fits(document: Document, name: str, given: _Type) -> bool:
 
 
 def _link(given: _Link | None) -> Link | None:
-    return None if given is None else Link(bandwidth=given.bandwidth, latency=given.latency)
+    return None if given is None else Link(**given.model_dump())
 
 
 def _unknown_type(name: str, types: Mapping[str, DeviceType]) -> str:
@@ -405,8 +438,10 @@ def _known_keys(place: tuple[int | str, ...]) -> list[str]:
             table = _Node
         case ("links",) | ("nodes", _, "links"):
             table = _Links
-        case (*_, "intra_node" | "inter_node"):
+        case (*_, "intra_node"):
             table = _Link
+        case (*_, "inter_node"):
+            table = _InterNodeLink
         case ("device_types", _):
             table = _Type
     return list(table.model_fields)
