@@ -104,6 +104,8 @@ class Workload(_Record):
         update: seconds of the optimizer on each rank.
         overhead: seconds of a step that belong to nothing above (the loss's sum, the launch of the step).
         overlap_slowdown: how much longer computation takes while a collective runs beside it (0.1 is 10%).
+        runs_ahead: whether the processes run ahead of their devices, as with CUDA, so that receives are posted long
+            before they are needed; on a CPU the executor posts them between tasks, as far as its credit goes.
     """
 
     world_size: Annotated[int, Field(ge=1)]
@@ -116,6 +118,7 @@ class Workload(_Record):
     update: tuple[Seconds, ...] = ()
     overhead: Seconds = 0.0
     overlap_slowdown: Seconds = 0.0
+    runs_ahead: bool = True
 
 
 class DeviceMemory(_Record):

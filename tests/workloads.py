@@ -1,0 +1,54 @@
+"""Workloads for tests of the simulator and of what reads its timelines."""
+
+from __future__ import annotations
+
+from whale.ir.workload import Boundary, LinkTime, StageWork, Transfer, Workload
+
+
+def stage_work(ranks: tuple[int, ...], forward: float = 1.0, backward: float = 2.0, **changes: object) -> StageWork:
+    """A stage whose ranks are alike; ``changes`` are fields."""
+    count = len(ranks)
+    fields: dict[str, object] = {
+        "ranks": ranks,
+        "forward": (forward,) * count,
+        "backward": (backward,) * count,
+        "weights": (backward / 2,) * count,
+        "kept_bytes": (100,) * count,
+    }
+    return StageWork.model_validate(fields | changes)
+
+
+def boundary(source: int, target: int, pairs: list[tuple[int, int]], size: int = 0) -> Boundary:
+    """``size`` bytes forward between each pair of ranks, and back."""
+    return Boundary(
+        source_stage=source,
+        target_stage=target,
+        forward=tuple(Transfer(source=a, target=b, bytes=size) for a, b in pairs),
+        backward=tuple(Transfer(source=b, target=a, bytes=size) for a, b in pairs),
+    )
+
+
+def chain_workload(
+    num_ranks: int,
+    micro_batches: int,
+    *,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    times: list[tuple[float, float]] | None = None,
+    latency: float = 0.0,
+    size: int = 0,
+    bandwidth: float = 1.0,
+) -> Workload:
+    """One rank a stage, dealt round ``chunks`` times; forward 1 and backward 2 seconds if not said otherwise."""
+    count = num_ranks * chunks
+    stages = [stage_work((s % num_ranks,), *(times[s] if times else (1.0, 2.0))) for s in range(count)]
+    hops = [(s % num_ranks, (s + 1) % num_ranks) for s in range(count - 1)]
+    pairs = sorted({pair for a, b in hops for pair in ((a, b), (b, a)) if a != b})
+    return Workload(
+        world_size=num_ranks,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        stages=tuple(stages),
+        boundaries=tuple(boundary(s, s + 1, [hop], size) for s, hop in enumerate(hops)),
+        links=tuple(LinkTime(source=a, target=b, latency=latency, bandwidth=bandwidth) for a, b in pairs),
+    )
