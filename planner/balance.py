@@ -1,0 +1,339 @@
+"""Shares of a batch, or of a sharded dim, among unlike devices: the quickest that fits in their memory.
+
+Objective: the least time of the slowest device, min max t_i(k_i).
+Constraints: whole shares that sum to the total, and fixed_i + slope_i k_i <= capacity_i. `fastest_shares` is exact and
+is what the planner uses. `proportional_shares` is Algorithm 1 of the Whale paper (USENIX ATC 2022): shares in
+proportion to speed, then what does not fit is moved, device by device, each time to whoever would be done first. It is
+the reference that the exact shares are measured against, and gives the paper's own numbers.
+
+Where they differ: a step takes as long as its slowest device, and neither largest remainder nor moving a whole excess
+to one device minimises that. On speeds 15.7, 15.7, 9.3, 9.3 with 256 rows, of which the first device holds 77, the
+paper's shares 77, 83, 48, 48 end after 5.287, the exact 77, 82, 49, 48 after 5.269; with memory for all, 80, 80, 48, 48
+end after 5.161 and 81, 81, 47, 47 after 5.159. The difference is never more than a row of the slowest device when
+nothing binds.
+
+The state of training (weights, gradients, optimizer) need not be divided as the work is: `state_shares` divides it by
+free memory (Cephalo). This file knows numbers only: no model, no cluster.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf, isfinite
+
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.profile import Affine
+from whale.ir.shares import shares
+
+__all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares", "proportional_shares", "state_shares"]
+
+_NOTHING = Affine(0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What takes a share: a device, or several that work as one.
+
+    Attributes:
+        name: for messages.
+        seconds: that so many units take, measured or modelled. Where a curve falls, its running maximum counts: nobody
+            is done sooner with more to do.
+        memory: bytes for so many units: what is there anyway, and what each unit adds.
+        capacity_bytes: what it may use.
+    """
+
+    name: str
+    seconds: Callable[[int], float]
+    memory: Affine = _NOTHING
+    capacity_bytes: float = inf
+
+    def limit(self, total: int) -> int:
+        """The most units of *total* that its memory holds; -1 if not even none fit.
+
+        >>> Worker(name="card", seconds=float, memory=Affine(2e9, 0.18e9), capacity_bytes=16e9).limit(256)
+        77
+        """
+        if self.memory(0) > self.capacity_bytes:
+            return -1
+        if self.memory(total) <= self.capacity_bytes:
+            return total
+        held = min(total, int((self.capacity_bytes - self.memory.fixed) / self.memory.per_row))
+        while self.memory(held) > self.capacity_bytes:  # at most once: the division rounds
+            held -= 1
+        return held + 1 if self.memory(held + 1) <= self.capacity_bytes else held
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Units that memory took from one worker (by position) and that another does instead, and why."""
+
+    giver: int
+    taker: int
+    units: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Who does how much.
+
+    Attributes:
+        units: of each worker.
+        by_speed: what they would be if memory were no limit.
+        moves: from there to ``units``.
+        seconds: until the slowest is done.
+    """
+
+    units: tuple[int, ...]
+    by_speed: tuple[int, ...]
+    moves: tuple[Move, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change that the caller could make if the shares do not fit: the total and the workers as they would be then.
+
+    ``change`` completes the sentence "it would fit with ...", such as ``4 micro-batches``.
+    """
+
+    change: str
+    total: int
+    workers: Sequence[Worker]
+
+
+def fastest_shares(
+    total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Sequence[Remedy] = ()
+) -> Shares:
+    """The shares with which the slowest worker is done first.
+
+    Units are given out one by one, each to whoever would then be done first, ties to the lower index. For times that
+    do not fall with the share that is optimal, and it makes shares monotone: a faster worker never gets less, neither
+    than a slower one with as much memory, nor than it got before it was made faster. Never slower than the even split,
+    if that fits. O(total log n), exact.
+
+    Args:
+        total: units to give away.
+        workers: at least one.
+        minimum: that each must get (a sharded dim needs 1).
+        unit: what is divided, for messages.
+        remedies: to be weighed in the error.
+
+    Raises:
+        InfeasibleError: the memory of all holds less than the total: who lacks how much, and what would help.
+
+    >>> fast = Worker(name="V100:0", seconds=lambda rows: rows / 15.7, memory=Affine(2, 0.3), capacity_bytes=16)
+    >>> slow = Worker(name="P100:1", seconds=lambda rows: rows / 9.3, memory=Affine(2, 0.3), capacity_bytes=32)
+    >>> found = fastest_shares(96, [fast, slow])
+    >>> found.by_speed, found.units
+    ((60, 36), (46, 50))
+    """
+    limits = _limits(total, workers, minimum, unit, remedies)
+    by_speed = _first_done(total, workers, [total] * len(workers), minimum)
+    if all(share <= limit for share, limit in zip(by_speed, limits, strict=True)):
+        return _shares(by_speed, by_speed, (), workers)
+    units = _first_done(total, workers, limits, minimum)
+    return _shares(units, by_speed, _moves(by_speed, units, workers, unit), workers)
+
+
+def proportional_shares(
+    total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Sequence[Remedy] = ()
+) -> Shares:
+    """The shares of the Whale paper's Algorithm 1: in proportion to speed, then moved from the full to the free.
+
+    The speed of a worker is that at the even share. Shares are rounded by largest remainder, ties to the lower index.
+    While a worker is over its memory, the one with the largest ratio of need to capacity gives to the free one with the
+    lowest (time, memory) ratio: as much as cures it, or as the other can take. O(n^2) moves at most. A heuristic for
+    the slowest worker's time (see the head of this file), and a faster worker may end with less than a slower one, if
+    what a third cannot hold went to the slower; arguments and errors are those of `fastest_shares`.
+
+    >>> def card(speed, capacity):
+    ...     return Worker(name="card", seconds=lambda k: k / speed, memory=Affine(2, 0.18), capacity_bytes=capacity)
+    >>> proportional_shares(256, [card(15.7, 16), card(15.7, 32), card(9.3, 16), card(9.3, 16)]).units
+    (77, 83, 48, 48)
+    """
+    limits = _limits(total, workers, minimum, unit, remedies)
+    even = max(1, total // len(workers))
+    seconds = [worker.seconds(even) for worker in workers]
+    if min(seconds) <= 0:
+        raise UsageError(f"{workers[seconds.index(min(seconds))].name} takes no time: nothing is in proportion to that")
+    by_speed = shares(total, [even / taken for taken in seconds], minimum=minimum)
+    units = list(by_speed)
+    moves: list[Move] = []
+
+    def memory_ratio(index: int) -> float:
+        return workers[index].memory(units[index]) / workers[index].capacity_bytes
+
+    while over := [index for index, limit in enumerate(limits) if units[index] > limit]:
+        giver = max(over, key=lambda index: (memory_ratio(index), -index))
+        free = [index for index, limit in enumerate(limits) if units[index] < limit]
+        taker = min(free, key=lambda index: (workers[index].seconds(units[index]), memory_ratio(index), index))
+        moved = min(units[giver] - limits[giver], limits[taker] - units[taker])
+        units[giver] -= moved
+        units[taker] += moved
+        moves.append(Move(giver=giver, taker=taker, units=moved, reason=_reason(workers[giver], limits[giver], unit)))
+    return _shares(tuple(units), by_speed, tuple(moves), workers)
+
+
+def state_shares(total: int, free: Sequence[int]) -> tuple[int, ...]:
+    """Shards of the training state (ZeRO), by the memory that each device has left: as even as that allows.
+
+    The largest shard is as small as can be, since all wait for the largest to be gathered; a device takes less than
+    that only if it has no room. Every row needs the same memory wherever it is computed, so how rows are divided does
+    not change what is left in all: dividing rows by speed first and the state by what is left then is no worse than
+    deciding both together, as long as both fit. O(n log n), exact; ties to the lower index.
+
+    Args:
+        total: units to store, such as elements or buckets.
+        free: units that each device has room for.
+
+    Raises:
+        InfeasibleError: there is not room for all.
+
+    >>> state_shares(100, [50, 10, 50])
+    (45, 10, 45)
+    """
+    if total < 0 or not free:
+        raise UsageError(f"state of {total} units among {len(free)} devices: give at least one device, and no debt")
+    room = [max(0, units) for units in free]
+    if sum(room) < total:
+        raise InfeasibleError(
+            f"the state takes {total} units, but the {len(free)} devices have room for {sum(room)} in all, "
+            f"{total - sum(room)} too few; use more devices, more micro-batches or recomputation"
+        )
+    taken = [0] * len(room)
+    left = total
+    for position, index in enumerate(sorted(range(len(room)), key=lambda index: (room[index], -index))):
+        taken[index] = min(room[index], left // (len(room) - position))
+        left -= taken[index]
+    return tuple(taken)
+
+
+def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> tuple[int, ...]:
+    """Give each *minimum* units and every other to the worker that would then be done first, within its limit."""
+    units = [minimum] * len(workers)
+    heap = [
+        (workers[index].seconds(minimum + 1), index) for index in range(len(workers)) if minimum + 1 <= limits[index]
+    ]
+    heapq.heapify(heap)
+    for _ in range(total - minimum * len(workers)):
+        done, index = heap[0]
+        units[index] += 1
+        if units[index] < limits[index]:
+            heapq.heapreplace(heap, (max(done, workers[index].seconds(units[index] + 1)), index))
+        else:
+            heapq.heappop(heap)
+    return tuple(units)
+
+
+def _shares(
+    units: tuple[int, ...], by_speed: tuple[int, ...], moves: tuple[Move, ...], workers: Sequence[Worker]
+) -> Shares:
+    seconds = max(worker.seconds(share) for worker, share in zip(workers, units, strict=True))
+    return Shares(units=units, by_speed=by_speed, moves=moves, seconds=seconds)
+
+
+def _moves(before: Sequence[int], after: Sequence[int], workers: Sequence[Worker], unit: str) -> tuple[Move, ...]:
+    """What leads from *before* to *after*: the first who gives to the first who takes."""
+    gives = [[index, b - a] for index, (b, a) in enumerate(zip(before, after, strict=True)) if b > a]
+    takes = [[index, a - b] for index, (b, a) in enumerate(zip(before, after, strict=True)) if a > b]
+    moves: list[Move] = []
+    while gives:
+        (giver, given), (taker, taken) = gives[0], takes[0]
+        moved = min(given, taken)
+        moves.append(Move(giver=giver, taker=taker, units=moved, reason=_reason(workers[giver], after[giver], unit)))
+        gives[0][1] -= moved
+        takes[0][1] -= moved
+        gives = gives if gives[0][1] else gives[1:]
+        takes = takes if takes[0][1] else takes[1:]
+    return tuple(moves)
+
+
+def _reason(worker: Worker, limit: int, unit: str) -> str:
+    return f"the {_gib(worker.capacity_bytes)} of {worker.name} hold {limit} {unit}"
+
+
+# --- what does not fit
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _limits(total: int, workers: Sequence[Worker], minimum: int, unit: str, remedies: Sequence[Remedy]) -> list[int]:
+    """The most units that each worker holds, if that is enough for the total."""
+    if total < 0 or minimum < 0 or not workers:
+        raise UsageError(
+            f"{total} {unit} among {len(workers)} devices, at least {minimum} each: give at least one device, and "
+            "nothing negative"
+        )
+    if total < minimum * len(workers):
+        raise InfeasibleError(
+            f"{total} {unit} cannot give each of {len(workers)} devices {minimum}; use at most {total // minimum} "
+            "devices there"
+        )
+    limits = [worker.limit(total) for worker in workers]
+    if min(limits) < minimum or sum(limits) < total:
+        raise InfeasibleError(_shortage(total, workers, limits, minimum, unit, remedies))
+    return limits
+
+
+def _shortage(
+    total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int, unit: str, remedies: Sequence[Remedy]
+) -> str:
+    """Who lacks how much memory, and what would help, by how much."""
+    wanted = [minimum] * len(workers)
+    held = sum(max(limit, 0) for limit in limits)
+    if min(limits) < minimum:
+        problem = f"{total} {unit} do not fit"
+    else:
+        wanted = list(_first_done(total, workers, [total] * len(workers), minimum))
+        problem = f"{total} {unit} do not fit: the {len(workers)} devices hold {held}"
+    need, index = _fullest(workers, wanted)
+    worker = workers[index]
+    problem += (
+        f". {worker.name} has {_gib(worker.capacity_bytes)} and would need {_gib(need)} for {wanted[index]} {unit}, "
+        f"{_gib(need - worker.capacity_bytes)} more"
+    )
+    cures: list[str] = []
+    failures: list[str] = []
+    for remedy in remedies:
+        fitting, text = _weigh(remedy, minimum)
+        (cures if fitting else failures).append(text)
+    if min(limits) >= minimum:
+        if held:
+            cures.append(f"at most {held} {unit}")
+        roomiest = max(range(len(limits)), key=lambda index: (limits[index], -index))
+        if limits[roomiest]:
+            more = ceil((total - held) / limits[roomiest])
+            cures.append(f"{more} more {'device' if more == 1 else 'devices'} like {workers[roomiest].name}")
+    if cures:
+        return f"{problem}. It would fit with {', or with '.join(cures)}"
+    if failures:
+        return f"{problem}. Not even enough: {'; '.join(failures)}"
+    return f"{problem}; shard the state, or use devices with more memory"
+
+
+def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:
+    """Whether it fits after the change, and what the fullest worker would need then."""
+    limits = [worker.limit(remedy.total) for worker in remedy.workers]
+    fitting = min(limits) >= minimum and sum(limits) >= remedy.total
+    units = _first_done(remedy.total, remedy.workers, limits if fitting else [remedy.total] * len(limits), minimum)
+    need, index = _fullest(remedy.workers, units)
+    worker = remedy.workers[index]
+    return fitting, f"{remedy.change} ({_gib(need)} of {_gib(worker.capacity_bytes)} on {worker.name})"
+
+
+def _fullest(workers: Sequence[Worker], units: Sequence[int]) -> tuple[float, int]:
+    """The bytes and the position of the worker whose need is the largest part of its capacity."""
+    needs = [worker.memory(share) for worker, share in zip(workers, units, strict=True)]
+    index = max(range(len(needs)), key=lambda index: (needs[index] / workers[index].capacity_bytes, -index))
+    return needs[index], index
+
+
+def _gib(size: float) -> str:
+    """Bytes for people.
+
+    >>> _gib(16 * 2**30)
+    '16.0 GiB'
+    """
+    return f"{size / 2**30:.1f} GiB" if isfinite(size) else "unlimited memory"
