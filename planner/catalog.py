@@ -16,9 +16,31 @@ from math import inf
 from types import MappingProxyType
 from typing import Literal
 
-from whale.ir.cluster import DeviceType, Link
+from whale.ir.cluster import DTYPES, DeviceType, Link
+from whale.ir.profile import ModelProfile
 
-__all__ = ["LinkKind", "device_types", "inter_node_kind", "intra_node_kind", "intra_node_link", "link_kinds"]
+__all__ = [
+    "ALIASES",
+    "LinkKind",
+    "device_types",
+    "device_types_with",
+    "inter_node_kind",
+    "intra_node_kind",
+    "intra_node_link",
+    "link_kinds",
+]
+
+ALIASES: Mapping[str, str] = {
+    "A100-40": "A100-SXM4-40GB",
+    "A100-80": "A100-SXM4-80GB",
+    "GH-96": "GH200-96GB",
+    "RTX-2080": "RTX2080Ti",
+    "RTX-3090": "RTX3090",
+    "Titan-RTX": "TitanRTX",
+    "V100-16": "V100-SXM2-16GB",
+}
+"""Names that published profiles give to devices of the table: those of the artifact of Sailor (whose
+RTX-2080 has the 11 GiB of the Ti)."""
 
 MAX_TCP_ADAPTER_BANDWIDTH = 50e9 / 8
 """Bytes per second, 50 Gbit/s: faster adapters are taken for RDMA ones, since the file does not say."""
@@ -88,7 +110,7 @@ def link_kinds() -> Mapping[str, LinkKind]:
 
 def intra_node_link(device_type: str) -> Link | None:
     """The link with which devices of a known type are built into nodes; None for an unknown type."""
-    known = _intra_node_links().get(device_type)
+    known = _intra_node_links().get(ALIASES.get(device_type, device_type))
     return None if known is None else Link(bandwidth=known[1], latency=link_kinds()[known[0]].latency)
 
 
@@ -99,7 +121,7 @@ def intra_node_kind(device_type: str, link: Link) -> LinkKind:
     (an optional NVLink bridge). An unknown type has PCIe, or NVLink where PCIe cannot do it.
     """
     kinds = link_kinds()
-    own = _intra_node_links().get(device_type)
+    own = _intra_node_links().get(ALIASES.get(device_type, device_type))
     if own is not None and not own[0].startswith("PCIe") and link.bandwidth > own[1] / 4:
         return kinds[own[0]]
     if link.bandwidth <= 16e9:
@@ -142,6 +164,27 @@ def device_types() -> Mapping[str, DeviceType]:
             memory_bandwidth=float(row["mem_bw_GBps"]) * 1e9,
         )
     return MappingProxyType(found)
+
+
+def device_types_with(profile: ModelProfile) -> Mapping[str, DeviceType]:
+    """Every known device type and those that *profile* brings along, for ``Cluster.load(..., catalog=...)``.
+
+    A type of the profile keeps its name there. What the profile does not say of it is taken from the table, under that
+    name or under the one that it is an alias of; a type of which speed, memory or memory bandwidth are still unknown is
+    left out, and a cluster file that uses it must define it.
+    """
+    known = device_types()
+    brought: dict[str, DeviceType] = {}
+    for name, figures in profile.device_types.items():
+        base = known.get(name) or known.get(ALIASES.get(name, ""))
+        speed = {dtype: figures[dtype] for dtype in DTYPES if dtype in figures} or (dict(base.rates) if base else {})
+        memory_bytes = round(figures.get("memory_bytes", base.memory_bytes if base else 0))
+        memory_bandwidth = figures.get("memory_bandwidth", base.memory_bandwidth if base else 0.0)
+        if speed and memory_bytes and memory_bandwidth:
+            brought[name] = DeviceType.of(
+                name, speed=speed, memory_bytes=memory_bytes, memory_bandwidth=memory_bandwidth
+            )
+    return MappingProxyType({**known, **brought})
 
 
 @cache

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whale.ir.cluster import DeviceType
+from whale.planner.catalog import ALIASES
 
 __all__ = ["Silicon", "silicon_of"]
 
@@ -97,9 +98,8 @@ def silicon_of(device: DeviceType) -> Silicon:
     >>> silicon_of(device_types()["V100-SXM2-32GB"]).multiprocessors
     80
     """
-    best = max(
-        (chip for chip in _CHIPS if device.name.startswith(chip[0])), key=lambda chip: len(chip[0]), default=None
-    )
+    name = ALIASES.get(device.name, device.name)
+    best = max((chip for chip in _CHIPS if name.startswith(chip[0])), key=lambda chip: len(chip[0]), default=None)
     if best is None:
         return _FAMILIES["other"]
     _, family, differences = best

@@ -8,19 +8,29 @@ bytes where it does not. The planner prices kernels on devices; this file knows 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from itertools import pairwise
+from os import PathLike, fspath
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from whale.errors import InputFileError
+from whale.ir.cluster import DTYPES
+from whale.ir.document import Document, format_json, parse_document, read_document
 
 __all__ = [
     "Affine",
     "Amount",
     "Communication",
+    "DEVICE_FIGURES",
     "Kernel",
     "LayerKind",
     "LayerVariant",
     "LinkCurve",
+    "MeasuredRate",
     "MeasuredTimes",
     "ModelProfile",
     "Saved",
@@ -28,6 +38,10 @@ __all__ = [
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+
+
+DEVICE_FIGURES = ("memory_bytes", "devices_per_node", "memory_bandwidth", *DTYPES)
+"""What a profile may say of a device type; a number type stands for FLOP/s."""
 
 
 class _Record(BaseModel):
@@ -126,7 +140,7 @@ class LayerVariant(_Record):
 
     Attributes:
         tensor_degree: devices over which its matrices are split.
-        forward, backward: kernels in the order in which they run.
+        forward, backward: kernels in the order in which they run; none where all that is known was measured.
         forward_communications, backward_communications: in their order.
         saved: what is kept of each micro-batch between forward and backward.
         parameters: elements of trainable parameters on a device; ``expert_parameters`` are those of experts among
@@ -149,6 +163,7 @@ class MeasuredTimes(_Record):
     """Seconds of one kind of layer on one device type, measured with the communication of its tensor group or without.
 
     ``rows`` ascend; ``forward``, ``backward`` and ``update`` (the optimizer's step) have one entry for each.
+    ``spread`` is the relative distance between the quartiles of forward and backward together, where it is known.
     """
 
     device_type: str
@@ -157,7 +172,30 @@ class MeasuredTimes(_Record):
     forward: tuple[NonNegative, ...]
     backward: tuple[NonNegative, ...]
     update: tuple[NonNegative, ...]
+    spread: tuple[NonNegative, ...] = ()
     includes_communication: bool = False
+
+    @model_validator(mode="after")
+    def _has_an_entry_for_each(self) -> Self:
+        _check_ascending("rows", self.rows)
+        for name in ("forward", "backward", "update", "spread"):
+            _check_length(name, getattr(self, name), "rows", self.rows, may_be_empty=name == "spread")
+        return self
+
+
+class MeasuredRate(_Record):
+    """How fast a device type did one thing.
+
+    ``matmul`` is a product of two matrices of ``dims`` (m, n, k), in FLOP/s; ``memory`` is a copy of ``dims`` (bytes,)
+    from memory to memory, in bytes per second, read and written. ``spread`` as in `MeasuredTimes`.
+    """
+
+    device_type: str
+    kind: Literal["matmul", "memory"]
+    dtype: str
+    dims: tuple[Annotated[int, Field(ge=1)], ...]
+    rate: Annotated[float, Field(gt=0)]
+    spread: NonNegative = 0
 
 
 class LayerKind(_Record):
@@ -184,10 +222,11 @@ class LinkCurve(_Record):
     """Measured bandwidth between devices, by message size.
 
     ``operation`` is what was timed: a send, or a collective of ``ranks`` ranks (whose ``sizes`` are those of
-    `Communication`). ``source`` and ``target`` are device types; ``devices`` is how many of a node take part;
+    `Communication`). ``source`` and ``target`` are device types; ``devices`` is how many of a node take part
+    (``target_devices`` of the target's node, where they are not as many);
     ``within`` a node or between nodes. ``coefficients`` are of a polynomial in log10(bytes) for GB/s, highest first;
     ``maximum`` is the largest value measured, in bytes per second; or ``sizes`` (bytes) and ``bandwidths`` (bytes per
-    second) are the points.
+    second) are the points: the bandwidth of a size is the size by the seconds that all of it took.
     """
 
     operation: Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = "send"
@@ -195,15 +234,24 @@ class LinkCurve(_Record):
     source: str
     target: str
     devices: Annotated[int, Field(ge=1)]
+    target_devices: Annotated[int, Field(ge=1)] | None = None
     within: Literal["node", "nodes"]
     coefficients: tuple[float, ...] = ()
     maximum: NonNegative = 0
     sizes: tuple[NonNegative, ...] = ()
     bandwidths: tuple[NonNegative, ...] = ()
 
+    @model_validator(mode="after")
+    def _has_an_entry_for_each(self) -> Self:
+        _check_ascending("sizes", self.sizes)
+        _check_length("bandwidths", self.bandwidths, "sizes", self.sizes)
+        if not self.sizes and not self.coefficients:
+            raise ValueError("give sizes and bandwidths, or coefficients")
+        return self
+
 
 class ModelProfile(_Record):
-    """A model as a chain of costed layers.
+    """A model as a chain of costed layers; and, where they were measured, the machines. Without layers, only these.
 
     Attributes:
         format_version: of the file.
@@ -214,9 +262,11 @@ class ModelProfile(_Record):
         kinds: the different layers.
         precision: the number type in which ``measured`` times were taken and the model was captured.
         row_tokens: tokens in a row of the batch (1 where a row is a sample).
-        device_types: figures of device types that the profile brings along, by name: memory in bytes, devices in a
-            node; a cluster file may use them.
-        links: measured curves, for imported profiles.
+        device_types: figures of device types that the profile brings along, by name: ``memory_bytes``,
+            ``devices_per_node``, ``memory_bandwidth`` (bytes per second), and FLOP/s by number type (``float32``);
+            a cluster file may use types whose figures are known (`whale.planner.catalog.device_types_with`).
+        links: measured curves.
+        rates: measured rates of devices.
         tied: groups of layers (positions) that share a parameter, with its elements.
     """
 
@@ -230,9 +280,86 @@ class ModelProfile(_Record):
     row_tokens: Annotated[int, Field(ge=1)] = 1
     device_types: dict[str, dict[str, float]] = {}
     links: tuple[LinkCurve, ...] = ()
+    rates: tuple[MeasuredRate, ...] = ()
     tied: tuple[tuple[tuple[Count, ...], NonNegative], ...] = ()
 
     def chain(self) -> Iterator[LayerKind]:
         """The kind of every layer, in order."""
         for position in self.layers:
             yield self.kinds[position]
+
+    @model_validator(mode="after")
+    def _refers_to_what_there_is(self) -> Self:
+        for name, positions, count, what in (
+            ("layers", self.layers, len(self.kinds), "kinds"),
+            ("tied", [layer for group, _ in self.tied for layer in group], len(self.layers), "layers"),
+        ):
+            if max(positions, default=-1) >= count:
+                raise ValueError(f"{name} refers to position {max(positions)}, but there are only {count} {what}")
+        _check_length("paths", self.paths, "layers", self.layers, may_be_empty=True)
+        for name, figures in self.device_types.items():
+            for figure, value in figures.items():
+                if figure not in DEVICE_FIGURES or value <= 0:
+                    raise ValueError(
+                        f"device type {name!r} has {figure!r} = {value:g}; give positive numbers for "
+                        f"{', '.join(DEVICE_FIGURES)}"
+                    )
+        return self
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> ModelProfile:
+        """Read a profile, a JSON file.
+
+        Raises:
+            InputFileError: with file and line, whatever is wrong with the file.
+        """
+        if PurePath(path).suffix.lower() != ".json":
+            raise InputFileError("a profile is a JSON file; give one whose name ends with .json", path=fspath(path))
+        return cls._of(read_document(path))
+
+    @classmethod
+    def parse(cls, text: str, *, source: str = "<text>") -> ModelProfile:
+        """As `load`, from text; *source* is the name that errors show."""
+        return cls._of(parse_document(text, "json", source=source))
+
+    @classmethod
+    def _of(cls, document: Document) -> ModelProfile:
+        try:
+            return cls.model_validate_json(json.dumps(document.value))  # as JSON, where a tuple is written as a list
+        except ValidationError as error:
+            raise _first_error(document, error) from None
+
+    def dumps(self) -> str:
+        """The profile as JSON: the same bytes for the same profile; what is as by default is left out."""
+        return format_json({"format_version": 1, **self.model_dump(mode="json", exclude_defaults=True)})
+
+
+def _check_ascending(name: str, values: tuple[float, ...]) -> None:
+    if any(one >= other for one, other in pairwise(values)):
+        raise ValueError(f"{name} must ascend, without repetition")
+
+
+def _check_length(
+    name: str, values: tuple[Any, ...], other: str, others: tuple[Any, ...], *, may_be_empty: bool = False
+) -> None:
+    if len(values) != len(others) and not (may_be_empty and not values):
+        raise ValueError(f"{name} has {len(values)} entries and {other} has {len(others)}; give one for each")
+
+
+def _first_error(document: Document, error: ValidationError) -> InputFileError:
+    """The first finding in the order of the file; a misspelt key before the one that it leaves missing."""
+    findings = error.errors(include_url=False)
+    findings.sort(key=lambda finding: (finding["type"] != "extra_forbidden", document.line_of(finding["loc"]) or 0))
+    first = findings[0]
+    place = first["loc"]
+    where = ".".join(map(str, place))
+    match first["type"]:
+        case "extra_forbidden":
+            message = f"unknown key {str(place[-1])!r} in {where}"
+        case "missing":
+            message = f"the key {str(place[-1])!r} is missing in {where}"
+        case "value_error":
+            message = f"{where}: {first['msg'].removeprefix('Value error, ')}"
+        case _:
+            message = f"{where}: {first['msg']}, not {repr(first['input'])[:80]}"
+    return document.error(f"is not a profile: {message}", place)
