@@ -20,7 +20,17 @@ from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, L
 from whale.planner.precision import Precision, precision_named
 from whale.planner.silicon import silicon_of
 
-__all__ = ["Collective", "LayerSeconds", "Recompute", "kernel_seconds", "layer_seconds", "matmul_seconds", "variant_of"]
+__all__ = [
+    "Collective",
+    "LayerSeconds",
+    "Recompute",
+    "attention_is_fused",
+    "kernel_seconds",
+    "layer_seconds",
+    "matmul_seconds",
+    "num_scores",
+    "variant_of",
+]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -213,7 +223,7 @@ def kernel_seconds(
             rate, dtype = precision.rate(device, attention=True)
             share = silicon.vector * 0.5 if dtype == "float32" else silicon.attention
             size = dims[3] if len(dims) == 4 else 128
-            half = 0.5 if kernel.causal and _counts_all_scores(kernel, dims, backward) else 1.0
+            half = 0.5 if kernel.causal else 1.0  # what is masked is skipped
             slowdown = 1.25 if backward else 1.0  # its backward is less efficient than its forward
             compute = flops * half * slowdown / (rate * share * size / (size + 24))
         case "memory":
@@ -259,14 +269,6 @@ def _in_core(kernel: Kernel) -> bool:
     return kernel.attention or kernel.kind == "attention"
 
 
-def _counts_all_scores(kernel: Kernel, dims: Sequence[float], backward: bool) -> bool:
-    """Whether a causal attention's flops count the masked half too."""
-    if len(dims) != 4:
-        return False
-    batch, queries, keys, size = dims
-    return kernel.flops.per_row > 0 and kernel.flops.fixed >= 0 and batch * queries * keys * size > 0
-
-
 def _as_run(kernels: Iterable[Kernel], *, fused: bool, backward: bool) -> Iterable[Kernel]:
     """The kernels with their attentions in the form in which they run: one fused kernel, or spelt out."""
     for kernel in kernels:
@@ -283,7 +285,10 @@ def _spelt_out(kernel: Kernel, *, backward: bool) -> Iterable[Kernel]:
     """
     heads, queries, keys, size = kernel.dims
     scores = _product(heads, queries, keys)
-    products = (("scores", queries, keys, size), ("context", queries, size, keys))
+    products: tuple[tuple[str, Affine, Affine, Affine], ...] = (
+        ("scores", queries, keys, size),
+        ("context", queries, size, keys),
+    )
     if backward:  # for each product the gradients of both of its factors
         products = (
             ("probabilities", queries, keys, size),
@@ -316,6 +321,11 @@ def _spelt_out(kernel: Kernel, *, backward: bool) -> Iterable[Kernel]:
                 "attention": True,
             }
         )
+
+
+def num_scores(kernel: Kernel) -> Affine:
+    """How many scores an attention has."""
+    return _product(*kernel.dims[:3]) if len(kernel.dims) == 4 else Affine(0, 0)
 
 
 def _product(*factors: Affine) -> Affine:
