@@ -69,7 +69,9 @@ def parallelize(
         cluster: a cluster file, or a Cluster; by default the devices of the launch, taken as equal.
         plan: a plan file, or a Plan: what to run, decided before.
         micro_batches: the parts of the batch that a pipeline works on at a time; must divide it.
-        schedule: ``gpipe``, ``1f1b`` (the default), ``interleaved``, ``zero_bubble`` or ``greedy``.
+        schedule: ``gpipe``, ``1f1b`` (the default), ``1f1b_deep`` (more warm-up forwards, for slow links),
+            ``interleaved``, ``zero_bubble`` or ``zero_bubble_1p`` (the memory of 1F1B's first stage on all),
+            ``zero_bubble_h2`` or ``zero_bubble_2p`` (twice that, and next to no bubble), or ``greedy``.
         loss_fn: ``loss_fn(output, batch)``, for a model that does not return its loss.
         prefer: ``consecutive`` or ``replica_in_node``: which devices are neighbours.
         seed: of dropout and other random operators, which then do not use torch's generator.
