@@ -16,7 +16,8 @@ import networkx as nx
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Link, Node
 from whale.ir.profile import LinkCurve
-from whale.planner.catalog import LinkKind, inter_node_kind, intra_node_kind
+from whale.planner.catalog import built_in_links
+from whale.planner.links import LinkKind, inter_node_kind, intra_node_kind
 
 __all__ = ["Member", "Path", "Topology"]
 
@@ -32,13 +33,15 @@ class Path:
         latency: seconds.
         resources: what messages share that name the same: the sender's and the receiver's end, each in its own
             direction (``rank 3 out``, ``node0 adapter 1 out``, ``node2 adapter 0 in``).
-        kinds: of the links on the way.
+        kinds: of the links at both ends.
+        between_nodes: whether it leaves a node.
     """
 
     bandwidth: float
     latency: float
     resources: tuple[str, ...]
     kinds: tuple[LinkKind, ...]
+    between_nodes: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,8 @@ class Topology:
                 bandwidth=link.bandwidth * kind.share_of_links(2, len(here.ranks)),
                 latency=link.latency,
                 resources=(f"rank {source} out", f"rank {target} in"),
-                kinds=(kind,),
+                kinds=(kind, kind),
+                between_nodes=False,
             )
         ends = [(rank, node, self.inter_link(node)) for rank, node in ((source, here), (target, there))]
         return Path(
@@ -100,6 +104,7 @@ class Topology:
                 for (rank, node, _), way in zip(ends, ("out", "in"), strict=True)
             ),
             kinds=tuple(self.inter_kind(node) for _, node, _ in ends),
+            between_nodes=True,
         )
 
     def adapter(self, rank: int) -> int:
@@ -135,7 +140,8 @@ class Topology:
 
     def intra_kind(self, node: Node) -> LinkKind:
         """What links the devices of *node*."""
-        return intra_node_kind(self.cluster.devices[node.ranks[0]].type.name, self.intra_link(node))
+        type_ = self.cluster.devices[node.ranks[0]].type
+        return intra_node_kind(self.intra_link(node), built_in_links().get(type_.name))
 
     def inter_kind(self, node: Node) -> LinkKind:
         """What links *node* with others."""

@@ -225,8 +225,8 @@ def layout_axes(mesh: VirtualDevice, rows: Sequence[int]) -> list[LayoutAxis]:
     """Time and the mesh axes, as the layout sees them."""
     axes = [LayoutAxis(name="time", size=len(rows), sizes=tuple(rows))]
     for index, axis in enumerate(mesh.axes):
-        shares = mesh.axis_shares(index)
-        weights = () if len(set(shares)) == 1 else shares
+        speeds = mesh.axis_speeds(index)
+        weights = () if len(set(speeds)) == 1 else speeds
         axes.append(LayoutAxis(name=axis.name, size=axis.size, weights=weights))
     return axes
 

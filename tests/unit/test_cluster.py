@@ -125,8 +125,9 @@ def test_a_mistake_is_answered_with_its_line(old: str, new: str, line: int, mess
 
 
 def test_a_link_that_is_needed_must_be_given() -> None:
+    own_type = TOML[TOML.index("[device_types") :]
     with pytest.raises(InputFileError, match="no intra_node link"):
-        parse('[[nodes]]\ndevices = 2\ndevice = "T4"\n')
+        parse('[[nodes]]\ndevices = 2\ndevice = "lab-card"\n' + own_type)
     with pytest.raises(InputFileError, match="no inter_node link"):
         parse('[[nodes]]\ncount = 2\ndevices = 1\ndevice = "T4"\n')
     assert len(parse('[[nodes]]\ndevices = 1\ndevice = "T4"\n').devices) == 1

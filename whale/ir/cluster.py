@@ -23,15 +23,46 @@ from whale.errors import InputFileError, UsageError
 from whale.ir.document import Document, Format, parse_document, read_document
 from whale.ir.units import PATTERNS, Quantity, parse_quantity
 
-__all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "Link", "Node"]
+__all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "Link", "Network", "Node"]
 
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8")
 """The number types that a speed may be given for; ``tfloat32`` is float32 multiplied on NVIDIA's tensor cores."""
+
+Network = Literal["tcp", "rdma", "efa"]
+"""Ethernet through the kernel; InfiniBand, RoCE and the like; Amazon's Elastic Fabric Adapter."""
 
 MAX_DEVICES = 131_072
 MAX_ADAPTERS = 1_024
 MAX_ADAPTER_BANDWIDTH = 50e9
 """Bytes per second, 400 Gbit/s: the fastest adapter in wide use (InfiniBand NDR, 400 GbE, EFA of AWS p5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects the devices of a node with each other, or a node with the others, in one direction.
+
+    Attributes:
+        bandwidth: bytes per second. Within a node: what a device can send to the others of its node. Between nodes:
+            what all adapters of a node send together.
+        latency: seconds from one device to another.
+        adapters: between nodes: the network adapters of a node, of which one message uses one; see
+            :attr:`num_adapters`.
+        network: between nodes: what they speak, where that is known.
+    """
+
+    bandwidth: float
+    latency: float
+    adapters: int | None = None
+    network: Network | None = None
+
+    @property
+    def num_adapters(self) -> int:
+        """The adapters; where their number is not given, as few as are needed at 400 Gbit/s each.
+
+        >>> Link(bandwidth=400e9, latency=5e-6).num_adapters
+        8
+        """
+        return self.adapters or ceil(self.bandwidth / MAX_ADAPTER_BANDWIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +74,25 @@ class DeviceType:
         rates: FLOP/s for each number type, as pairs sorted by name; see :meth:`speed`.
         memory_bytes: capacity.
         memory_bandwidth: bytes per second.
+        intra_node: what links such devices in a node that a cluster file says nothing else of; None: it must say.
     """
 
     name: str
     rates: tuple[tuple[str, float], ...]
     memory_bytes: int
     memory_bandwidth: float
+    intra_node: Link | None = None
 
     @classmethod
-    def of(cls, name: str, *, speed: Mapping[str, float], memory_bytes: int, memory_bandwidth: float) -> DeviceType:
+    def of(
+        cls,
+        name: str,
+        *,
+        speed: Mapping[str, float],
+        memory_bytes: int,
+        memory_bandwidth: float,
+        intra_node: Link | None = None,
+    ) -> DeviceType:
         """Make a type from a mapping of number types to FLOP/s.
 
         Raises:
@@ -68,6 +109,7 @@ class DeviceType:
             rates=tuple(sorted(speed.items())),
             memory_bytes=memory_bytes,
             memory_bandwidth=memory_bandwidth,
+            intra_node=intra_node,
         )
 
     def speed(self, dtype: str) -> float:
@@ -84,32 +126,6 @@ class DeviceType:
             raise UsageError(f"unknown number type {dtype!r}; use one of {', '.join(DTYPES)}")
         rates = dict(self.rates)
         return rates.get(dtype) or rates.get("float32") or min(rates.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What connects the devices of a node with each other, or a node with the others, in one direction.
-
-    Attributes:
-        bandwidth: bytes per second. Within a node: what a device can send to the others of its node. Between nodes:
-            what all adapters of a node send together.
-        latency: seconds from one device to another.
-        adapters: between nodes: the network adapters of a node, of which one message uses one; see
-            :attr:`num_adapters`.
-    """
-
-    bandwidth: float
-    latency: float
-    adapters: int | None = None
-
-    @property
-    def num_adapters(self) -> int:
-        """The adapters; where their number is not given, as few as are needed at 400 Gbit/s each.
-
-        >>> Link(bandwidth=400e9, latency=5e-6).num_adapters
-        8
-        """
-        return self.adapters or ceil(self.bandwidth / MAX_ADAPTER_BANDWIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +321,7 @@ class _Link(_Table):
 
 class _InterNodeLink(_Link):
     adapters: Annotated[int, Field(ge=1, le=MAX_ADAPTERS)] | None = None
+    network: Network | None = None
 
 
 class _Links(_Table):
@@ -358,7 +375,8 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
         type_ = types.get(entry.device)
         if type_ is None:
             raise document.error(_unknown_type(entry.device, types), ("nodes", index, "device"))
-        intra, inter = entry.links.intra_node or file.links.intra_node, entry.links.inter_node or file.links.inter_node
+        intra = _link(entry.links.intra_node or file.links.intra_node) or type_.intra_node
+        inter = _link(entry.links.inter_node or file.links.inter_node)
         for needed, link, kind in ((entry.devices > 1, intra, "intra_node"), (num_nodes > 1, inter, "inter_node")):
             if needed and link is None:
                 raise document.error(
@@ -373,7 +391,7 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
             names.add(name)
             ranks = tuple(range(len(devices), len(devices) + entry.devices))
             devices += [Device(rank=rank, name=f"{type_.name}:{rank}", type=type_, node=name) for rank in ranks]
-            nodes.append(Node(name=name, ranks=ranks, intra=_link(intra), inter=_link(inter)))
+            nodes.append(Node(name=name, ranks=ranks, intra=intra, inter=inter))
     return Cluster(nodes=tuple(nodes), devices=tuple(devices))
 
 

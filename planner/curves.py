@@ -1,0 +1,109 @@
+"""Measured curves of a profile as functions: how long a message of some size took, on which devices.
+
+Fitted polynomials are only good near the sizes they were fitted on: many turn negative for small messages, and some
+would have a large message travel faster than was ever seen. What is read off a curve is therefore kept between its
+bounds, and a smaller message is never slower than a larger one. This file knows no topology and no model.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import exp, log, log10
+from typing import Literal
+
+from whale.ir.profile import LinkCurve
+
+__all__ = ["curves_between", "measured_seconds"]
+
+SMALLEST_FITTED = 50e3
+"""Bytes below which no fitted polynomial is asked: those of Sailor's artifact are negative below 8 kB to 200 kB."""
+LARGEST_FITTED = 2.0**34
+
+
+def measured_seconds(curve: LinkCurve, num_bytes: float) -> float:
+    """Seconds of a message of so many bytes: between points interpolated in the logarithms, below the smallest the
+    smallest one's, beyond the largest at its bandwidth.
+
+    >>> curve = LinkCurve(
+    ...     source="a", target="a", devices=2, within="node", sizes=(1e6, 4e6), bandwidths=(1e9, 2e9)
+    ... )
+    >>> [round(measured_seconds(curve, size) * 1e3, 3) for size in (1, 1e6, 2e6, 4e6, 8e6)]
+    [1.0, 1.0, 1.414, 2.0, 4.0]
+    """
+    sizes, seconds = _points(curve)
+    if num_bytes <= sizes[0]:
+        return seconds[0]
+    if num_bytes >= sizes[-1]:
+        return seconds[-1] * num_bytes / sizes[-1]
+    above = bisect_right(sizes, num_bytes)
+    left, right = sizes[above - 1], sizes[above]
+    share = log(num_bytes / left) / log(right / left)
+    return exp((1 - share) * log(seconds[above - 1]) + share * log(seconds[above]))
+
+
+@lru_cache(maxsize=4096)
+def _points(curve: LinkCurve) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Sizes and seconds, both ascending."""
+    if curve.sizes:
+        points = [
+            (size, size / bandwidth)
+            for size, bandwidth in zip(curve.sizes, curve.bandwidths, strict=True)
+            if size > 0 and bandwidth > 0
+        ]
+    else:
+        steps = 160
+        ratio = LARGEST_FITTED / SMALLEST_FITTED
+        grid = [SMALLEST_FITTED * ratio ** (step / steps) for step in range(steps + 1)]
+        points = [(size, size / rate) for size in grid if (rate := _fitted(curve, size)) > 0]
+    seconds: list[float] = []
+    for _, taken in reversed(points):
+        seconds.append(min(taken, seconds[-1]) if seconds else taken)
+    return tuple(size for size, _ in points), tuple(reversed(seconds))
+
+
+def _fitted(curve: LinkCurve, num_bytes: float) -> float:
+    value = 0.0
+    for coefficient in curve.coefficients:
+        value = value * log10(num_bytes) + coefficient
+    return min(value * 1e9, curve.maximum) if curve.maximum else value * 1e9
+
+
+def curves_between(
+    curves: Iterable[LinkCurve],
+    operation: str,
+    within: Literal["node", "nodes"],
+    types: Sequence[str],
+    *,
+    num_ranks: int,
+    num_devices: int,
+) -> tuple[LinkCurve, ...]:
+    """The curves that tell of a group: for each pair of its device types the one with the nearest number of ranks, then
+    of devices in a node.
+
+    Empty unless every type occurs in one. Of a group of unlike devices only pairs that were measured count.
+
+    Args:
+        curves: of the profile.
+        operation: that was timed.
+        within: a node, or between nodes.
+        types: of the devices of the group.
+        num_ranks: of the group.
+        num_devices: of the group in each node, times the groups that share the node.
+    """
+    best: dict[tuple[str, str], LinkCurve] = {}
+
+    def distance(curve: LinkCurve) -> tuple[float, float]:
+        return abs(log(curve.ranks / num_ranks)), abs(log(curve.devices / num_devices))
+
+    for curve in curves:
+        pair = (curve.source, curve.target)
+        if curve.operation != operation or curve.within != within or not set(pair) <= set(types):
+            continue
+        if not _points(curve)[0]:
+            continue
+        if pair not in best or distance(curve) < distance(best[pair]):
+            best[pair] = curve
+    told = {name for pair in best for name in pair}
+    return tuple(best.values()) if told >= set(types) else ()
