@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from harness import HEAD, Row, arguments, on_two_ranks, over_ranks, report, table
 from models import batch, gpt2, llama
-from pipeline import MICRO_BATCHES, by_hand
+from pipeline import MICRO_BATCHES, by_hand, step_by_hand
 from tensor_parallel import megatron
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -134,10 +134,7 @@ def pipeline_peak(model: nn.Module, whole: dict[str, Tensor], others: frozenset[
 
         def step() -> None:
             module.zero_grad()
-            if dist.get_rank() == 0:
-                schedule.step(whole["input_ids"])
-            else:
-                schedule.step(target=whole["labels"], losses=[])
+            step_by_hand(schedule, whole)
 
         return peak_of(step, live)
 

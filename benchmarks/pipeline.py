@@ -7,6 +7,8 @@ weight is not summed there. The loss is the mean of the micro-batches' losses on
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -21,33 +23,22 @@ import whale
 MICRO_BATCHES = 8
 
 
-class First(nn.Module):
-    """Embeddings and the first half of the blocks."""
+class Part(nn.Module):
+    """The blocks from *first* to *last*, with the embeddings before the first of all and the head after the last."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, first: int, last: int) -> None:
         super().__init__()
         inner = model.transformer
-        self.wte, self.wpe, self.blocks = inner.wte, inner.wpe, inner.h[: len(inner.h) // 2]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = _first(block(x))
-        return x
-
-
-class Last(nn.Module):
-    """The second half of the blocks and the head."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        inner = model.transformer
-        self.blocks, self.ln_f, self.head = inner.h[len(inner.h) // 2 :], inner.ln_f, model.lm_head
+        self.blocks = inner.h[first:last]
+        self.wte, self.wpe = (inner.wte, inner.wpe) if first == 0 else (None, None)
+        self.ln_f, self.head = (inner.ln_f, model.lm_head) if last == len(inner.h) else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.wte is not None:
+            x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = _first(block(x))
-        return self.head(self.ln_f(x))
+        return x if self.head is None else self.head(self.ln_f(x))
 
 
 def _first(output: object) -> Tensor:
@@ -59,10 +50,18 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
 
 
-def by_hand(model: nn.Module):
-    rank = dist.get_rank()
-    stage = PipelineStage((First, Last)[rank](model), rank, 2, torch.device("cpu"))
-    return stage.submod, Schedule1F1B(stage, MICRO_BATCHES, loss_fn=next_token_loss)
+def by_hand(model: nn.Module, layers: Sequence[int] = (2, 2), micro_batches: int = MICRO_BATCHES):
+    """This rank's stage, of so many layers as *layers* says for its rank, and the schedule that runs it."""
+    rank, ends = dist.get_rank(), list(accumulate(layers, initial=0))
+    stage = PipelineStage(Part(model, ends[rank], ends[rank + 1]), rank, len(layers), torch.device("cpu"))
+    return stage.submod, Schedule1F1B(stage, micro_batches, loss_fn=next_token_loss)
+
+
+def step_by_hand(schedule: Schedule1F1B, whole: dict[str, Tensor]) -> None:
+    """One step: the first rank has the tokens, the last one the labels."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    inputs = (whole["input_ids"],) if rank == 0 else ()
+    schedule.step(*inputs, **({"target": whole["labels"], "losses": []} if rank == last else {}))
 
 
 def main() -> None:
@@ -79,10 +78,7 @@ def main() -> None:
 
     def torch_step() -> None:
         module.zero_grad()
-        if dist.get_rank() == 0:
-            schedule.step(whole["input_ids"])
-        else:
-            schedule.step(target=whole["labels"], losses=[])
+        step_by_hand(schedule, whole)
 
     case = "GPT-2, 4 layers, 256 wide, 8 micro-batches of 1 x 128"
     row = side_by_side(case, whale_step, torch_step, repeats=options.repeats, target=1.03)
