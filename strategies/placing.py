@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 import torch
 from torch import fx
@@ -38,7 +39,8 @@ class Report:
 class StageProblem:
     """A stage to place: its operators, its mesh, and the role of each operator on each mesh axis.
 
-    ``fixed`` says how some parameters must be stored. The gradients of ``shared`` ones are summed with other stages'.
+    ``fixed`` says how some parameters and received values must be stored. The gradients of ``shared`` parameters are
+    summed with other stages'. ``sent`` says whether values may leave in parts.
     """
 
     task_graph: TaskGraph
@@ -50,6 +52,7 @@ class StageProblem:
     mutated: Mapping[str, Value] = field(default_factory=dict)
     fixed: Mapping[Value, Placements] = field(default_factory=dict)
     shared: frozenset[Value] = frozenset()
+    sent: Literal["any", "whole"] = "any"
 
 
 def batch_placeholders(captured: Captured) -> list[fx.Node]:
@@ -84,7 +87,7 @@ def place_stage(
     stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in read}
     stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
     roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
-    outputs: dict[Value, str] = dict.fromkeys(problem.task_graph.sent, "any")
+    outputs: dict[Value, str] = dict.fromkeys(problem.task_graph.sent, problem.sent)
     outputs |= dict.fromkeys(problem.mutated.values(), "whole")
     if problem.loss is not None:
         outputs[problem.loss] = "sum"

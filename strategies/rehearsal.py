@@ -14,7 +14,8 @@ them is rehearsed. Each rank rehearses itself, and the ranks compare digests of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,16 @@ from whale.runtime.stage import LocalProgram, LocalStage
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
 
-__all__ = ["TaskCalls", "calls_as_text", "check_stage", "rehearse", "stage_calls"]
+__all__ = [
+    "TaskCalls",
+    "WithoutData",
+    "calls_as_text",
+    "check_stage",
+    "forward_without_data",
+    "rehearse",
+    "rehearsing",
+    "stage_calls",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +121,20 @@ def rehearse(
     micro_batch: int,
 ) -> TaskCalls:
     """Run a rank's program of one micro-batch, forward and backward, without data or processes: what does it call?"""
+    if not any(len(bridge.ranks) > 1 for bridge in program.bridges):  # type: ignore[arg-type]
+        return TaskCalls(forward=(), backward=())
+    with rehearsing(program) as calls, WithoutData(), torch.enable_grad():
+        roots, seeds = forward_without_data(captured, stage, rank, program, micro_batch)
+        forward = tuple(calls)
+        calls.clear()
+        if roots:
+            torch.autograd.backward(roots, seeds)
+    return TaskCalls(forward=forward, backward=tuple(calls))
+
+
+@contextmanager
+def rehearsing(program: LocalProgram) -> Iterator[list[CollectiveCall]]:
+    """Give a program's bridges groups that note what they are asked for, in the list that is yielded."""
     calls: list[CollectiveCall] = []
     groups = {id(bridge): getattr(bridge, "group", None) for bridge in program.bridges}
     names = {
@@ -122,21 +146,13 @@ def rehearse(
         for bridge in program.bridges:
             if len(bridge.ranks) > 1:  # type: ignore[arg-type]
                 bridge.group = Rehearsal(names[id(bridge)], tuple(bridge.ranks), calls)  # type: ignore[assignment, arg-type]
-        if not any(isinstance(bridge.group, Rehearsal) for bridge in program.bridges):
-            return TaskCalls(forward=(), backward=())
-        with _WithoutData(), torch.enable_grad():
-            roots, seeds = _forward(captured, stage, rank, program, micro_batch)
-            forward = tuple(calls)
-            calls.clear()
-            if roots:
-                torch.autograd.backward(roots, seeds)
+        yield calls
     finally:
         for bridge in program.bridges:
             bridge.group = groups[id(bridge)]  # type: ignore[assignment]
-    return TaskCalls(forward=forward, backward=tuple(calls))
 
 
-class _WithoutData(TorchDispatchMode):
+class WithoutData(TorchDispatchMode):
     """Computes shapes only: what would make a tensor with data, or read one, is sent to the meta device.
 
     A fake tensor does the same and knows its device, at ten times the price.
@@ -152,7 +168,7 @@ class _WithoutData(TorchDispatchMode):
         return func(*pytree.tree_map(blank, args), **pytree.tree_map(blank, kwargs))
 
 
-def _forward(
+def forward_without_data(
     captured: Captured, stage: PlacedStage, rank: int, program: LocalProgram, micro_batch: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run the stage as the executor does; return the roots of its backward and their gradients."""

@@ -74,7 +74,7 @@ def partition(captured: Captured) -> Partition:
     Raises :class:`AnnotationError` where the annotated stages are not in the order of the data's flow.
     """
     calls = [n for n in captured.graph.nodes if is_call(n)]
-    floating = _floating(captured, calls)
+    floating = floating_nodes(captured)
     pinned = [n for n in calls if n not in floating]
     paths = {n: scopes_of(n) for n in pinned}
     cuts = {n: cut_at_stage(path) for n, path in paths.items()}
@@ -112,7 +112,9 @@ def _check_not_empty(captured: Captured, calls: list[fx.Node], order: dict[str, 
             )
 
 
-def _floating(captured: Captured, calls: list[fx.Node]) -> frozenset[fx.Node]:
+def floating_nodes(captured: Captured) -> frozenset[fx.Node]:
+    """The calls that read no parameter and no changing statistic, and draw no random numbers."""
+    calls = [n for n in captured.graph.nodes if is_call(n)]
     mutated = set(captured.mutated)
     pinned = {n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.parameters}
     pinned |= {n for n in captured.graph.nodes if captured.buffers.get(n.name) in mutated and _is_statistic(n)}

@@ -268,6 +268,7 @@ class ModelProfile(_Record):
         links: measured curves.
         rates: measured rates of devices.
         tied: groups of layers (positions) that share a parameter, with its elements.
+        refused: tensor degrees over which the model cannot be split, with the reason; no kind has a variant for them.
     """
 
     format_version: Literal[1] = 1
@@ -282,6 +283,7 @@ class ModelProfile(_Record):
     links: tuple[LinkCurve, ...] = ()
     rates: tuple[MeasuredRate, ...] = ()
     tied: tuple[tuple[tuple[Count, ...], NonNegative], ...] = ()
+    refused: tuple[tuple[Count, str], ...] = ()
 
     def chain(self) -> Iterator[LayerKind]:
         """The kind of every layer, in order."""

@@ -1,0 +1,485 @@
+"""What a local program computes and keeps: its kernels forward and backward, and the tensors that autograd saves.
+
+The program runs on the meta device, without data, operator by operator; a dispatch mode sees every kernel that would
+run. Fused attention, dropout and products with experts run here as the one kernel that they are on an accelerator, not
+as the meta device would spell them out. Knows no prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from whale.graph.capture import Captured
+from whale.ir.check import CollectiveCall
+from whale.runtime.collectives import Bridge
+from whale.runtime.experts import product_of_groups
+from whale.runtime.stage import LocalGraph, LocalProgram
+from whale.strategies.lowering import PlacedStage
+from whale.strategies.rehearsal import WithoutData, forward_without_data, rehearsing
+
+__all__ = ["Traffic", "KernelRun", "Kept", "Trace", "trace"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """``elements`` of the number type that the run has, and ``bytes`` of others."""
+
+    elements: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(elements=self.elements + other.elements, bytes=self.bytes + other.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRun:
+    """One kernel that ran; the fields are those of `whale.ir.profile.Kernel`, for one number of rows."""
+
+    name: str
+    kind: str
+    dims: tuple[int, ...]
+    flops: int
+    read: Traffic
+    written: Traffic
+    source: fx.Node | None
+    split: bool
+    causal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A tensor that autograd keeps.
+
+    ``source`` is the operator that made it; ``visible`` says that operators read it, not only a backward; ``received``
+    and ``sent`` that it comes from another layer, or goes there.
+    """
+
+    size: Traffic
+    source: fx.Node | None
+    split: bool
+    visible: bool
+    received: bool
+    sent: bool
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """What one run of a layer showed."""
+
+    forward: list[KernelRun] = field(default_factory=list)
+    backward: list[KernelRun] = field(default_factory=list)
+    forward_calls: tuple[CollectiveCall, ...] = ()
+    backward_calls: tuple[CollectiveCall, ...] = ()
+    kept: list[Kept] = field(default_factory=list)
+
+
+def trace(captured: Captured, stage: PlacedStage, program: LocalProgram, micro_batch: int, dtype: torch.dtype) -> Trace:
+    """Run a layer's program forward and backward without data, and note what it does.
+
+    *dtype* is the number type that stands for the run's.
+    """
+    recorder = _Recorder(stage, dtype)
+    graph = program.micro_batch
+    watched = replace(program, micro_batch=LocalGraph(_Watched(graph, recorder), graph.sources))  # type: ignore[arg-type]
+    found = Trace()
+    with rehearsing(program) as calls, recorder, torch.enable_grad():
+        roots, seeds = forward_without_data(captured, stage, 0, watched, micro_batch)
+        found.forward_calls = tuple(calls)
+        found.forward, recorder.kernels = recorder.kernels, []
+        calls.clear()
+        if roots:
+            with recorder.recording(None):
+                torch.autograd.backward(roots, seeds)
+    found.backward, found.backward_calls = recorder.kernels, tuple(calls)
+    found.kept = recorder.kept(roots)
+    return found
+
+
+class _Recorder(WithoutData):
+    """Notes every kernel that runs while it is told whose they are, and every tensor that autograd saves."""
+
+    def __init__(self, stage: PlacedStage, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stage, self.dtype = stage, dtype
+        self.kernels: list[KernelRun] = []
+        self.node: fx.Node | None = None
+        self.on = False
+        self.saved: dict[int, tuple[Tensor, fx.Node | None]] = {}
+        self.made: dict[int, tuple[Tensor, fx.Node | None]] = {}  # by storage: who computed it
+        self.visible: dict[int, tuple[fx.Node, nn.Module | None]] = {}  # by storage: the node that returned it
+        self.alive: list[Tensor] = []  # so that no storage takes the place of another
+        self.claimed: set[Any] = set()
+        self.given: dict[int, Tensor] = {}
+        self.received: dict[int, Tensor] = {}
+
+    @contextmanager
+    def recording(self, node: fx.Node | None) -> Iterator[None]:
+        """Note what runs in this block, as work of a node of the local graph."""
+        before = self.node, self.on
+        self.node, self.on = node, True
+        try:
+            yield
+        finally:
+            self.node, self.on = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.on:
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        for x in outputs:
+            self.made.setdefault(_storage(x), (x, self.node))
+        packet = func._overloadpacket
+        storages = {_storage(x) for x in inputs}
+        view = not func._schema.is_mutable and all(_storage(x) in storages for x in outputs)
+        if packet in _NOTHING or view:
+            return
+        read, written = _TOUCHES.get(packet, _all)(inputs, outputs)
+        kind, dims = _work(packet, args, outputs)
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+        self.add(
+            name=str(packet), kind=kind, dims=dims, flops=flops, read=self.traffic(read), written=self.traffic(written)
+        )
+
+    def add(
+        self,
+        *,
+        name: str,
+        kind: str,
+        dims: tuple[int, ...],
+        flops: int,
+        read: Traffic,
+        written: Traffic,
+        causal: bool = False,
+    ) -> None:
+        """Note one kernel, of the node that is running."""
+        source, split = _source(self.node), self._works_in_parts(self.node)
+        self.kernels.append(
+            KernelRun(
+                name=name,
+                kind=kind,
+                dims=dims,
+                flops=flops,
+                read=read,
+                written=written,
+                source=source,
+                split=split,
+                causal=causal,
+            )
+        )
+
+    def traffic(self, tensors: Sequence[Tensor]) -> Traffic:
+        """What moving these tensors takes; an expanded one is as large as what it repeats, one given twice counts
+        once."""
+        total, seen = Traffic(), set[tuple[Any, ...]]()
+        for x in tensors:
+            key = (_storage(x), x.storage_offset(), tuple(x.shape), tuple(x.stride()))
+            if key not in seen:
+                count = prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size)
+                total += self._traffic(count, x)
+            seen.add(key)
+        return total
+
+    def _traffic(self, count: int, x: Tensor) -> Traffic:
+        same = x.dtype == self.dtype
+        return Traffic(elements=count) if same else Traffic(bytes=count * x.element_size())
+
+    def _works_in_parts(self, node: fx.Node | None) -> bool:
+        """Whether the tensor group divides the work of a node."""
+        choices = self.stage.choices.get(_source(node))  # type: ignore[arg-type]
+        if choices is None or len(choices) < 2:
+            return False
+        return any(p.kind == "S" for p in (*choices[1].inputs, *choices[1].outputs))
+
+    def _is_part(self, node: fx.Node, module: nn.Module | None) -> bool:
+        """Whether what a node returns is a part of the whole."""
+        if isinstance(module, Bridge):
+            return module.conversion.target.kind == "S"
+        choices = self.stage.choices.get(_source(node))  # type: ignore[arg-type]
+        return choices is not None and len(choices) > 1 and choices[1].outputs[0].kind == "S"
+
+    def save(self, x: Tensor) -> Tensor:
+        """Called by autograd for every tensor that it keeps."""
+        self.saved.setdefault(_storage(x), (x, self.node))
+        return x
+
+    def kept(self, roots: Sequence[Tensor]) -> list[Kept]:
+        """What autograd kept, each storage once, without what was given: parameters, buffers and the batch."""
+        leaving = {_storage(x) for x in roots}
+        found = []
+        for storage, (x, node) in self.saved.items():
+            if storage in self.given:
+                continue
+            received = storage in self.received
+            maker = self.made.get(storage, (x, node))[1]
+            shown = self.visible.get(storage)
+            split = self._is_part(*shown) if shown else self._works_in_parts(maker)
+            found.append(
+                Kept(
+                    size=self._traffic(x.untyped_storage().nbytes() // x.element_size(), x),
+                    source=None if received else _source(maker),
+                    split=split and not received,
+                    visible=shown is not None,
+                    received=received,
+                    sent=storage in leaving,
+                )
+            )
+        return found
+
+    def claim(self, result: Any, node: fx.Node, module: nn.Module | None) -> None:
+        """Note who made these values, and let their part of the backward be known as the same node's."""
+        stack = []
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.visible.setdefault(_storage(x), (node, module))
+                self.alive.append(x)
+                stack.append(x.grad_fn)
+        while stack:
+            function = stack.pop()
+            if function is None or function in self.claimed:
+                continue
+            self.claimed.add(function)
+            leaf = not function.next_functions  # adds to a gradient, which a step does once for all micro-batches' sake
+            function.register_prehook(lambda _, node=node, leaf=leaf: self.turn_to(node, not leaf))
+            stack += [following for following, _ in function.next_functions]
+
+    def turn_to(self, node: fx.Node, on: bool) -> None:
+        """The backward comes to the part of a node."""
+        self.node, self.on = node, on
+
+
+class _Watched:
+    """Runs a graph node by node, so that the recorder knows whose kernels it sees."""
+
+    def __init__(self, graph: LocalGraph, recorder: _Recorder) -> None:
+        self.graph, self.recorder = graph, recorder
+
+    def __call__(self, *args: Any) -> Any:
+        for (kind, _), x in zip(self.graph.sources, args, strict=True):
+            table = self.recorder.received if kind == "received" else self.recorder.given
+            table[_storage(x)] = x
+        return _Interpreter(self.graph.module, self.recorder).run(*args)
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, recorder: _Recorder) -> None:
+        super().__init__(module)
+        self.recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_module"):
+            return super().run_node(n)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.recorder.save, lambda x: x)
+        with self.recorder.recording(n), hooks:
+            result = super().run_node(n)
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        self.recorder.claim(result, n, module)
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        fused = _FUSED.get(target)
+        return fused(self.recorder, *args, **kwargs) if fused else super().call_function(target, args, kwargs)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _source(node: fx.Node | None) -> fx.Node | None:
+    """The node of the captured graph that a node of a local one comes from."""
+    return node.meta.get("source") if node is not None else None
+
+
+# --- kernels that the meta device would spell out ---------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention (Dao et al. 2022): keeps its operands, its result and a statistic for each row of scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, recorder: _Recorder, name: str,
+        causal: bool,
+    ) -> Tensor:  # fmt: skip
+        *outer, length, _ = query.shape
+        size = value.shape[-1]
+        if len(outer) == 2:  # laid out as the projection that follows reads it
+            result = query.new_empty(outer[0], length, outer[1], size).transpose(1, 2)
+        else:
+            result = query.new_empty(*outer, length, size)
+        statistic = query.new_empty(*outer, length, dtype=torch.float32)
+        given = [x for x in (query, key, value, mask) if x is not None]
+        ctx.save_for_backward(*given, result, statistic)
+        ctx.recorder, ctx.name, ctx.causal, ctx.masked = recorder, name, causal, mask is not None
+        ctx.work = _Attention.work(query, key, value)
+        dims, flops = ctx.work
+        recorder.add(
+            name=name, kind="attention", dims=dims, flops=flops, causal=causal,
+            read=recorder.traffic(given), written=recorder.traffic([result, statistic]),
+        )  # fmt: skip
+        return result
+
+    @staticmethod
+    def work(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], int]:
+        """Dims and operations of the two products."""
+        batch, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
+        columns = key.shape[-2]
+        return (batch, length, columns, size), 2 * batch * length * columns * (size + value.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        tensors, recorder = ctx.saved_tensors, ctx.recorder
+        given = tensors[: 3 + ctx.masked]
+        grads = [torch.empty_like(x) for x in given]
+        dims, flops = ctx.work
+        recorder.add(  # five products where the forward has two: the scores are computed again
+            name=f"{ctx.name}_backward", kind="attention", dims=dims, flops=flops * 5 // 2, causal=ctx.causal,
+            read=recorder.traffic([*tensors, grad]), written=recorder.traffic(grads[:3]),
+        )  # fmt: skip
+        mask = grads[3] if ctx.masked and ctx.needs_input_grad[3] else None
+        return *grads[:3], mask, None, None, None
+
+
+def _attention(
+    recorder: _Recorder,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    name = "aten.scaled_dot_product_attention" + ("+dropout" if dropout_p else "")
+    return _Attention.apply(query, key, value, attn_mask, recorder, name, is_causal)
+
+
+def _dropout(recorder: _Recorder, x: Tensor, p: float, train: bool) -> Tensor:
+    return aten.native_dropout.default(x, p, True)[0] if train and p else x
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows times the matrix of their group, each matrix read once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, ends: Tensor, recorder: _Recorder) -> Tensor:
+        result = x.new_empty(x.shape[0], matrices.shape[-1])
+        ctx.save_for_backward(x, matrices, ends)
+        ctx.recorder = recorder
+        _Grouped.note(recorder, "aten._grouped_mm", x, matrices, result)
+        return result
+
+    @staticmethod
+    def note(recorder: _Recorder, name: str, x: Tensor, matrices: Tensor, result: Tensor) -> None:
+        """A product of *x* and *matrices*, or of two of the three for the third."""
+        count, inner, width = matrices.shape
+        operands = {id(t): t for t in (x, matrices, result)}
+        *given, made = operands.values()
+        recorder.add(
+            name=name, kind="grouped_matmul", dims=(count, x.shape[0], width, inner),
+            flops=2 * x.shape[0] * width * inner, read=recorder.traffic(given), written=recorder.traffic([made]),
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, matrices, _ = ctx.saved_tensors
+        grad_x, grad_matrices = torch.empty_like(x), torch.empty_like(matrices)
+        _Grouped.note(ctx.recorder, "aten._grouped_mm", grad, matrices.transpose(1, 2), grad_x)
+        count, inner, width = matrices.shape
+        ctx.recorder.add(
+            name="aten._grouped_mm", kind="grouped_matmul", dims=(count, x.shape[0], width, inner),
+            flops=2 * x.shape[0] * width * inner,
+            read=ctx.recorder.traffic([x, grad]), written=ctx.recorder.traffic([grad_matrices]),
+        )  # fmt: skip
+        return grad_x, grad_matrices, None, None
+
+
+def _products(
+    recorder: _Recorder, x: Tensor, matrices: Tensor, order: Tensor, inverse: Tensor, ends: Tensor, kernel: Any
+) -> Tensor:
+    def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return _Grouped.apply(x, matrices, ends, recorder)
+
+    return product_of_groups(x, matrices, order, inverse, ends, grouped)
+
+
+_FUSED: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.dropout.default: _dropout,
+    product_of_groups: _products,
+}
+
+
+# --- what a kernel does -----------------------------------------------------------------------------------------------
+
+_NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view}
+
+Tensors = Sequence[Tensor]
+Touches = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+"""From the tensors that a kernel is given and returns to those that it reads and writes, in size."""
+
+
+def _all(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
+    return inputs, outputs
+
+
+def _fills(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
+    return (), outputs
+
+
+def _gathers(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
+    return (*inputs[1:], *outputs), outputs
+
+
+def _ignores_first(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
+    return inputs[1:], outputs
+
+
+def _changes_places(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
+    return inputs[1:], inputs[-1:]
+
+
+_TOUCHES: dict[Any, Touches] = {
+    **dict.fromkeys((aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.arange,
+                     aten.new_zeros, aten.new_ones, aten.new_full, aten.fill_, aten.zero_, aten.scalar_tensor), _fills),
+    **dict.fromkeys((aten.embedding, aten.index_select, aten.index, aten.gather), _gathers),
+    **dict.fromkeys((aten.copy_, aten.nll_loss_forward), _ignores_first),
+    **dict.fromkeys((aten.scatter_add_, aten.scatter_, aten.index_add_, aten.index_put_), _changes_places),
+}  # fmt: skip
+
+
+def _work(packet: Any, args: Any, outputs: Tensors) -> tuple[str, tuple[int, ...]]:
+    """Kind and dims of a kernel."""
+    if packet in (aten.mm, aten.addmm):
+        a, b = args[-2:]
+        return "matmul", (1, a.shape[0], b.shape[1], a.shape[1])
+    if packet in (aten.bmm, aten.baddbmm):
+        a, b = args[-2:]
+        return "matmul", (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
+    if packet is aten.convolution:
+        return "convolution", _convolution(outputs[0], args[1], args[8])
+    if packet is aten.convolution_backward:
+        return "convolution", _convolution(args[0], args[2], args[9])
+    return "memory", ()
+
+
+def _convolution(result: Tensor, weight: Tensor, groups: int) -> tuple[int, ...]:
+    """A convolution as a product: groups, positions, channels out and the window's size."""
+    return groups, result.numel() // result.shape[1], weight.shape[0] // groups, prod(weight.shape[1:])

@@ -1,0 +1,212 @@
+"""A model as a chain of layers, each lowered for one device of a tensor group, without allocating anything.
+
+Every kind of layer is a stage of its own, on a mesh with one axis, and goes through the passes that any stage goes
+through: what is costed and timed here is what runs. Knows no costs and no clusters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale.errors import UsageError
+from whale.graph.capture import Batch, Captured, batch_leaves, capture, mark_gradients
+from whale.graph.chain import Chain, chain_of
+from whale.graph.identity import model_hash
+from whale.graph.masks import recognize_masks
+from whale.graph.ordering import settle_order
+from whale.graph.values import Value, operands, resolve
+from whale.ir.placement import REPLICATE
+from whale.ir.virtual_device import MeshAxis, VirtualDevice
+from whale.runtime.stage import LocalProgram
+from whale.strategies.analysis import Analysis, Choice, analyse
+from whale.strategies.layout import Placements
+from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
+from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage, place_time
+from whale.strategies.sharding import Prices
+from whale.strategies.ungroup import ungroup
+
+__all__ = ["LayeredModel", "at_rows", "layered"]
+
+MEGATRON = Prices(reduce_scatter=1.0)
+"""Prices under which sums stay all-reduces, for whoever costs a layer to rewrite as sequence parallelism does."""
+
+
+@dataclass(kw_only=True)
+class LayeredModel:
+    """A captured model whose kinds of layers can be lowered at any tensor degree, for each of ``rows``; ``hash`` is the
+    whole model's."""
+
+    hash: str
+    chain: Chain
+    analysis: Analysis
+    rows: tuple[int, ...]
+    time: Mapping[fx.Node, Choice]
+    _placed: dict[tuple[int, int], PlacedStage] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> Captured:
+        """The graph, with one layer of each kind."""
+        return self.chain.captured
+
+    def place(self, kind: int, degree: int) -> PlacedStage:
+        """A kind of layer with its operators split over *degree* devices.
+
+        Raises:
+            InfeasibleError: the layer cannot be split over so many.
+        """
+        if (kind, degree) not in self._placed:
+            graph = self.chain.partition.stages[kind]
+            outputs: tuple[Any, ...] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
+            mutated = zip(self.captured.mutated, map(resolve, outputs[1:]), strict=True)
+            loss = resolve(outputs[0])
+            whole = (REPLICATE,) * (2 if degree > 1 else 1)
+            problem = StageProblem(
+                task_graph=graph,
+                mesh=_mesh(kind, degree),
+                roles=dict.fromkeys(graph.nodes, ("split",) if degree > 1 else ()),
+                rows=self.rows,
+                time=self.time,
+                loss=loss if self.chain.partition.stage_of[loss[0]] == kind else None,
+                mutated={name: v for name, v in mutated if self.chain.partition.stage_of.get(v[0]) == kind},
+                fixed=dict.fromkeys(graph.received, whole) | self._shared(kind, degree),
+                sent="whole",
+            )
+            self._placed[kind, degree] = place_stage(
+                self.captured, self.analysis, self.chain.partition, problem, prices=MEGATRON, report=Report()
+            )
+        return self._placed[kind, degree]
+
+    def _shared(self, kind: int, degree: int) -> dict[Value, Placements]:
+        """How later layers store the parameters that this one reads too."""
+        read = {v for n in self.chain.partition.stages[kind].nodes for v in operands(n)}
+        found: dict[Value, Placements] = {}
+        for later in self.chain.partition.stages[kind + 1 :]:
+            for value in {v for n in later.nodes for v in operands(n)} & read:
+                if value[0].name in self.captured.parameters:
+                    found[value] = self.place(later.index, degree).stored[value]
+        return found
+
+    def program(self, kind: int, degree: int, rows: int) -> LocalProgram:
+        """What the first device of the group runs of a kind of layer, for one of ``rows``."""
+        stage, micro_batch = self.place(kind, degree), self.rows.index(rows)
+        return at_micro_batch(lower(self.captured, self.analysis, stage, 0, micro_batch), stage, 0, micro_batch)
+
+
+def _mesh(kind: int, degree: int) -> VirtualDevice:
+    return VirtualDevice(
+        stage=kind,
+        ranks=tuple(range(degree)),
+        axes=(MeshAxis(name="split", size=degree),) if degree > 1 else (),
+        speeds=(1.0,) * degree,
+        memory_bytes=(0,) * degree,
+    )
+
+
+def layered(
+    model: nn.Module,
+    batch: Batch,
+    rows: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> dict[int, LayeredModel]:
+    """The model as a chain of layers, for micro-batches of so many rows.
+
+    Where rows do not depend on each other the model is captured once, with all the rows together; else once for each
+    number of rows. *dtype* replaces the number type of parameters and of floating batch entries, as ``model.to`` does.
+
+    Raises the errors of the capture; see `whale.errors`.
+    """
+    model = _blank(model, dtype)
+    try:
+        together = _layered(model, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
+        return dict.fromkeys(rows, together)
+    except UsageError as error:
+        if not isinstance(error, _Coupled):
+            raise
+    return {count: _layered(model, at_rows(batch, count), (count,), dtype, loss_fn) for count in rows}
+
+
+class _Coupled(UsageError):
+    """An operator computes a row from other rows."""
+
+
+def _layered(
+    model: nn.Module, batch: Batch, rows: tuple[int, ...], dtype: torch.dtype | None, loss_fn: Callable[..., Any] | None
+) -> LayeredModel:
+    batch = _converted(batch, dtype)
+    with _default_dtype(dtype):
+        captured = capture(model, batch, loss_fn=loss_fn)
+    recognize_masks(captured)
+    if ungroup(captured.graph):
+        mark_gradients(captured, model)
+    settle_order(captured)
+    identity = model_hash(captured)
+    chain = chain_of(captured, model)
+    analysis = analyse(captured.graph, batch_placeholders(captured))
+    try:
+        time = place_time(captured, analysis, chain.partition, len(rows))
+    except UsageError as error:
+        raise _Coupled(str(error)) from error
+    return LayeredModel(hash=identity, chain=chain, analysis=analysis, rows=rows, time=time)
+
+
+def at_rows(batch: Batch, rows: int) -> Batch:
+    """A batch of this kind with so many rows, on the meta device."""
+    leaves = batch_leaves(batch)
+    first = next((x for x in leaves.values() if isinstance(x, Tensor) and x.dim()), None)
+
+    def resized(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        cut = first is not None and x.dim() and x.shape[0] == first.shape[0]
+        return torch.empty((rows, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device="meta")
+
+    return _like(batch, [resized(x) for x in leaves.values()])
+
+
+def _converted(batch: Batch, dtype: torch.dtype | None) -> Batch:
+    """The batch with its floating entries of another number type."""
+
+    def convert(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and dtype is not None else x
+
+    return _like(batch, [convert(x) for x in batch_leaves(batch).values()])
+
+
+def _like(batch: Batch, leaves: Sequence[Any]) -> Batch:
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, leaves, strict=True))
+    return tuple(leaves) if isinstance(batch, tuple | list) else leaves[0]
+
+
+def _blank(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of the model on the meta device that is training, of another number type; tied parameters stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in memo:
+            continue
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        blank: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            blank = nn.Parameter(blank, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = blank
+    return copy.deepcopy(model, memo).train()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let tensors that a model makes without a number type have this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,319 @@
+"""From a model to its profile: a chain of layers with what each computes, keeps and communicates, by tensor degree.
+
+Nothing is allocated. The model is captured, cut into layers, and of every kind of layer the program that one device of
+a tensor group would run is traced without data, at three numbers of rows: two give the law, the third must follow it.
+Knows no prices, no clusters and no plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale.errors import CaptureError, InfeasibleError, UsageError
+from whale.graph.capture import Batch, batch_leaves
+from whale.graph.values import Value, needs_grad, operands, value_tensor
+from whale.ir.check import CollectiveCall
+from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
+from whale.strategies.kernels import Kept, KernelRun, Trace, Traffic, trace
+from whale.strategies.layers import LayeredModel, layered
+from whale.strategies.lowering import PlacedStage
+from whale.strategies.regions import attention_cores, expert_operators
+
+__all__ = ["profile_model"]
+
+ROWS = (2, 3, 4)
+"""Rows at which layers are traced. Not 1, where some copies are views."""
+
+STAND_IN = torch.bfloat16
+"""The number type that stands for the run's: what a model keeps in float32 on purpose then differs from it."""
+
+
+def profile_model(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    tensor_degrees: Sequence[int] = (1, 2, 4, 8),
+    loss_fn: Callable[..., Any] | None = None,
+    name: str | None = None,
+) -> ModelProfile:
+    """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
+
+    A tensor degree over which the model cannot be split is left out; ``refused`` of the profile says why.
+
+    Raises:
+        CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
+    """
+    models = _captured(model, batch, loss_fn)
+    first = models[ROWS[0]]
+    costs = [_KindCosts(models, kind) for kind in range(len(first.chain.names))]
+    refused: dict[int, str] = {}
+    degrees = sorted({1, *tensor_degrees})
+    for degree in degrees:
+        try:
+            for kind in costs:
+                kind.measure(degree)
+        except InfeasibleError as error:
+            refused[degree] = str(error)
+    legal = [degree for degree in degrees if degree not in refused]
+    layers = first.chain.layers
+    outputs = {}
+    for layer in reversed(layers):
+        outputs[layer.kind] = _sum(costs, first, layer.crossing)
+    nexts = _next_kinds([layer.kind for layer in layers])
+    kinds = []
+    for position, kind in enumerate(costs):
+        keeps_input = all(costs[other].keeps_input for other in nexts[position])
+        variants = tuple(kind.variant(degree, sent=not keeps_input) for degree in legal)
+        kinds.append(LayerKind(name=first.chain.names[position], variants=variants, output=outputs[position]))
+    return ModelProfile(
+        name=name or type(model).__name__,
+        model_hash=first.hash,
+        layers=tuple(layer.kind for layer in layers),
+        paths=tuple(layer.path for layer in layers),
+        kinds=tuple(kinds),
+        precision=_precision(model),
+        row_tokens=_row_tokens(batch),
+        tied=_tied(model, first),
+        refused=tuple(refused.items()),
+    )
+
+
+def _captured(model: nn.Module, batch: Batch, loss_fn: Callable[..., Any] | None) -> Mapping[int, LayeredModel]:
+    """The model with the stand-in for its number type; as it is, where it cannot be converted."""
+    try:
+        return layered(model, batch, ROWS, dtype=STAND_IN, loss_fn=loss_fn)
+    except CaptureError:
+        return layered(model, batch, ROWS, loss_fn=loss_fn)
+
+
+def _precision(model: nn.Module) -> str:
+    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return str(kinds[0] if kinds else torch.float32).removeprefix("torch.")
+
+
+def _row_tokens(batch: Batch) -> int:
+    """Tokens of a row: the length of its first whole-number matrix; 1 where a row is a sample."""
+    for x in batch_leaves(batch).values():
+        if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point():
+            return int(x.shape[1])
+    return 1
+
+
+def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Layers that share parameters, and how much they share."""
+    readers: dict[str, list[int]] = {}
+    for position, layer in enumerate(layered.chain.layers):
+        for name in layer.parameters:
+            readers.setdefault(name, []).append(position)
+    shared: dict[tuple[int, ...], int] = {}
+    for name, layers in readers.items():
+        if len(layers) > 1:
+            shared[tuple(layers)] = shared.get(tuple(layers), 0) + model.get_parameter(name).numel()
+    return tuple(shared.items())
+
+
+def _next_kinds(layers: Sequence[int]) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {kind: set() for kind in layers}
+    for here, following in pairwise(layers):
+        found[here].add(following)
+    return found
+
+
+def _sum(costs: Sequence[_KindCosts], layered: LayeredModel, crossing: Sequence[Value]) -> Amount:
+    """The size of the values that cross a cut of the chain."""
+    amounts = [costs[layered.chain.partition.stage_of[value[0]]].sent(value) for value in crossing]
+    return Amount(
+        elements=Affine(sum(a.elements.fixed for a in amounts), sum(a.elements.per_row for a in amounts)),
+        bytes=Affine(sum(a.bytes.fixed for a in amounts), sum(a.bytes.per_row for a in amounts)),
+    )
+
+
+class _KindCosts:
+    """One kind of layer, traced at every degree that is asked for."""
+
+    def __init__(self, models: Mapping[int, LayeredModel], kind: int) -> None:
+        self.models, self.kind = models, kind
+        self.name = models[ROWS[0]].chain.names[kind]
+        self.dtype = _main_dtype(models[ROWS[0]])
+        self.traces: dict[int, list[Trace]] = {}
+
+    def measure(self, degree: int) -> None:
+        """Trace the layer split over so many devices."""
+        self.traces[degree] = [
+            trace(
+                model.captured,
+                model.place(self.kind, degree),
+                model.program(self.kind, degree, rows),
+                model.rows.index(rows),
+                self.dtype,
+            )
+            for rows, model in self.models.items()
+        ]
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether autograd keeps what the layer receives."""
+        return any(kept.received for kept in self.traces[1][0].kept)
+
+    def sent(self, value: Value) -> Amount:
+        """The whole size of a value that leaves the layer."""
+        sizes = []
+        for rows, model in self.models.items():
+            stage = model.place(self.kind, 1)
+            number = list(self.models[ROWS[0]].place(self.kind, 1).sent).index(value)
+            own, placements = list(stage.sent.items())[number]
+            count = prod(stage.layout.local_shape(own, placements, (model.rows.index(rows),)))
+            tensor = value_tensor(own)
+            same = tensor.dtype == self.dtype
+            sizes.append(Traffic(elements=count) if same else Traffic(bytes=count * tensor.element_size()))
+        return self._amount(sizes)
+
+    def variant(self, degree: int, *, sent: bool) -> LayerVariant:
+        """The layer's costs at a tensor degree. *sent* says whether what it sends is kept here, not by who reads it."""
+        first = self.models[ROWS[0]]
+        stage, traces = first.place(self.kind, degree), self.traces[degree]
+        experts = expert_operators(stage.nodes)
+        regions = _Regions(attention_cores(first.captured.graph), experts)
+        trainable, whole_experts, frozen = _parameters(first, stage, experts)
+        return LayerVariant(
+            tensor_degree=degree,
+            forward=self._kernels([t.forward for t in traces], regions),
+            backward=self._kernels([t.backward for t in traces], regions),
+            forward_communications=self._communications([t.forward_calls for t in traces]),
+            backward_communications=self._communications([t.backward_calls for t in traces]),
+            saved=self._saved([t.kept for t in traces], regions, sent=sent),
+            parameters=trainable,
+            expert_parameters=whole_experts,
+            buffers=frozen,
+        )
+
+    def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
+        if len({len(run) for run in runs}) > 1:
+            counts = ", ".join(f"{len(run)} at {rows} rows" for rows, run in zip(ROWS, runs, strict=True))
+            raise UsageError(f"layer {self.name}: its {what} depend on the number of rows ({counts}), so it has no law")
+        return list(zip(*runs, strict=True))
+
+    def _law(self, values: Sequence[int]) -> Affine:
+        slope = values[1] - values[0]
+        fixed = values[0] - ROWS[0] * slope
+        if values[2] != fixed + ROWS[2] * slope:
+            raise UsageError(
+                f"layer {self.name}: something in it grows with the rows of a micro-batch as "
+                f"{', '.join(map(str, values))} at {', '.join(map(str, ROWS))} rows, not by the row; such a model has "
+                "no profile"
+            )
+        return Affine(fixed, slope)
+
+    def _amount(self, sizes: Sequence[Traffic]) -> Amount:
+        return Amount(elements=self._law([s.elements for s in sizes]), bytes=self._law([s.bytes for s in sizes]))
+
+    def _kernels(self, runs: Sequence[Sequence[KernelRun]], regions: _Regions) -> tuple[Kernel, ...]:
+        return tuple(
+            Kernel(
+                name=same[0].name,
+                kind=same[0].kind,
+                dims=tuple(self._law(sizes) for sizes in zip(*(k.dims for k in same), strict=True)),
+                flops=self._law([k.flops for k in same]),
+                read=self._amount([k.read for k in same]),
+                written=self._amount([k.written for k in same]),
+                split=same[0].split,
+                expert=same[0].source in regions.experts,
+                causal=same[0].causal,
+                attention=same[0].source in regions.cores,
+            )
+            for same in self._rows_alike(runs, "kernels")
+        )
+
+    def _communications(self, runs: Sequence[Sequence[CollectiveCall]]) -> tuple[Communication, ...]:
+        found = []
+        for same in self._rows_alike(runs, "collectives"):
+            name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = same[0].op
+            kind = getattr(torch, same[0].dtype)
+            sizes = [_exchanged(call) for call in same]
+            if kind == self.dtype:
+                size = self._amount([Traffic(elements=count) for count in sizes])
+            else:
+                size = self._amount([Traffic(bytes=count * kind.itemsize) for count in sizes])
+            found.append(Communication(kind=name, size=size))
+        return tuple(found)
+
+    def _saved(self, runs: Sequence[Sequence[Kept]], regions: _Regions, *, sent: bool) -> tuple[Saved, ...]:
+        found = []
+        for same in self._rows_alike(runs, "saved tensors"):
+            kept = same[0]
+            if kept.sent and not sent:
+                continue
+            found.append(
+                Saved(
+                    origin="input" if kept.received else _origin(kept.source),
+                    size=self._amount([k.size for k in same]),
+                    split=kept.split,
+                    expert=kept.source in regions.experts,
+                    attention=regions.in_core(kept),
+                    input=kept.received,
+                )
+            )
+        return tuple(found)
+
+
+class _Regions:
+    """What belongs to the core of an attention, and what to experts."""
+
+    def __init__(self, cores: frozenset[fx.Node], experts: frozenset[fx.Node]) -> None:
+        self.cores, self.experts = cores, experts
+
+    def in_core(self, kept: Kept) -> bool:
+        """Whether only the core's own backward wants a tensor: what it is made from and what it gives are kept for
+        others too."""
+        if kept.source not in self.cores:
+            return False
+        leaves = any(user not in self.cores for user in kept.source.users)
+        return not (kept.visible and leaves)
+
+
+def _origin(node: fx.Node | None) -> str:
+    """How a saved tensor is called: by its operator."""
+    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target))) if node else "constant"
+
+
+def _main_dtype(model: LayeredModel) -> torch.dtype:
+    kinds = [n.meta["val"].dtype for n in model.captured.graph.nodes if n.name in model.captured.parameters]
+    return next((kind for kind in kinds if kind.is_floating_point), torch.float32)
+
+
+def _exchanged(call: CollectiveCall) -> int:
+    """Elements of the whole tensor of a collective, as `Communication.size` has it."""
+    if call.op == "all_reduce":
+        return prod(call.shapes[0])
+    if call.op == "all_to_all":  # noted: the whole tensor, and how it is cut before and after
+        whole, before, _ = call.shapes
+        return prod(whole) * before[0] // sum(before)
+    return sum(prod(shape) for shape in call.shapes)
+
+
+def _parameters(model: LayeredModel, stage: PlacedStage, experts: frozenset[fx.Node]) -> tuple[int, int, int]:
+    """Elements on one device: trainable, those of experts among them, and what is kept but not trained."""
+    captured = model.captured
+    at = (0, *stage.mesh.coordinates(0))
+    trainable = of_experts = 0
+    frozen: dict[Value, int] = {}
+    matrices = {value for node in experts for value in operands(node)}
+    for value, placements in stage.stored.items():
+        if value[0].name in captured.parameters:
+            count = prod(stage.layout.local_shape(value, placements, at))
+            if needs_grad(value):
+                trainable += count
+                of_experts += count if value in matrices else 0
+            else:
+                frozen[value] = count
+    for node in stage.nodes:
+        for value in operands(node):
+            if value[0].name in captured.buffers:
+                frozen[value] = value_tensor(value).numel()
+    return trainable, of_experts, sum(frozen.values())

@@ -1,0 +1,67 @@
+"""Which operators of a graph belong to the core of an attention, and which to the experts of a mixture.
+
+The core of an attention is what lies between queries, keys and values and the context: a fused operator, or a product,
+a softmax and a product, and what stands between them. Knows graphs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from whale.graph.values import operands
+from whale.runtime.experts import grouped_product
+
+__all__ = ["attention_cores", "expert_operators"]
+
+aten = torch.ops.aten
+
+_FUSED = {aten.scaled_dot_product_attention.default}
+_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
+_SOFTMAX = {aten.softmax.int, aten._softmax.default}
+_BETWEEN = {
+    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
+    aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten._to_copy.default, aten.reshape.default, aten.expand.default, aten.tanh.default, aten.dropout.default,
+    aten.clone.default, aten.slice.Tensor,
+}  # fmt: skip
+
+
+def attention_cores(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The operators between queries, keys and values and the context, both products included."""
+    found = {node for node in graph.nodes if node.target in _FUSED}
+    for node in graph.nodes:
+        if node.target in _SOFTMAX:
+            before = _towards_product(node, lambda n: n.all_input_nodes)
+            after = _towards_product(node, lambda n: n.users)
+            if before and after:
+                found |= {node} | before | after
+    return frozenset(found)
+
+
+def _towards_product(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """What lies between a softmax and the next product in one direction, the product last; empty if there is none."""
+    path: set[fx.Node] = set()
+    stack: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(n, ()) for n in step(softmax)]
+    while stack:
+        node, way = stack.pop()
+        if node.target in _PRODUCTS:
+            path |= {node, *way}
+        elif node.target in _BETWEEN and len(way) < 8:
+            stack += [(n, (*way, node)) for n in step(node)]
+    return path
+
+
+def expert_operators(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """Of the operators of one layer, products of rows with the matrix that each chose, and what lies between two."""
+    products = {node for node in nodes if node.target is grouped_product}
+    after, before = set[fx.Node](), set[fx.Node]()
+    for node in nodes:
+        if any(source in products or source in after for source, _ in operands(node)):
+            after.add(node)
+    for node in reversed(nodes):
+        if node in products or node in before:
+            before.update(source for source, _ in operands(node))
+    return frozenset(products | (after & before))

@@ -1,0 +1,367 @@
+"""Cut a captured model into a chain of layers, and recognise those that are equal.
+
+A layer is a child of a ``ModuleList`` or ``Sequential`` whose children follow one another; what is computed between
+such layers with parameters of its own (embedding, final norm and head) is a layer too, and what has no parameters
+belongs to the layer before it. Layers are equal, of one *kind*, if their operators are, with shapes, whatever the
+values. Of every kind one layer is kept, so that the passes that follow cost as much as the model has kinds. Knows no
+devices and no costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from whale.annotations import NODE_KEY
+from whale.graph.canonical import drop_dead
+from whale.graph.capture import Captured
+from whale.graph.partition import Partition, partition
+from whale.graph.refusals import module_of
+from whale.graph.values import Value, operands, resolve, value_tensor
+from whale.ir.strategy import Scope, Strategy, encode_scopes
+
+__all__ = ["Chain", "Layer", "chain_of"]
+
+_SUBSTANCE = 0.7
+"""Share of a layer's parameters that an inner list must hold for its children to be the layers instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One link of the chain.
+
+    Attributes:
+        path: of its module, or of the first module with parameters where it is made of several.
+        kind: which of the kinds it is.
+        parameters: names of those that it reads, in order of use.
+        crossing: the values that are computed by then and needed later, as the first layer of their kind computes them.
+    """
+
+    path: str
+    kind: int
+    parameters: tuple[str, ...]
+    crossing: tuple[Value, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A model as a chain of layers.
+
+    ``captured`` and ``partition`` hold one layer of each kind: stage *k* of the partition is kind *k*. ``names`` are of
+    the kinds.
+    """
+
+    layers: tuple[Layer, ...]
+    names: tuple[str, ...]
+    captured: Captured
+    partition: Partition
+
+
+def chain_of(captured: Captured, model: nn.Module) -> Chain:
+    """Cut a captured model into layers. Its graph is used up: it becomes that of the chain."""
+    _forget_annotations(captured)
+    pinned = partition(captured).stages[0].nodes
+    segments = _segments(captured, pinned, _layer_paths(model, pinned))
+    index = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
+    kinds: dict[str, int] = {}
+    firsts: list[_Segment] = []
+    kind_of = []
+    describe = _Describer(captured, index)
+    for position, segment in enumerate(segments):
+        kind = kinds.setdefault(describe.key(position, segment), len(kinds))
+        if kind == len(firsts):
+            firsts.append(segment)
+        kind_of.append(kind)
+    crossing = _crossing(segments, index, [firsts[kind] for kind in kind_of])
+    layers = tuple(
+        Layer(path=s.path, kind=k, parameters=_parameters(captured, s), crossing=c)
+        for s, k, c in zip(segments, kind_of, crossing, strict=True)
+    )
+    _contract(captured, [(s, firsts[k]) for s, k in zip(segments, kind_of, strict=True) if firsts[k] is not s])
+    for kind, segment in enumerate(firsts):
+        scope = Scope(strategy=Strategy(kind="stage"), region=f"{kind}: {segment.name}")
+        for node in segment.nodes:
+            node.meta["custom"] = {NODE_KEY: encode_scopes((scope,))}
+    return Chain(
+        layers=layers,
+        names=tuple(s.name for s in firsts),
+        captured=captured,
+        partition=partition(captured),
+    )
+
+
+def _forget_annotations(captured: Captured) -> None:
+    """The chain is of the bare model: annotations say how one run uses it."""
+    captured.stage_regions = ()
+    for node in captured.graph.nodes:
+        node.meta["custom"] = {k: v for k, v in (node.meta.get("custom") or {}).items() if k != NODE_KEY}
+
+
+# --- which modules are layers -----------------------------------------------------------------------------------------
+
+
+def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
+    """The paths of the modules that are layers."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    place = {node: i for i, node in enumerate(pinned)}
+    nodes_of: dict[str, list[fx.Node]] = {}
+    for node in pinned:
+        path = module_of(node)
+        while path:
+            nodes_of.setdefault(path, []).append(node)
+            path = path.rpartition(".")[0]
+
+    def children(path: str) -> list[str]:
+        """Those that compute, in the order in which they do."""
+        prefix = f"{path}." if path else ""
+        found = [prefix + name for name, _ in modules[path].named_children() if prefix + name in nodes_of]
+        return sorted(found, key=lambda child: place[nodes_of[child][0]])
+
+    def is_chain(path: str) -> bool:
+        if not isinstance(modules[path], nn.ModuleList | nn.Sequential):
+            return False
+        return _follow_one_another([nodes_of[child] for child in children(path)])
+
+    def find(path: str) -> Iterator[str]:
+        if is_chain(path):
+            for child in children(path):
+                yield from descend(child)
+        else:
+            for child in children(path):
+                yield from find(child)
+
+    def descend(path: str) -> Iterator[str]:
+        """The layer itself, unless it is little more than a list of like modules."""
+        inner = _inner_list(modules, path)
+        alike = inner is not None and len({type(modules[child]) for child in children(inner)}) == 1
+        if inner is not None and alike and is_chain(inner) and not bypassed(path, inner):
+            for child in children(inner):
+                yield from descend(child)
+        else:
+            yield path
+
+    def bypassed(path: str, inner: str) -> bool:
+        """Whether a module reads what came before its inner list once that has begun: a residual sum around it."""
+        begin, within = place[nodes_of[inner][0]], set(nodes_of[inner])
+        after = [node for node in nodes_of[path] if node not in within and place[node] > begin]
+        return any(place.get(source, begin) < begin for node in after for source, _ in operands(node))
+
+    return list(find(""))
+
+
+def _inner_list(modules: Mapping[str, nn.Module], path: str) -> str | None:
+    """The list that holds most of a module's parameters: the module itself, or one inside of it."""
+    whole = _num_parameters(modules[path])
+    for name, module in modules[path].named_modules(prefix=path):
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0
+        if is_list and _num_parameters(module) >= _SUBSTANCE * whole > 0:
+            return name
+    return None
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _follow_one_another(groups: Sequence[Sequence[fx.Node]]) -> bool:
+    """Whether each group of nodes reads what the one before it computed, directly or through nodes of no group."""
+    member = {node: i for i, group in enumerate(groups) for node in group}
+    for position, group in enumerate(groups):
+        if position == 0:
+            continue
+        stack, seen = list(group), set(group)
+        reached = False
+        while stack and not reached:
+            for source in stack.pop().all_input_nodes:
+                if member.get(source) == position - 1:
+                    reached = True
+                    break
+                if source not in seen and source not in member:
+                    seen.add(source)
+                    stack.append(source)
+        if not reached:
+            return False
+    return bool(groups)
+
+
+# --- the operators of each layer --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Segment:
+    path: str
+    name: str
+    nodes: list[fx.Node]
+
+
+def _segments(captured: Captured, pinned: Sequence[fx.Node], layers: Sequence[str]) -> list[_Segment]:
+    """The pinned nodes as runs of one layer each, in the order in which they are computed."""
+    known = set(layers)
+    runs: list[tuple[str, list[fx.Node]]] = []
+    for node in pinned:
+        label = next((path for path in _ancestors(module_of(node)) if path in known), "")
+        if runs and runs[-1][0] == label:
+            runs[-1][1].append(node)
+        else:
+            runs.append((label, [node]))
+    joined: list[tuple[str, list[fx.Node]]] = []
+    for label, nodes in runs:
+        if joined and (joined[-1][0] == label or not _has_parameters(captured, nodes)):
+            joined[-1][1].extend(nodes)
+        elif joined and not _has_parameters(captured, joined[-1][1]):
+            joined[-1] = (label, joined[-1][1] + nodes)
+        else:
+            joined.append((label, nodes))
+    return [_named(captured, label, nodes) for label, nodes in joined]
+
+
+def _named(captured: Captured, label: str, nodes: list[fx.Node]) -> _Segment:
+    if label:
+        return _Segment(label, label, nodes)
+    names = list(dict.fromkeys(module_of(n) or "" for n in nodes if _reads_parameter(captured, n)))
+    name = " + ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}"
+    return _Segment(names[0] if names else "", name or "the model", nodes)
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _reads_parameter(captured: Captured, node: fx.Node) -> bool:
+    return any(value[0].name in captured.parameters for value in operands(node))
+
+
+def _has_parameters(captured: Captured, nodes: Sequence[fx.Node]) -> bool:
+    return any(_reads_parameter(captured, node) for node in nodes)
+
+
+def _parameters(captured: Captured, segment: _Segment) -> tuple[str, ...]:
+    read = (v[0].name for node in segment.nodes for v in operands(node) if v[0].name in captured.parameters)
+    return tuple(dict.fromkeys(captured.parameters[name] for name in read))
+
+
+# --- equal layers -----------------------------------------------------------------------------------------------------
+
+
+class _Describer:
+    """Descriptions of layers that are equal for equal layers."""
+
+    def __init__(self, captured: Captured, index: Mapping[fx.Node, int]) -> None:
+        self.captured, self.index = captured, index
+        self.floating: dict[fx.Node, str] = {}
+        outputs: tuple[Any, ...] = captured.graph.output_node().args[0]  # type: ignore[assignment]
+        self.leaving = [resolve(node) for node in outputs]
+
+    def key(self, position: int, segment: _Segment) -> str:
+        """What a layer computes, from what, and what others read of it."""
+        local = {node: i for i, node in enumerate(segment.nodes)}
+        seen: dict[tuple[str, Value], int] = {}
+
+        def token(node: fx.Node) -> Any:
+            value = resolve(node)
+            source = value[0]
+            if source in local:
+                return ("here", local[source], value[1])
+            if source.name in self.captured.parameters:
+                return ("parameter", seen.setdefault(("parameter", value), len(seen)), _type(value))
+            if source in self.index:
+                return ("received", seen.setdefault(("received", value), len(seen)), _type(value))
+            return ("floating", self._floating(node))
+
+        lines = []
+        for node in segment.nodes:
+            values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+            kinds = [(str(v.dtype), tuple(v.shape)) for v in values]
+            lines.append(f"{_target(node)} {_arguments(node, token)} {kinds} {node.meta.get('grad')}")
+        sent = [(local[node], i) for node, i in _read_later(segment, position, self.index)]
+        roots = [(i > 0, local[v[0]], v[1]) for i, v in enumerate(self.leaving) if v[0] in local]
+        return "\n".join([*lines, repr(sent), repr(roots)])
+
+    def _floating(self, node: fx.Node) -> str:
+        """A digest of how a floating value is computed."""
+        if node not in self.floating:
+            if node.op == "placeholder":
+                table = "buffer" if node.name in self.captured.buffers else "constant"
+                text = self.captured.inputs.get(node.name) or f"{table} {_type((node, 0))}"
+            else:
+                text = f"{_target(node)} {_arguments(node, self._floating)}"
+            self.floating[node] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self.floating[node]
+
+
+def _target(node: fx.Node) -> str:
+    return str(getattr(node.target, "__qualname__", node.target))
+
+
+def _arguments(node: fx.Node, token: Callable[[fx.Node], Any]) -> str:
+    """The arguments of a call as text, other nodes as *token* says."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return token(x)
+        if isinstance(x, tuple | list):
+            return [plain(item) for item in x]
+        if isinstance(x, Mapping):
+            return {k: plain(v) for k, v in x.items()}
+        return getattr(x, "__qualname__", x) if callable(x) else x
+
+    return repr((plain(node.args), plain(node.kwargs)))
+
+
+def _type(value: Value) -> tuple[Any, ...]:
+    tensor = value_tensor(value)
+    return str(tensor.dtype), tuple(tensor.shape), bool(value[0].meta.get("grad"))
+
+
+def _read_later(segment: _Segment, position: int, index: Mapping[fx.Node, int]) -> dict[Value, int]:
+    """The values of a segment that later ones read, in the order of their nodes, and the last of these segments."""
+    found: dict[Value, int] = {}
+    for node in segment.nodes:
+        for user in node.users:
+            value, readers = ((node, 0), [user]) if user in index else (resolve(user), list(user.users))
+            last = max((index.get(reader, position) for reader in readers), default=position)
+            if user.op != "output" and last > position:
+                found[value] = max(last, found.get(value, 0))
+    return found
+
+
+def _crossing(
+    segments: Sequence[_Segment], index: Mapping[fx.Node, int], firsts: Sequence[_Segment]
+) -> list[tuple[Value, ...]]:
+    """For each segment the values that cross to later ones, as the first of their kind computes them."""
+    crossing: list[list[Value]] = [[] for _ in segments]
+    for position, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
+        place = {node: i for i, node in enumerate(segment.nodes)}
+        for (node, output), last in _read_later(segment, position, index).items():
+            for i in range(position, last):
+                crossing[i].append((first.nodes[place[node]], output))
+    return [tuple(values) for values in crossing]
+
+
+def _contract(captured: Captured, repeats: Sequence[tuple[_Segment, _Segment]]) -> None:
+    """Let the first layer of each kind stand for those that repeat it, and drop what nothing reads any more."""
+    graph = captured.graph
+    output = graph.output_node()
+    results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    dropped = {node for repeat, _ in repeats for node in repeat.nodes}
+    kept = [i for i, node in enumerate(results) if i == 0 or resolve(node)[0] not in dropped]
+    captured.mutated = tuple(captured.mutated[i - 1] for i in kept[1:])
+    output.args = (tuple(results[i] for i in kept),)
+    for repeat, first in repeats:
+        for node, other in zip(repeat.nodes, first.nodes, strict=True):
+            node.replace_all_uses_with(other)
+    drop_dead(graph)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users and node.name not in captured.inputs:
+            for table in (captured.parameters, captured.buffers, captured.constants):
+                table.pop(node.name, None)
+            graph.erase_node(node)
+    graph.lint()
