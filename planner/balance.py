@@ -21,11 +21,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite
+from math import ceil, inf
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.profile import Affine
 from whale.ir.shares import shares
+from whale.planner.advice import advised, gib
 
 __all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares", "proportional_shares", "state_shares"]
 
@@ -252,7 +253,7 @@ def _moves(before: Sequence[int], after: Sequence[int], workers: Sequence[Worker
 
 
 def _reason(worker: Worker, limit: int, unit: str) -> str:
-    return f"the {_gib(worker.capacity_bytes)} of {worker.name} hold {limit} {unit}"
+    return f"the {gib(worker.capacity_bytes)} of {worker.name} hold {limit} {unit}"
 
 
 # --- what does not fit
@@ -291,26 +292,16 @@ def _shortage(
     need, index = _fullest(workers, wanted)
     worker = workers[index]
     problem += (
-        f". {worker.name} has {_gib(worker.capacity_bytes)} and would need {_gib(need)} for {wanted[index]} {unit}, "
-        f"{_gib(need - worker.capacity_bytes)} more"
+        f". {worker.name} has {gib(worker.capacity_bytes)} and would need {gib(need)} for {wanted[index]} {unit}, "
+        f"{gib(need - worker.capacity_bytes)} more"
     )
-    cures: list[str] = []
-    failures: list[str] = []
-    for remedy in remedies:
-        fitting, text = _weigh(remedy, minimum)
-        (cures if fitting else failures).append(text)
-    if min(limits) >= minimum:
-        if held:
-            cures.append(f"at most {held} {unit}")
+    weighed = [_weigh(remedy, minimum) for remedy in remedies]
+    if min(limits) >= minimum and held:
         roomiest = max(range(len(limits)), key=lambda index: (limits[index], -index))
-        if limits[roomiest]:
-            more = ceil((total - held) / limits[roomiest])
-            cures.append(f"{more} more {'device' if more == 1 else 'devices'} like {workers[roomiest].name}")
-    if cures:
-        return f"{problem}. It would fit with {', or with '.join(cures)}"
-    if failures:
-        return f"{problem}. Not even enough: {'; '.join(failures)}"
-    return f"{problem}; shard the state, or use devices with more memory"
+        more = ceil((total - held) / limits[roomiest])
+        weighed.append((True, f"at most {held} {unit}"))
+        weighed.append((True, f"{more} more {'device' if more == 1 else 'devices'} like {workers[roomiest].name}"))
+    return advised(problem, weighed, otherwise="shard the state, or use devices with more memory")
 
 
 def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:
@@ -320,7 +311,7 @@ def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:
     units = _first_done(remedy.total, remedy.workers, limits if fitting else [remedy.total] * len(limits), minimum)
     need, index = _fullest(remedy.workers, units)
     worker = remedy.workers[index]
-    return fitting, f"{remedy.change} ({_gib(need)} of {_gib(worker.capacity_bytes)} on {worker.name})"
+    return fitting, f"{remedy.change} ({gib(need)} of {gib(worker.capacity_bytes)} on {worker.name})"
 
 
 def _fullest(workers: Sequence[Worker], units: Sequence[int]) -> tuple[float, int]:
@@ -328,12 +319,3 @@ def _fullest(workers: Sequence[Worker], units: Sequence[int]) -> tuple[float, in
     needs = [worker.memory(share) for worker, share in zip(workers, units, strict=True)]
     index = max(range(len(needs)), key=lambda index: (needs[index] / workers[index].capacity_bytes, -index))
     return needs[index], index
-
-
-def _gib(size: float) -> str:
-    """Bytes for people.
-
-    >>> _gib(16 * 2**30)
-    '16.0 GiB'
-    """
-    return f"{size / 2**30:.1f} GiB" if isfinite(size) else "unlimited memory"

@@ -11,16 +11,26 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
-from whale.ir.profile import Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
 from whale.planner.precision import Precision, precision_named
 from whale.planner.silicon import silicon_of
 
-__all__ = ["Collective", "LayerSeconds", "Recompute", "kernel_seconds", "layer_seconds", "matmul_seconds", "variant_of"]
+__all__ = [
+    "Collective",
+    "LayerSeconds",
+    "Recompute",
+    "attention_is_fused",
+    "kernel_seconds",
+    "layer_seconds",
+    "matmul_seconds",
+    "num_scores",
+    "variant_of",
+]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -126,7 +136,7 @@ def layer_seconds(
 
     def seconds(kernels: Iterable[Kernel], *, backward: bool) -> tuple[float, float, float]:
         device_time = host_time = weights = 0.0
-        for kernel in _attention_as_run(kernels, fused, backward):
+        for kernel in _as_run(kernels, fused=fused, backward=backward):
             divisor = _divisor(kernel, tensor_degree, sequence_parallel)
             experts = expert_degree if kernel.expert else 1
             spent = kernel.count * kernel_seconds(
@@ -213,7 +223,7 @@ def kernel_seconds(
             rate, dtype = precision.rate(device, attention=True)
             share = silicon.vector * 0.5 if dtype == "float32" else silicon.attention
             size = dims[3] if len(dims) == 4 else 128
-            half = 0.5 if kernel.causal and _counts_all_scores(kernel, dims, backward) else 1.0
+            half = 0.5 if kernel.causal else 1.0  # what is masked is skipped
             slowdown = 1.25 if backward else 1.0  # its backward is less efficient than its forward
             compute = flops * half * slowdown / (rate * share * size / (size + 24))
         case "memory":
@@ -259,16 +269,74 @@ def _in_core(kernel: Kernel) -> bool:
     return kernel.attention or kernel.kind == "attention"
 
 
-def _counts_all_scores(kernel: Kernel, dims: Sequence[float], backward: bool) -> bool:
-    """Whether a causal attention's flops count the masked half too."""
-    if len(dims) != 4:
-        return False
-    batch, queries, keys, size = dims
-    return kernel.flops.per_row > 0 and kernel.flops.fixed >= 0 and batch * queries * keys * size > 0
+def _as_run(kernels: Iterable[Kernel], *, fused: bool, backward: bool) -> Iterable[Kernel]:
+    """The kernels with their attentions in the form in which they run: one fused kernel, or spelt out."""
+    for kernel in kernels:
+        if kernel.kind == "attention" and not fused and len(kernel.dims) == 4:
+            yield from _spelt_out(kernel, backward=backward)
+        else:
+            yield kernel
 
 
-def _attention_as_run(kernels: Iterable[Kernel], fused: bool, backward: bool) -> Iterable[Kernel]:
-    yield from kernels
+def _spelt_out(kernel: Kernel, *, backward: bool) -> Iterable[Kernel]:
+    """An attention as products of matrices with a softmax and a dropout between them, masked scores included.
+
+    The passes over the scores are those of Megatron's fused kernels: scale, mask and softmax in one, dropout in one.
+    """
+    heads, queries, keys, size = kernel.dims
+    scores = _product(heads, queries, keys)
+    products: tuple[tuple[str, Affine, Affine, Affine], ...] = (
+        ("scores", queries, keys, size),
+        ("context", queries, size, keys),
+    )
+    if backward:  # for each product the gradients of both of its factors
+        products = (
+            ("probabilities", queries, keys, size),
+            ("values", keys, size, queries),
+            ("queries", queries, size, keys),
+            ("keys", keys, size, queries),
+        )
+    for name, m, n, k in products:
+        sides = [_product(heads, *pair) for pair in ((m, k), (k, n), (m, n))]
+        yield kernel.model_copy(
+            update={
+                "name": f"{kernel.name}.{name}",
+                "kind": "matmul",
+                "dims": (heads, m, n, k),
+                "flops": _scaled(_product(heads, m, n, k), 2),
+                "read": Amount(elements=Affine(*(sum(part) for part in zip(sides[0], sides[1], strict=True)))),
+                "written": Amount(elements=sides[2]),
+                "attention": True,
+            }
+        )
+    for name, read, written, mask in (("softmax", 2 if backward else 1, 1, 0), ("dropout", 1, 1, 1)):
+        yield kernel.model_copy(
+            update={
+                "name": f"{kernel.name}.{name}",
+                "kind": "memory",
+                "dims": (),
+                "flops": Affine(0, 0),
+                "read": Amount(elements=_scaled(scores, read), bytes=_scaled(scores, mask if backward else 0)),
+                "written": Amount(elements=_scaled(scores, written), bytes=_scaled(scores, 0 if backward else mask)),
+                "attention": True,
+            }
+        )
+
+
+def num_scores(kernel: Kernel) -> Affine:
+    """How many scores an attention has."""
+    return _product(*kernel.dims[:3]) if len(kernel.dims) == 4 else Affine(0, 0)
+
+
+def _product(*factors: Affine) -> Affine:
+    """The product of sizes of which one at most depends on the rows."""
+    fixed = [factor.fixed for factor in factors if not factor.per_row]
+    varying = next((factor for factor in factors if factor.per_row), Affine(1, 0))
+    return _scaled(varying, prod(fixed))
+
+
+def _scaled(size: Affine, factor: float) -> Affine:
+    return Affine(size.fixed * factor, size.per_row * factor)
 
 
 def _collectives(communications: Iterable[Communication], rows: float, precision: Precision) -> tuple[Collective, ...]:

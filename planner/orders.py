@@ -13,28 +13,40 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from itertools import chain
+from math import ceil
 
 from whale.errors import ScheduleError, UsageError
 from whale.ir.schedule import Order, Task
+from whale.planner.zero_bubble import hand_made, searched
 
 __all__ = [
     "SCHEDULES",
+    "extra_warm_ups",
     "gpipe",
     "greedy",
     "interleaved",
     "list_schedule",
     "one_f_one_b",
     "schedule_order",
-    "timeline",
-    "zero_bubble",
 ]
 
 Devices = Sequence[frozenset[int]]
 Seconds = Callable[[Task], float]
 Line = Sequence[Task]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "greedy")
-"""The names that `schedule_order` knows."""
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "1f1b_deep",
+    "interleaved",
+    "zero_bubble",
+    "zero_bubble_h2",
+    "zero_bubble_1p",
+    "zero_bubble_2p",
+    "greedy",
+)
+"""The names that `schedule_order` knows. Of the zero-bubble ones (`whale.planner.zero_bubble`) the first is H1 of its
+paper; 1p and 2p search an order for the given times that keeps at most P, or 2 P, micro-batches on each of P stages."""
 
 
 def schedule_order(
@@ -43,6 +55,7 @@ def schedule_order(
     micro_batches: int,
     devices_of_stage: Devices | None = None,
     seconds: Seconds | None = None,
+    hop_seconds: float | None = None,
 ) -> Order:
     """Return the order that the schedule called ``name`` gives.
 
@@ -51,7 +64,9 @@ def schedule_order(
         num_stages: stages of the pipeline; for ``interleaved`` all of them, not those of one device.
         micro_batches: at least 1; fewer than stages is allowed, and leaves devices idle.
         devices_of_stage: the devices that each stage occupies; without it every stage has one of its own.
-        seconds: how long a task takes; used by ``greedy`` only, the others have a fixed form.
+        seconds: how long a task takes; used by ``greedy``, ``1f1b_deep`` and the searched ``zero_bubble_1p`` and
+            ``zero_bubble_2p``, the others have a fixed form. By default a backward takes two forwards.
+        hop_seconds: how long a value takes from one stage to the next; used by the same but ``greedy``.
 
     Raises:
         UsageError: unknown name, less than one stage or micro-batch, or devices that do not fit the schedule.
@@ -78,10 +93,17 @@ def schedule_order(
             return gpipe(micro_batches, devices)
         case "1f1b":
             return one_f_one_b(micro_batches, devices)
+        case "1f1b_deep":
+            return one_f_one_b(micro_batches, devices, extra_warm_ups(num_stages, seconds or _typical, hop_seconds))
         case "interleaved":
             return interleaved(micro_batches, devices)
-        case "zero_bubble":
-            return zero_bubble(micro_batches, devices)
+        case "zero_bubble" | "zero_bubble_h2":
+            depth = 1 if name == "zero_bubble" else 2
+            return list_schedule(hand_made(num_stages, micro_batches, depth), devices, _typical)
+        case "zero_bubble_1p" | "zero_bubble_2p":
+            cost, limit = seconds or _typical, num_stages * (1 if name == "zero_bubble_1p" else 2)
+            lines = searched(num_stages, micro_batches, cost, hop_seconds=hop_seconds or 0.0, limit=limit)
+            return list_schedule(lines, devices, cost)
     return greedy(micro_batches, devices, seconds or _typical)
 
 
@@ -95,16 +117,16 @@ def gpipe(micro_batches: int, devices_of_stage: Devices) -> Order:
     return list_schedule(lines, devices_of_stage, _typical)
 
 
-def one_f_one_b(micro_batches: int, devices_of_stage: Devices, extra_warm_up: int = 0) -> Order:
+def one_f_one_b(micro_batches: int, devices_of_stage: Devices, extra: Sequence[int] = ()) -> Order:
     """Stage s of P starts with P - s forwards, then alternates: it keeps at most P - s micro-batches.
 
-    Takes as long as GPipe, (M + P - 1)(f + b) with no communication. Where links are slow, ``extra_warm_up`` forwards
-    more on every stage but the last hide them, for that many micro-batches of memory.
+    Takes as long as GPipe, (M + P - 1)(f + b) with no communication. Where hops are slow, ``extra`` warm-up forwards
+    for each stage (`extra_warm_ups`) hide them, for that many micro-batches of memory.
     """
     lines = []
-    last = len(devices_of_stage) - 1
-    for stage in range(last + 1):
-        warm_up = min(micro_batches, last - stage + 1 + (extra_warm_up if stage < last else 0))
+    num_stages = len(devices_of_stage)
+    for stage in range(num_stages):
+        warm_up = min(micro_batches, num_stages - stage + (extra[stage] if extra else 0))
         line = [Task("F", stage, m) for m in range(warm_up)]
         for m in range(micro_batches):
             line.append(Task("B", stage, m))
@@ -112,6 +134,23 @@ def one_f_one_b(micro_batches: int, devices_of_stage: Devices, extra_warm_up: in
                 line.append(Task("F", stage, m + warm_up))
         lines.append(line)
     return list_schedule(lines, devices_of_stage, _typical)
+
+
+def extra_warm_ups(num_stages: int, seconds: Seconds, hop_seconds: float | None = None) -> list[int]:
+    """Return how many more warm-up forwards each stage of 1F1B needs so that hops do not stop it.
+
+    Between a stage's forward and its backward of the same micro-batch lie two hops for each stage after it; every
+    further micro-batch in flight covers the time of one, that of the slowest stage. Where the hop's time is not known:
+    one more on each stage but the last.
+
+    >>> extra_warm_ups(4, lambda task: 2 if task.kind == "B" else 1, 0.5)
+    [1, 1, 1, 0]
+    """
+    after = range(num_stages - 1, -1, -1)
+    if hop_seconds is None:
+        return [min(1, number) for number in after]
+    slowest = max(seconds(Task("F", stage, 0)) + seconds(Task("B", stage, 0)) for stage in range(num_stages))
+    return [ceil(2 * hop_seconds * number / slowest) if slowest else 0 for number in after]
 
 
 def interleaved(micro_batches: int, devices_of_stage: Devices) -> Order:
@@ -148,29 +187,6 @@ def interleaved(micro_batches: int, devices_of_stage: Devices) -> Order:
         steady = chain.from_iterable(zip(backwards, forwards[warm_up:], strict=False))
         line = [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
         lines.append([task for task in line if task.micro_batch < micro_batches])
-    return list_schedule(lines, devices_of_stage, _typical)
-
-
-def zero_bubble(micro_batches: int, devices_of_stage: Devices) -> Order:
-    """1F1B with its backward split: the inputs' part at once, the weights' part later, where the stage would wait.
-
-    Stage s holds back s weight parts, so it keeps P micro-batches, as the first stage of 1F1B does. This is ZB-H1 of
-    Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024): 3 M + P - 1 when f = i = w = 1 and M >= P, where 1F1B
-    takes 3 (M + P - 1).
-    """
-    lines = []
-    num_stages = len(devices_of_stage)
-    for stage in range(num_stages):
-        warm_up = min(micro_batches, num_stages - stage)
-        line = [Task("F", stage, m) for m in range(warm_up)]
-        for m in range(micro_batches):
-            line.append(Task("I", stage, m))
-            if m >= stage:
-                line.append(Task("W", stage, m - stage))
-            if m + warm_up < micro_batches:
-                line.append(Task("F", stage, m + warm_up))
-        line += [Task("W", stage, m) for m in range(max(0, micro_batches - stage), micro_batches)]
-        lines.append(line)
     return list_schedule(lines, devices_of_stage, _typical)
 
 
@@ -265,33 +281,6 @@ def list_schedule(
         heads = [str(line[position]) for position, line in zip(positions, lines, strict=True) if position < len(line)]
         raise ScheduleError(f"the lines of a schedule wait for each other: {', '.join(heads)}")
     return tuple(order)
-
-
-def timeline(
-    order: Order, devices_of_stage: Devices, seconds: Seconds, hop_seconds: float = 0.0
-) -> dict[Task, tuple[float, float]]:
-    """Return when each task starts and ends if every device works through the order as it is.
-
-    A bound and a ruler for tests, not a prediction: between stages on different devices there is a latency of
-    ``hop_seconds`` and no bandwidth.
-
-    >>> order = schedule_order("gpipe", 2, 3)
-    >>> max(end for _, end in timeline(order, [frozenset({0}), frozenset({1})], lambda task: 1).values())
-    8.0
-    """
-    last = len(devices_of_stage) - 1
-    free: dict[int, float] = {}
-    times: dict[Task, tuple[float, float]] = {}
-    for task in order:
-        devices = devices_of_stage[task.stage]
-        start = max((free.get(device, 0) for device in devices), default=0)
-        for need in _needs(task, last):
-            start = max(start, times[need][1] + (hop_seconds if devices_of_stage[need.stage] != devices else 0))
-        end = start + seconds(task)
-        times[task] = (start, end)
-        for device in devices:
-            free[device] = end
-    return times
 
 
 def _needs(task: Task, last: int) -> tuple[Task, ...]:

@@ -25,7 +25,19 @@ from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy, check
 from whale.ir.virtual_device import MeshAxis, RegionRoles, Role, VirtualDevice
 from whale.planner.mesh import Mesh, lay_out, needs_of
 
-__all__ = ["Assignment", "Preference", "StagePlacement", "StageRequest", "place", "place_interleaved", "stage_requests"]
+__all__ = [
+    "Assignment",
+    "Preference",
+    "Selected",
+    "StagePlacement",
+    "StageRequest",
+    "axes_of",
+    "outer_degree",
+    "place",
+    "place_interleaved",
+    "selected",
+    "stage_requests",
+]
 
 Preference = Literal["consecutive", "replica_in_node"]
 """``consecutive``: a model replica has consecutive devices. ``replica_in_node``: the replicas of a stage have, so that
@@ -156,9 +168,9 @@ def place(
         raise UsageError(f"the default strategy is replicate or split, not {default}")
 
     demands = [_demand(index, stage, default) for index, stage in enumerate(stages)]
-    outer_degree = _outer_degree(stages)
+    outer = outer_degree(stages)
     pools = _pools(demands, devices)
-    num_replicas = _num_replicas(pools, outer_degree)
+    num_replicas = _num_replicas(pools, outer)
     placed: dict[int, StagePlacement] = {}
     for pool in pools:
         degrees = pool.degrees(num_replicas)
@@ -268,7 +280,7 @@ def _ordinal(number: int) -> str:
 def _stage_placement(
     index: int, devices: Sequence[Device], mesh: Mesh, num_replicas: int, dtype: str
 ) -> StagePlacement:
-    axes, roles = _axes(mesh, num_replicas)
+    axes, roles = axes_of(mesh, num_replicas)
 
     def on(ordered: Sequence[Device]) -> VirtualDevice:
         return VirtualDevice(
@@ -289,11 +301,11 @@ def _stage_placement(
 
 def _on_mesh(index: int, spot: VirtualDevice, mesh: Mesh, num_replicas: int) -> StagePlacement:
     """Another stage on the devices of a placed one."""
-    axes, roles = _axes(mesh, num_replicas)
+    axes, roles = axes_of(mesh, num_replicas)
     return StagePlacement(device=replace(spot, stage=index, axes=axes), roles=roles)
 
 
-def _axes(mesh: Mesh, num_replicas: int) -> tuple[tuple[MeshAxis, ...], RegionRoles]:
+def axes_of(mesh: Mesh, num_replicas: int) -> tuple[tuple[MeshAxis, ...], RegionRoles]:
     """The named axes of a stage's mesh, with ``data`` outermost, and what its regions do on them."""
     axes: list[MeshAxis] = []
     data: tuple[Role, ...] = ()
@@ -359,7 +371,25 @@ def _selections(request: StageRequest) -> tuple[DeviceSelection, ...]:
     return chosen(request.outer) + next(iter(inner), ())
 
 
-def _outer_degree(stages: Sequence[StageRequest]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Selected:
+    """The ranks that a ``cluster`` selects, and how it prints."""
+
+    name: str
+    ranks: frozenset[int]
+
+
+def selected(request: StageRequest, devices: Sequence[Device]) -> list[Selected]:
+    """What the clusters around and in a stage select by list, type or name, outer to inner."""
+    found: list[Selected] = []
+    for selection in _selections(request):
+        if selection.layout not in ("row", "average"):
+            devices = _select(selection, devices)
+            found.append(Selected(name=str(selection), ranks=frozenset(device.rank for device in devices)))
+    return found
+
+
+def outer_degree(stages: Sequence[StageRequest]) -> int:
     """How many replicas ``replicate(n)`` around the stages asks for; the same for all stages."""
     found: dict[int, str] = {}
     for stage in stages:

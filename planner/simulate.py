@@ -16,7 +16,7 @@ from whale.planner.engine import run_programs
 from whale.planner.orders import schedule_order
 from whale.planner.timeline import Timeline
 
-__all__ = ["check_workload", "order_of", "programs_of", "simulate", "simulate_programs", "task_seconds"]
+__all__ = ["check_workload", "hop_seconds", "order_of", "programs_of", "simulate", "simulate_programs", "task_seconds"]
 
 
 def simulate(workload: Workload, *, order: Order | None = None) -> Timeline:
@@ -70,7 +70,14 @@ def simulate_programs(
 def order_of(workload: Workload) -> Order:
     """Return the order that the workload's schedule gives for its stages, times and devices."""
     devices = [frozenset(stage.ranks) for stage in workload.stages]
-    return schedule_order(workload.schedule, len(devices), workload.micro_batches, devices, task_seconds(workload))
+    return schedule_order(
+        workload.schedule,
+        len(devices),
+        workload.micro_batches,
+        devices,
+        task_seconds(workload),
+        hop_seconds(workload),
+    )
 
 
 def task_seconds(workload: Workload) -> Callable[[Task], float]:
@@ -81,6 +88,18 @@ def task_seconds(workload: Workload) -> Callable[[Task], float]:
         for kind, seconds in (("F", stage.forward), ("B", stage.backward), ("I", inputs), ("W", stage.weights)):
             times[kind, index] = max(seconds)
     return lambda task: times[task.kind, task.stage]
+
+
+def hop_seconds(workload: Workload) -> float:
+    """Return how long the slowest message between stages takes on links that nothing else uses."""
+    links = {(link.source, link.target): link for link in workload.links}
+    transfers = [transfer for boundary in workload.boundaries for transfer in (*boundary.forward, *boundary.backward)]
+    times = [0.0]
+    for transfer in transfers:
+        link = links.get((transfer.source, transfer.target))
+        if link is not None:
+            times.append(link.latency + transfer.bytes / link.bandwidth)
+    return max(times)
 
 
 def programs_of(workload: Workload) -> tuple[list[StageSpec], list[Edge], list[ReduceSpec]]:

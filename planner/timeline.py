@@ -7,7 +7,7 @@ knows no prices and no programs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 __all__ = ["PARTS", "Event", "EventKind", "Part", "Timeline"]
@@ -90,11 +90,11 @@ class Timeline:
         in_flight: for every stage, the most micro-batches that it keeps at one time.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[Event, ...] = field(repr=False)
     step_seconds: float
     last_rank: int
-    breakdowns: Mapping[int, Mapping[Part, float]]
-    memory: Mapping[int, tuple[tuple[float, int], ...]]
+    breakdowns: Mapping[int, Mapping[Part, float]] = field(repr=False)
+    memory: Mapping[int, tuple[tuple[float, int], ...]] = field(repr=False)
     in_flight: Mapping[int, int]
 
     @property
@@ -114,6 +114,21 @@ class Timeline:
             return 0.0
         waits = [parts["pipeline"] + parts["transfer"] for parts in self.breakdowns.values()]
         return sum(waits) / (len(waits) * self.step_seconds)
+
+    @property
+    def span_seconds(self) -> float:
+        """The longest time that a rank takes from its first event to its last.
+
+        That is what a step takes in a loop of steps of which a rank begins the next one when it has ended its own
+        part, before others have: less than ``step_seconds`` for schedules that end as skewed as they begin.
+        """
+        starts: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for event in self.events:
+            if event.kind not in ("send", "receive", "idle"):
+                starts[event.rank] = min(event.start, starts.get(event.rank, event.start))
+                ends[event.rank] = max(event.end, ends.get(event.rank, event.end))
+        return max((ends[rank] - starts[rank] for rank in starts), default=0.0)
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
         """The events of one rank, by their start."""

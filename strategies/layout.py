@@ -27,7 +27,7 @@ class LayoutAxis:
     """A mesh axis as the layout sees it: how many ranks, and in which proportion they share.
 
     ``sizes`` fixes the shares outright (time: the rows of each micro-batch); else they are proportional to
-    ``weights``, whole units, at least one each where there are enough.
+    ``weights``, whole units, at least one each where there are enough and no weight is zero.
     """
 
     name: str
@@ -41,7 +41,8 @@ def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
     """How many of *length* units each rank of the axis has."""
     if axis.sizes is not None:
         return axis.sizes
-    return shares(length, axis.weights or (1.0,) * axis.size, minimum=1 if length >= axis.size else 0)
+    weights = axis.weights or (1.0,) * axis.size
+    return shares(length, weights, minimum=1 if length >= axis.size and all(weights) else 0)
 
 
 @dataclass

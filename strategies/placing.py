@@ -228,8 +228,8 @@ def layout_axes(mesh: VirtualDevice, rows: Sequence[int]) -> list[LayoutAxis]:
     """Time and the mesh axes, as the layout sees them."""
     axes = [LayoutAxis(name="time", size=len(rows), sizes=tuple(rows))]
     for index, axis in enumerate(mesh.axes):
-        speeds = mesh.axis_speeds(index)
-        weights = () if len(set(speeds)) == 1 else speeds
+        shares = mesh.axis_shares(index)
+        weights = () if len(set(shares)) == 1 else shares
         axes.append(LayoutAxis(name=axis.name, size=axis.size, weights=weights))
     return axes
 

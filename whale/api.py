@@ -15,10 +15,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from whale.annotations import get_default_strategy
+from whale.annotations import Annotation, annotate, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
 from whale.compiler import Compilation, Options, compile_model, local_tensors, value_name
-from whale.errors import PlanMismatchError, UsageError
+from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves
 from whale.graph.refusals import check_hooks
 from whale.ir.cluster import Cluster
@@ -69,7 +69,9 @@ def parallelize(
         cluster: a cluster file, or a Cluster; by default the devices of the launch, taken as equal.
         plan: a plan file, or a Plan: what to run, decided before.
         micro_batches: the parts of the batch that a pipeline works on at a time; must divide it.
-        schedule: ``gpipe``, ``1f1b`` (the default), ``interleaved``, ``zero_bubble`` or ``greedy``.
+        schedule: ``gpipe``, ``1f1b`` (the default), ``1f1b_deep`` (more warm-up forwards, for slow links),
+            ``interleaved``, ``zero_bubble`` or ``zero_bubble_1p`` (the memory of 1F1B's first stage on all),
+            ``zero_bubble_h2`` or ``zero_bubble_2p`` (twice that, and next to no bubble), or ``greedy``.
         loss_fn: ``loss_fn(output, batch)``, for a model that does not return its loss.
         prefer: ``consecutive`` or ``replica_in_node``: which devices are neighbours.
         seed: of dropout and other random operators, which then do not use torch's generator.
@@ -103,9 +105,12 @@ def parallelize(
     if isinstance(plan, (str, PathLike)):
         plan = Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
+    if plan is not None:
+        plan.check_options(micro_batches=micro_batches, schedule=schedule, schedules=SCHEDULES)
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
         schedule=schedule if schedule is not None else plan.schedule if plan else "1f1b",
+        plan=plan,
         default=get_default_strategy(),
         prefer=prefer,
         promote=promote_casts,
@@ -122,6 +127,10 @@ def parallelize(
             f"with {len(described.devices)} in total, or another cluster file"
         )
     leaves = batch_leaves(example_batch)
+    if plan is not None:
+        if cluster is not None:
+            plan.check_cluster(described)
+        plan.check_batch(_rows(leaves))
     if isinstance(model, nn.Module):
         _check_one_place(model, launch.device)
     initial: InitialValues | None = None
@@ -134,6 +143,8 @@ def parallelize(
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
+    if plan is not None and plan.annotations:
+        _annotate_as_planned(template, plan)
     compilation = compile_model(
         template, leaves, described, options, device=launch.device, training=model.training, loss_fn=loss_fn
     )
@@ -141,8 +152,6 @@ def parallelize(
     calls = ""
     if launch.size <= _CHECKED_RANKS:
         calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
-    if plan is not None:
-        plan.check_stages([s.mesh.ranks for s in compilation.stages])
     world = initialize(timeout_seconds, device_type=device)
     texts = {
         **compilation.texts(),
@@ -344,6 +353,26 @@ class _Builder:
             backward_group=self.all_ranks.get("backward"),
         )
         return CompiledStep(executor=executor, stages=list(stages.values()), counts_loss=counts)
+
+
+def _rows(leaves: Mapping[str, Any]) -> int | None:
+    """The rows of a batch: the length of the first dim of its first tensor that has one."""
+    return next((len(x) for x in leaves.values() if isinstance(x, Tensor) and x.dim() > 0), None)
+
+
+def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:
+    """Put the plan's annotations on our copy of an unmodified model."""
+    if own := module_scopes(template):
+        raise PlanMismatchError(
+            f"the plan has annotations, but the model has its own too, on {', '.join(list(own)[:4]) or 'all of it'}; "
+            "remove one of them"
+        )
+    try:
+        annotate(
+            template, {key: [Annotation(strategy=s) for s in several] for key, several in plan.strategies().items()}
+        )
+    except AnnotationError as error:
+        raise PlanMismatchError(f"the plan's annotations do not fit the model: {error}") from error
 
 
 def _leaves(*args: Any, **kwargs: Any) -> dict[str, Any]:

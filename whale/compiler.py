@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from whale.errors import UsageError
+from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import Captured, capture, mark_gradients
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
@@ -26,11 +26,13 @@ from whale.graph.values import Value, needs_grad, operands, resolve, value_shape
 from whale.ir.check import check_programs
 from whale.ir.cluster import Cluster
 from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
+from whale.ir.plan import Plan, hash_of
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
 from whale.ir.schedule import Order
 from whale.ir.strategy import Strategy
 from whale.planner.orders import schedule_order
 from whale.planner.place import Assignment, StageRequest, place, place_interleaved
+from whale.planner.planned import place_as_planned
 from whale.runtime.module import Shard
 from whale.runtime.random import Clock
 from whale.runtime.reduce import bucketize
@@ -46,7 +48,10 @@ from whale.strategies.ungroup import ungroup
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may choose besides annotations. ``micro_batches`` cut the batch that the model is made with."""
+    """What a user may choose besides annotations. ``micro_batches`` cut the batch that the model is made with.
+
+    ``plan`` decides the stages' devices, if it says any. Its schedule and micro-batches must be those of these options.
+    """
 
     micro_batches: int = 1
     schedule: str = "1f1b"
@@ -54,6 +59,7 @@ class Options:
     prefer: str = "consecutive"
     promote: bool = False
     seed: int = 0
+    plan: Plan | None = None
 
 
 StoredForm = tuple[str, int, tuple[Segment, ...]]
@@ -237,18 +243,15 @@ def compile_model(
             f"the loss{where(loss[0])} depends on no parameter that requires a gradient: there is nothing to train; "
             "unfreeze a parameter with requires_grad_(), or call model.eval() first and use eval_step"
         )
-    assign = place_interleaved if options.schedule == "interleaved" else place
-    assignment = assign(
-        [_request(graph) for graph in cut.stages],
-        cluster.devices,
-        default=options.default,
-        prefer=options.prefer,  # type: ignore[arg-type]
-        dtype=_main_dtype(model),
-    )
+    if options.plan is not None and stored is None:
+        options.plan.check_model(model_hash(captured))
+    assignment = _assign(cut, cluster, options, _main_dtype(model))
     if assignment.idle_ranks:
         warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the annotations leave them out", stacklevel=3)
     report = Report()
     stages = _place_stages(captured, analysis, cut, assignment, rows, loss, device, report, stored or {})
+    if options.plan is not None and options.plan.decides_meshes and stored is None:
+        _check_units(analysis, stages, options.plan)
     edges = _edges(analysis, cut, stages, len(rows))
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), tuple(frozenset(s.mesh.ranks) for s in stages))
@@ -268,6 +271,42 @@ def compile_model(
     )
     compilation.reduces, compilation.bucket_parameters = _reduces(compilation)
     return compilation
+
+
+def _assign(cut: Partition, cluster: Cluster, options: Options, dtype: str) -> Assignment:
+    """The devices of every stage: the plan's, or as annotations and cluster say."""
+    requests = [_request(graph) for graph in cut.stages]
+    if options.plan is not None and options.plan.decides_meshes:
+        return place_as_planned(requests, cluster.devices, options.plan, default=options.default, dtype=dtype)
+    assign = place_interleaved if options.schedule == "interleaved" else place
+    assignment = assign(
+        requests,
+        cluster.devices,
+        default=options.default,
+        prefer=options.prefer,  # type: ignore[arg-type]
+        dtype=dtype,
+    )
+    if options.plan is not None:
+        options.plan.check_stages([stage.device.ranks for stage in assignment.stages])
+    return assignment
+
+
+def model_hash(captured: Captured) -> str:
+    """A hash of the captured graph: its operators, what reads what, and the shapes of parameters; not of the batch.
+
+    The numbers in operators' arguments are left out, because some of them are the batch's.
+    """
+    lines: list[object] = []
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            name = captured.parameters.get(node.name)
+            kind = node.meta.get("val")
+            shape = (*kind.shape, str(kind.dtype)) if name is not None and isinstance(kind, Tensor) else ()
+            lines.append([name or "", [str(part) for part in shape]])
+        else:
+            target = getattr(node.target, "__qualname__", str(node.target))
+            lines.append([target, [source.name for source in node.all_input_nodes]])
+    return hash_of(lines)
 
 
 def _main_dtype(model: nn.Module) -> str:
@@ -360,9 +399,26 @@ def _shared_parameters(captured: Captured, cut: Partition) -> dict[Value, tuple[
 def _same_meshes(assignment: Assignment, stages: Sequence[int]) -> bool:
     def mesh(stage: int) -> Any:
         device = assignment.stages[stage].device
-        return device.shape, tuple(device.axis_speeds(i) for i in range(len(device.axes)))
+        return device.shape, tuple(device.axis_shares(i) for i in range(len(device.axes)))
 
     return len({mesh(stage) for stage in stages}) == 1
+
+
+def _check_units(analysis: Analysis, stages: Sequence[PlacedStage], plan: Plan) -> None:
+    """Refuse shares of the plan that count more units than anything has that is cut along their axis.
+
+    (Rows are counted in the plan itself, against its batch.)
+    """
+    for stage, planned in zip(stages, plan.stages, strict=True):
+        for position, axis in enumerate(planned.axes or ()):
+            leaves = {choices[position + 1].leaf for choices in stage.choices.values()} - {-1}
+            most = max((analysis.atoms.size(leaf) for leaf in leaves), default=0)
+            if axis.counts_units and sum(axis.shares) > most:
+                raise PlanMismatchError(
+                    f"the plan's stages.{stage.index}.axes.{position}.shares sum to {sum(axis.shares)} units, but what "
+                    f"the model cuts along {axis.name!r} has at most {most}; use whole numbers that sum to at most "
+                    "that, or proportions such as 1.5"
+                )
 
 
 def _warn(report: Report, captured: Captured) -> None:

@@ -212,6 +212,11 @@ def test_loss_and_gradients_equal_the_local_models(ranks: Ranks, case: str, name
     check(ranks, everywhere(LAYOUTS[case]), name)
 
 
+@pytest.mark.parametrize("name", ["1f1b_deep", "zero_bubble_h2", "zero_bubble_2p"])
+def test_schedules_that_run_further_ahead_give_the_local_models_gradients(ranks: Ranks, name: str) -> None:
+    check(ranks, everywhere(LAYOUTS["three stages, two to one to one"]), name, tied=True)
+
+
 @pytest.mark.parametrize("case", ["one to one", "ragged", "overlapping sets"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_weight_on_two_stages_gets_the_sum_of_both(ranks: Ranks, case: str, name: str) -> None:

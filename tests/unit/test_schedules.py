@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.errors import ScheduleError, UsageError
+from tests.workloads import chain_workload
+from whale.errors import InfeasibleError, ScheduleError, UsageError
 from whale.ir.schedule import Order, Task, check_order, format_order, format_stages, parse_order, peak_in_flight
-from whale.planner.orders import SCHEDULES, greedy, list_schedule, one_f_one_b, schedule_order, timeline
+from whale.planner.orders import SCHEDULES, extra_warm_ups, greedy, list_schedule, schedule_order
+from whale.planner.simulate import simulate
+from whale.planner.zero_bubble import searched
 
 Devices = list[frozenset[int]]
 
@@ -28,8 +31,10 @@ def forward_1_backward_2(task: Task) -> float:
     return 2 if task.kind == "B" else 1
 
 
-def makespan(order: Order, devices: Devices, hop: float = 0) -> float:
-    return max(end for _, end in timeline(order, devices, forward_1_backward_2, hop).values())
+def makespan(order: Order, num_ranks: int, chunks: int = 1) -> float:
+    """How long a step takes with forwards of 1 and backwards of 2 seconds, and no communication."""
+    micro_batches = 1 + max(task.micro_batch for task in order)
+    return simulate(chain_workload(num_ranks, micro_batches, chunks=chunks), order=order).step_seconds
 
 
 def test_a_task_prints_and_parses_back() -> None:
@@ -89,14 +94,7 @@ def test_without_communication_the_unsplit_schedules_take_m_plus_p_minus_1(
     name: str, num_stages: int, micro_batches: int
 ) -> None:
     order = schedule_order(name, num_stages, micro_batches)
-    assert makespan(order, own(num_stages)) == (micro_batches + num_stages - 1) * 3
-
-
-def test_a_slow_link_costs_1f1b_more_than_gpipe_and_one_more_warm_up_forward_repairs_it() -> None:
-    devices = own(4)
-    assert makespan(schedule_order("gpipe", 4, 8), devices, hop=0.5) == 36
-    assert makespan(schedule_order("1f1b", 4, 8), devices, hop=0.5) == 41
-    assert makespan(one_f_one_b(8, devices, extra_warm_up=1), devices, hop=0.5) == 37
+    assert makespan(order, num_stages) == (micro_batches + num_stages - 1) * 3
 
 
 @pytest.mark.parametrize(("num_sets", "chunks"), [(1, 3), (2, 2), (4, 2), (3, 2), (4, 4)])
@@ -104,9 +102,9 @@ def test_a_slow_link_costs_1f1b_more_than_gpipe_and_one_more_warm_up_forward_rep
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_device(num_sets: int, chunks: int, rounds: int) -> None:
     devices, micro_batches = dealt(num_sets, chunks), num_sets * rounds
     order = schedule_order("interleaved", num_sets * chunks, micro_batches, devices)
-    assert makespan(order, devices) == (micro_batches * chunks + num_sets - 1) * 3
+    assert makespan(order, num_sets, chunks) == (micro_batches * chunks + num_sets - 1) * 3
     if num_sets > 1:
-        assert makespan(order, devices) < (micro_batches + num_sets - 1) * 3 * chunks
+        assert makespan(order, num_sets, chunks) < (micro_batches + num_sets - 1) * 3 * chunks
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 6, 7])
@@ -114,7 +112,7 @@ def test_interleaving_any_number_of_micro_batches_is_never_longer_than_the_next_
     devices = dealt(4, 2)
     order = schedule_order("interleaved", 8, micro_batches, devices)
     check_order(order, 8, micro_batches)
-    assert makespan(order, devices) <= (-(-micro_batches // 4) * 4 * 2 + 3) * 3
+    assert makespan(order, 4, 2) <= (-(-micro_batches // 4) * 4 * 2 + 3) * 3
 
 
 @pytest.mark.parametrize(("num_stages", "micro_batches"), [(1, 3), (2, 2), (2, 5), (3, 3), (4, 8), (8, 16)])
@@ -122,8 +120,45 @@ def test_zero_bubble_takes_3m_plus_p_minus_1_and_the_memory_of_the_first_1f1b_st
     num_stages: int, micro_batches: int
 ) -> None:
     order = schedule_order("zero_bubble", num_stages, micro_batches)
-    assert makespan(order, own(num_stages)) == 3 * micro_batches + num_stages - 1
+    assert makespan(order, num_stages) == 3 * micro_batches + num_stages - 1
     assert set(peak_in_flight(order).values()) == {num_stages}
+
+
+@pytest.mark.parametrize(("num_stages", "micro_batches"), [(1, 3), (2, 5), (4, 8), (8, 24)])
+def test_in_zero_bubble_h2_no_stage_pauses_and_each_keeps_twice_the_micro_batches_less_one(
+    num_stages: int, micro_batches: int
+) -> None:
+    order = schedule_order("zero_bubble_h2", num_stages, micro_batches)
+    timeline = simulate(chain_workload(num_stages, micro_batches), order=order)
+    assert timeline.span_seconds == 3 * micro_batches
+    assert set(timeline.in_flight.values()) == {2 * num_stages - 1}
+
+
+def test_searched_orders_keep_their_limit_and_suit_unlike_stages_better_than_hand_made_ones() -> None:
+    times = [(4.0, 5.0), (5.0, 9.0), (6.0, 8.0), (3.0, 9.0)]
+    timelines = {
+        name: simulate(chain_workload(4, 16, times=times, latency=0.75, schedule=name))
+        for name in ("zero_bubble", "zero_bubble_1p", "zero_bubble_h2", "zero_bubble_2p")
+    }
+    spans = {name: timeline.span_seconds for name, timeline in timelines.items()}
+    assert spans["zero_bubble_1p"] <= spans["zero_bubble"]
+    assert spans["zero_bubble_2p"] < spans["zero_bubble_h2"] < spans["zero_bubble_1p"]
+    assert max(timelines["zero_bubble_1p"].in_flight.values()) == 4
+    assert max(timelines["zero_bubble_2p"].in_flight.values()) == 8
+
+
+def test_no_order_keeps_less_than_one_micro_batch() -> None:
+    with pytest.raises(InfeasibleError, match="limit is 0.5"):
+        searched(2, 2, forward_1_backward_2, limit=0.5)
+
+
+def test_slower_hops_need_more_warm_up_the_further_a_stage_is_from_the_end() -> None:
+    assert extra_warm_ups(4, forward_1_backward_2, 0.0) == [0, 0, 0, 0]
+    assert extra_warm_ups(4, forward_1_backward_2, 0.5) == [1, 1, 1, 0]
+    assert extra_warm_ups(4, forward_1_backward_2, 2.0) == [4, 3, 2, 0]
+    assert extra_warm_ups(4, forward_1_backward_2) == [1, 1, 1, 0]
+    strict, deep = (peak_in_flight(schedule_order(name, 4, 9)) for name in ("1f1b", "1f1b_deep"))
+    assert {stage: deep[stage] - strict[stage] for stage in strict} == {0: 1, 1: 1, 2: 1, 3: 0}
 
 
 overlapping = st.lists(st.frozensets(st.integers(0, 3), min_size=1), min_size=1, max_size=5)
@@ -147,12 +182,14 @@ def test_greedy_ends_for_any_costs_and_any_limits(devices: Devices, micro_batche
 
 def test_greedy_starts_tasks_in_the_order_of_time() -> None:
     order = greedy(4, own(3), lambda task: (1, 5, 2)[task.stage])
-    starts = [start for start, _ in timeline(order, own(3), lambda task: (1, 5, 2)[task.stage]).values()]
-    assert starts == sorted(starts)
+    workload = chain_workload(3, 4, times=[(1.0, 1.0), (5.0, 5.0), (2.0, 2.0)])
+    starts = {str(event): event.start for event in simulate(workload, order=order).events if event.kind in "FB"}
+    in_order = [starts[str(task)] for task in order]
+    assert in_order == sorted(in_order)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"'1F1B'.*gpipe, 1f1b, interleaved, zero_bubble, greedy"):
+    with pytest.raises(UsageError, match=r"'1F1B'.*gpipe, 1f1b, .*interleaved, zero_bubble, .*greedy"):
         schedule_order("1F1B", 2, 2)
 
 

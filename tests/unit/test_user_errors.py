@@ -385,7 +385,7 @@ def test_a_plan_for_another_world_or_model_is_refused(launched: Launched) -> Non
     parts = ["world_size is 3", "2 processes were started", "torchrun with 3"]
     error = refused(PlanMismatchError, parts, decoder(layers=1), plan=Plan(world_size=3))
     assert error.exit_code == 3
-    plan = Plan(world_size=2, stages=[PlanStage(ranks=[0]), PlanStage(ranks=[1])])
+    plan = Plan(world_size=2, stages=(PlanStage(ranks=(0,)), PlanStage(ranks=(1,))))
     refused(PlanMismatchError, ["[[0], [1]]", "the model's are on [[0, 1]]"], decoder(layers=1), plan=plan)
 
 

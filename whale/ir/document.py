@@ -70,12 +70,12 @@ class Document:
         return InputFileError(message, path=self.source, line=self.line_of(path))
 
 
-def read_document(path: str | PathLike[str]) -> Document:
-    """Read the file at *path*; its suffix says whether it is TOML, YAML or JSON."""
+def read_document(path: str | PathLike[str], format: Format | None = None) -> Document:
+    """Read the file at *path*; without *format* its suffix says whether it is TOML, YAML or JSON."""
     source = fspath(path)
     formats: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
     suffix = PurePath(source).suffix.lower()
-    if suffix not in formats:
+    if format is None and suffix not in formats:
         raise InputFileError(f"unknown suffix {suffix!r}; name the file .toml, .yaml, .yml or .json", path=source)
     try:
         with open(source, "rb") as file:
@@ -90,7 +90,7 @@ def read_document(path: str | PathLike[str]) -> Document:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise InputFileError(f"is not UTF-8: byte 0x{data[error.start]:02x}", path=source, line=line) from error
-    return parse_document(text, formats[suffix], source=source)
+    return parse_document(text, format or formats[suffix], source=source)
 
 
 def parse_document(text: str, format: Format, *, source: str = "<text>") -> Document:

@@ -1,69 +1,314 @@
-"""What the planner decided, as data: readable, diffable, editable, never executable.
+"""What the planner decided, as data: readable, diffable, editable, versioned, never executable.
 
-A plan names devices, degrees, shares and the schedule. It knows no graph and no torch.
+A plan says which ranks compute which stage, along which mesh axes and in which shares, for which batch and schedule;
+for an unmodified model also the annotations. It names the model and the cluster that it was made for, and carries what
+it should give. It knows no graph and no torch: what it says is checked against itself here, against the launch and the
+cluster by its methods, and against the model where the model is compiled.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import isfinite, prod
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 
-from whale.errors import InputFileError, PlanMismatchError
+from whale.errors import AnnotationError, PlanMismatchError
+from whale.ir.cluster import Cluster
+from whale.ir.document import Document, format_json, parse_document, read_document
+from whale.ir.module_pattern import ModulePattern
+from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
+from whale.ir.record import read_record
+from whale.ir.strategy import Strategy, check_nesting, parse_strategy
+from whale.ir.virtual_device import Role
+from whale.ir.workload import Prediction, Workload
 
-MAX_BYTES = 4 * 2**20
-"""Larger plan files are refused."""
+__all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage"]
 
 
-class PlanStage(BaseModel):
-    """The ranks of one stage, row-major over its mesh."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    ranks: list[int]
+def _strategies(given: object) -> object:
+    return (given,) if isinstance(given, str) else given
 
 
-class Plan(BaseModel):
-    """A decided way to run a model.
+def _check_strategy(text: str) -> str:
+    parse_strategy(text)
+    return text
 
-    ``version`` is of the format. ``stages`` may be empty: then the annotations decide.
+
+def _check_key(text: str) -> str:
+    ModulePattern(text)
+    return text
+
+
+_RANKS_SCHEMA = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+-[0-9]+(:[0-9]+)?$"}]},
+    "description": 'Ranks, ranges such as "0-7", and ranges with a step such as "0-14:2".',
+}
+Ranks = Annotated[
+    tuple[int, ...], BeforeValidator(read_ranks), PlainSerializer(write_ranks), WithJsonSchema(_RANKS_SCHEMA)
+]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Hash = Annotated[str, StringConstraints(max_length=100, pattern=r"^[0-9a-z:]*$")]
+Strategies = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_strategy)], ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(_strategies),
+]
+Share = int | float
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PlanAxis(_Record):
+    """One axis of a stage's mesh.
+
+    Attributes:
+        name: ``data`` for whole pipelines side by side, else ``replicate`` or ``split``, numbered from the second.
+        size: slices along the axis.
+        role: ``replicate``, each slice computes its share of the batch, or ``split``, each its part of operators.
+        shares: of each slice; without them all are equal. Whole numbers are rows of a micro-batch, or units of what is
+            split, such as heads; where something else is divided (a last batch, another matrix) they are proportions,
+            rounded to whole units. Numbers with a point are proportions everywhere.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    name: Name
+    size: Annotated[int, Field(ge=2, le=MAX_RANKS)]
+    role: Role
+    shares: Annotated[tuple[Share, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> PlanAxis:
+        if self.shares and len(self.shares) != self.size:
+            raise ValueError(f"shares: there are {len(self.shares)} for an axis of size {self.size}")
+        if any(share < 0 or share > 1e12 or not isfinite(share) for share in self.shares):
+            raise ValueError(f"shares: {_shown(self.shares)} must lie between 0 and 1e12")
+        if self.shares and (not any(self.shares) or (self.role == "split" and not all(self.shares))):
+            raise ValueError(f"shares: {_shown(self.shares)} leaves a slice of the axis without work")
+        return self
+
+    @property
+    def counts_units(self) -> bool:
+        """Whether the shares are whole numbers, and so exact."""
+        return bool(self.shares) and all(isinstance(share, int) for share in self.shares)
+
+
+class PlanStage(_Record):
+    """Where a stage runs: its ranks, row-major over its axes, from the outermost axis to the innermost.
+
+    Without ``axes`` the annotations decide them.
+    """
+
+    ranks: Annotated[Ranks, Field(min_length=1)]
+    axes: Annotated[tuple[PlanAxis, ...] | None, Field(strict=False)] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> PlanStage:
+        if len(set(self.ranks)) < len(self.ranks):
+            twice = next(rank for rank, count in Counter(self.ranks).items() if count > 1)
+            raise ValueError(f"ranks: rank {twice} is listed twice")
+        if self.axes is None:
+            return self
+        size = prod(axis.size for axis in self.axes)
+        if size != len(self.ranks):
+            sizes = " x ".join(str(axis.size) for axis in self.axes) or "no axes"
+            raise ValueError(f"ranks: there are {len(self.ranks)}, but {sizes} need {size}")
+        if len({axis.name for axis in self.axes}) < len(self.axes):
+            raise ValueError("axes: two of them have the same name")
+        stride = 1
+        for axis in reversed(self.axes):
+            for position, rank in enumerate(self.ranks):
+                after = position + stride
+                if position // stride % axis.size < axis.size - 1 and self.ranks[after] < rank:
+                    raise ValueError(
+                        f"ranks: along the axis {axis.name!r} rank {self.ranks[after]} comes after rank {rank}, but "
+                        "ranks must ascend along every axis; change the order of ranks and shares together"
+                    )
+            stride *= axis.size
+        return self
+
+
+class ModelIdentity(_Record):
+    """The model that a plan was made for; a hash that is empty is not checked.
+
+    Attributes:
+        name: as given to ``whale plan --model``, or of its class.
+        hash: of the captured graph, whatever the number of rows in a batch.
+    """
+
+    name: Name
+    hash: Hash = ""
+
+
+class ClusterIdentity(_Record):
+    """The machines that a plan was made for.
+
+    Attributes:
+        hash: of nodes, devices and links; empty: not checked.
+        devices: the ranks of each device type.
+    """
+
+    hash: Hash = ""
+    devices: dict[Name, Ranks] = {}
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> ClusterIdentity:
+        """The identity of a cluster."""
+        devices: dict[str, list[int]] = {}
+        for device in cluster.devices:
+            devices.setdefault(device.type.name, []).append(device.rank)
+        return cls(hash=cluster_hash(cluster), devices={name: tuple(ranks) for name, ranks in devices.items()})
+
+
+class Plan(_Record):
+    """A decided way to run a model.
+
+    Attributes:
+        version: of the format.
+        model, cluster: what it was made for; None: anything of that many ranks.
+        world_size: ranks.
+        batch: rows of the global batch; None: any.
+        micro_batches: parts of the batch that a pipeline works on at a time.
+        schedule: as ``parallelize`` takes it.
+        annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
+            as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
+        stages: of the pipeline, in order; empty: the annotations decide.
+        prediction, workload: what the step should take, and the numbers from which that was computed.
+        predicted: the digest of the decisions that ``prediction`` is of.
+    """
 
     version: Literal[1] = 1
-    world_size: int = Field(ge=1)
-    micro_batches: int = Field(default=1, ge=1)
-    schedule: str = "1f1b"
-    stages: list[PlanStage] = Field(default_factory=list)
+    model: ModelIdentity | None = None
+    cluster: ClusterIdentity | None = None
+    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    batch: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    micro_batches: Annotated[int, Field(ge=1, le=2**40)] = 1
+    schedule: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,40}$")] = "1f1b"
+    annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = {}
+    stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
+    predicted: Hash = ""
+    prediction: Prediction | None = None
+    workload: Workload | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        for index, stage in enumerate(self.stages):
+            if max(stage.ranks) >= self.world_size:
+                raise ValueError(
+                    f"stages.{index}.ranks: rank {max(stage.ranks)} is not among the {self.world_size} of world_size"
+                )
+        if self.cluster is not None and self.cluster.devices:
+            named = sorted(chain.from_iterable(self.cluster.devices.values()))
+            if named != list(range(self.world_size)):
+                raise ValueError(
+                    f"cluster.devices: every one of the {self.world_size} ranks of world_size needs one device type"
+                )
+        for key, texts in self.annotations.items():
+            try:
+                check_nesting(map(parse_strategy, texts))
+            except AnnotationError as error:
+                raise ValueError(f"annotations.{key}: {error}") from None
+        self._check_rows()
+        return self
+
+    def _check_rows(self) -> None:
+        """Rows that are counted must be those of a micro-batch: along the outermost axis of the batch in each stage."""
+        if self.batch is None:
+            return
+        if self.batch % self.micro_batches:
+            raise ValueError(f"micro_batches: {self.micro_batches} does not divide the batch of {self.batch} rows")
+        rows = self.batch // self.micro_batches
+        for index, stage in enumerate(self.stages):
+            for position, axis in enumerate(stage.axes or ()):
+                if axis.role == "replicate":
+                    if axis.counts_units and sum(axis.shares) != rows:
+                        raise ValueError(
+                            f"stages.{index}.axes.{position}.shares: {_shown(axis.shares)} sum to {sum(axis.shares)}, "
+                            f"but a micro-batch has {rows} rows ({self.batch} / {self.micro_batches})"
+                        )
+                    break
+
+    # Files
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
-        """Read a plan file. Raises :class:`InputFileError` for anything that is not one."""
-        file = Path(path)
-        try:
-            raw = file.read_bytes()
-        except OSError as error:
-            raise InputFileError(f"cannot be read: {error.strerror}", path=path) from error
-        if len(raw) > MAX_BYTES:
-            raise InputFileError(f"is {len(raw)} bytes long; a plan has at most {MAX_BYTES}", path=path)
-        try:
-            return cls.model_validate(json.loads(raw), strict=True)
-        except (ValueError, RecursionError) as error:
-            line = getattr(error, "lineno", None)
-            text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
-            where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else ""
-            raise InputFileError(
-                f"is not a plan: {where + ': ' if where else ''}{text}", path=path, line=line
-            ) from error
+        """Read a plan file, in JSON whatever its name.
+
+        Raises:
+            InputFileError: anything that is not a plan, with the line.
+        """
+        return cls.of_document(read_document(path, "json"))
+
+    @classmethod
+    def parse(cls, text: str, *, source: str = "<text>") -> Plan:
+        """As `load`, from text; *source* is the name that errors show."""
+        return cls.of_document(parse_document(text, "json", source=source))
+
+    @classmethod
+    def of_document(cls, document: Document) -> Plan:
+        """As `load`, from a document that has been read."""
+        return read_record(cls, document)
 
     def dumps(self) -> str:
         """The plan as JSON, the same bytes for the same plan."""
-        return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
+        written = self.model_dump(mode="json", exclude_defaults=True)
+        written |= {"version": self.version, "micro_batches": self.micro_batches, "schedule": self.schedule}
+        return format_json({name: written[name] for name in type(self).model_fields if name in written})
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `dumps` to a file."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @staticmethod
+    def published_schema() -> dict[str, Any]:
+        """The JSON schema of the file, as published."""
+        return Plan.model_json_schema()
+
+    # What it says
+
+    def digest(self) -> str:
+        """A hash of all that it decides; what it predicts is not part of it."""
+        decided = self.model_dump(mode="json", exclude={"prediction", "workload", "predicted"})
+        return hash_of(decided)
+
+    @property
+    def prediction_is_current(self) -> bool:
+        """Whether the prediction is of these decisions, and the plan was not edited since."""
+        return self.prediction is not None and self.predicted in ("", self.digest())
+
+    def with_prediction(self, prediction: Prediction, workload: Workload | None) -> Plan:
+        """The plan with what it should give."""
+        return self.model_copy(update={"prediction": prediction, "workload": workload, "predicted": self.digest()})
+
+    def strategies(self) -> dict[str, tuple[Strategy, ...]]:
+        """The annotations, as data."""
+        return {key: tuple(map(parse_strategy, texts)) for key, texts in self.annotations.items()}
+
+    @property
+    def decides_meshes(self) -> bool:
+        """Whether it says axes for its stages."""
+        return bool(self.stages) and all(stage.axes is not None for stage in self.stages)
+
+    # What it is given
 
     def check_world(self, world_size: int) -> None:
         """Refuse a number of ranks that the plan was not made for."""
@@ -73,15 +318,83 @@ class Plan(BaseModel):
                 f"torchrun with {self.world_size} processes in total, or make a plan for {world_size}"
             )
 
+    def check_options(self, *, micro_batches: int | None, schedule: str | None, schedules: Sequence[str]) -> None:
+        """Refuse arguments that contradict the plan, and a schedule that is none of *schedules*."""
+        for name, given, planned in (
+            ("micro_batches", micro_batches, self.micro_batches),
+            ("schedule", schedule, self.schedule),
+        ):
+            if given is not None and given != planned:
+                raise PlanMismatchError(
+                    f"the plan's {name} is {planned!r}, but {name}={given!r} was given; leave the argument out, or "
+                    "change the plan"
+                )
+        if self.schedule not in schedules:
+            raise PlanMismatchError(f"the plan's schedule is {self.schedule!r}; use one of {', '.join(schedules)}")
+
+    def check_batch(self, rows: int | None) -> None:
+        """Refuse an example batch of another number of rows."""
+        if self.batch is not None and rows is not None and rows != self.batch:
+            raise PlanMismatchError(
+                f"the plan's batch is {self.batch} rows, but the example batch has {rows}; give the global batch that "
+                "the plan was made for, or make a plan for this one"
+            )
+
+    def check_cluster(self, cluster: Cluster) -> None:
+        """Refuse other machines than those that the plan was made for."""
+        if self.cluster is None:
+            return
+        found = ClusterIdentity.of(cluster)
+        types = {device.rank: device.type.name for device in cluster.devices}
+        for name, ranks in self.cluster.devices.items():
+            for rank in ranks:
+                if types.get(rank) != name:
+                    raise PlanMismatchError(
+                        f"the plan's cluster has {name} at rank {rank}, but this one has {types.get(rank, 'no device')}"
+                        "; give the cluster that the plan was made for, or make a plan for this one"
+                    )
+        if self.cluster.hash and self.cluster.hash != found.hash:
+            raise PlanMismatchError(
+                f"the plan's cluster.hash is {self.cluster.hash}, but this cluster's is {found.hash}: its nodes, links "
+                "or figures of devices differ; give the cluster that the plan was made for, make a plan for this one, "
+                "or remove the hash from the plan"
+            )
+
+    def check_model(self, found: str) -> None:
+        """Refuse a model of another hash."""
+        if self.model is not None and self.model.hash and self.model.hash != found:
+            raise PlanMismatchError(
+                f"the plan's model.hash is {self.model.hash} (of {self.model.name}), but this model's is {found}: its "
+                "code, sizes or number types differ; give the model that the plan was made for, or make a new plan"
+            )
+
     def check_stages(self, stages: Sequence[Sequence[int]]) -> None:
         """Refuse a model whose annotated stages are on other ranks than the plan's."""
-        planned = [stage.ranks for stage in self.stages]
+        planned = [list(stage.ranks) for stage in self.stages]
         found = [list(ranks) for ranks in stages]
         if planned and planned != found:
             raise PlanMismatchError(
                 f"the plan's stages are on ranks {planned}, but the model's are on {found}; annotate the model as it "
                 "was when the plan was made, or make a new plan"
             )
+
+
+def hash_of(data: object) -> str:
+    """A hash of plain data, the same wherever it is computed."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cluster_hash(cluster: Cluster) -> str:
+    """A hash of nodes, devices and links."""
+    types: Mapping[str, Any] = {device.type.name: repr(device.type) for device in cluster.devices}
+    nodes = [[node.name, write_ranks(node.ranks), repr(node.intra), repr(node.inter)] for node in cluster.nodes]
+    return hash_of([nodes, dict(types), [device.type.name for device in cluster.devices]])
+
+
+def _shown(shares: Sequence[Share]) -> str:
+    text = ", ".join(map(str, shares[:8]))
+    return f"[{text}, ... {len(shares) - 8} more]" if len(shares) > 8 else f"[{text}]"
 
 
 def _were(count: int) -> str:

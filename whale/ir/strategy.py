@@ -8,6 +8,7 @@ wrote.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -26,6 +27,7 @@ __all__ = [
     "cut_at_stage",
     "decode_scopes",
     "encode_scopes",
+    "parse_strategy",
     "region_of",
 ]
 
@@ -115,6 +117,26 @@ class Strategy:
             if self.devices is not None
             else f"{self.kind}({'' if self.degree is None else self.degree})"
         )
+
+
+_WRITTEN = re.compile(r"(replicate|split|stage)\(([1-9][0-9]{0,5})?\)")
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The strategy that prints as *text*; a cluster is not one, as it is no way to compute.
+
+    Raises:
+        AnnotationError: anything else.
+
+    >>> parse_strategy("split(4)") == Strategy(kind="split", degree=4)
+    True
+    """
+    found = _WRITTEN.fullmatch(text)
+    if found is None:
+        raise AnnotationError(
+            f"{text[:60]!r} is no strategy; write replicate(), split() or stage(), with or without a number"
+        )
+    return Strategy(kind=found[1], degree=int(found[2]) if found[2] else None)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,14 +24,21 @@ Role = Literal["replicate", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAxis:
-    """One axis of a mesh; ``size`` is the number of slices along it, at least 2 (an axis of size 1 is left out)."""
+    """One axis of a mesh; ``size`` is the number of slices along it, at least 2 (an axis of size 1 is left out).
+
+    ``shares`` say how what is cut along the axis is divided, as proportions or in whole units; without them it is
+    divided in proportion to the speeds of the slices.
+    """
 
     name: str
     size: int
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 2:
             raise UsageError(f"mesh axis {self.name!r} has size {self.size}: an axis of size 1 is left out of the mesh")
+        if self.shares and len(self.shares) != self.size:
+            raise UsageError(f"mesh axis {self.name!r} has size {self.size}, but {len(self.shares)} shares")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +134,10 @@ class VirtualDevice:
         too hopeful.)
         """
         return tuple(sum(self.speeds[self.position(rank)] for rank in members) for members in self.slices(axis_index))
+
+    def axis_shares(self, axis_index: int) -> tuple[float, ...]:
+        """How what is cut along that axis is divided: as the axis says, or in proportion to its speeds."""
+        return self.axes[axis_index].shares or self.axis_speeds(axis_index)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,493 @@
+"""Where a chain of layers is cut into the stages of a pipeline, on groups of devices that need not be alike, and which
+group comes first.
+
+Objective: the least step time (M - 1) max_s c_s + sum_s c_s + o, or the least slowest stage max_s c_s. c_s is what
+stage s takes for one of M micro-batches: its layers' forwards and backwards, and sending what it hands on (and the
+gradient back); o is what comes once a step, the sum of the gradients of tied layers that were cut apart. Constraints:
+stages are contiguous and have a layer each; stage s of P holds its layers' state, what its micro-batches in flight
+keep (1F1B: min(P - s, M), so early stages hold more), and the most that one of its layers works with. Exact, by dynamic
+programming from the last stage, where the number in flight is known, to the first; over all orders of the groups, with
+equal groups counted and not told apart. Contains the answer of the Whale paper (USENIX ATC 2022), which puts the groups
+with most memory first and cuts in proportion to speed: `proportional_cut`. This file knows numbers only: no model, no
+cluster, no schedule but the numbers in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf, prod
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from whale.errors import InfeasibleError, UsageError
+from whale.planner.advice import advised, gib
+
+__all__ = ["Cut", "CutProblem", "Group", "Tie", "fastest_cut", "fastest_order", "price", "proportional_cut"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Objective = Literal["step", "slowest"]
+Send = Callable[[int, "Group", "Group"], float]
+
+MAX_TRANSITIONS = 50_000
+"""With more than so many, not all orders are tried but a few and their neighbours; about a second's work."""
+
+GAP = 1e-9
+"""Step times that differ by less than this part of them are the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Devices that together run one stage, with what each layer of the chain would take there; equal groups are the
+    same to the search.
+
+    Attributes:
+        name: for messages.
+        seconds: of each layer, forward and backward of a micro-batch, with the collectives inside the group.
+        fixed_bytes: of each layer on the group's fullest device: parameters, gradients, optimizer state.
+        kept_bytes: of each layer there, for each micro-batch in flight.
+        working_bytes: of each layer, beyond what is kept, while it runs; empty for none.
+        overhead_bytes: what is taken before any layer (framework, buffers).
+        capacity_bytes: of that device.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    fixed_bytes: tuple[float, ...]
+    kept_bytes: tuple[float, ...]
+    working_bytes: tuple[float, ...] = ()
+    overhead_bytes: float = 0.0
+    capacity_bytes: float = inf
+
+
+class Tie(NamedTuple):
+    """Layers (positions) that share a parameter: a stage that has several of them holds its ``fixed_bytes`` once, and
+    if not all are in one stage, summing the copies' gradients takes ``seconds`` a step."""
+
+    layers: tuple[int, ...]
+    fixed_bytes: float
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutProblem:
+    """What is to be cut.
+
+    Attributes:
+        groups: one for each stage, in the order of the pipeline.
+        micro_batches: of a step.
+        send: seconds to send what a layer (position) hands on from a group to another, and its gradient back.
+        ties: layers that share parameters.
+        in_flight: micro-batches whose activations each stage holds at most; None: as 1F1B does.
+    """
+
+    groups: tuple[Group, ...]
+    micro_batches: int
+    send: Send | None = None
+    ties: tuple[Tie, ...] = ()
+    in_flight: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.groups or self.micro_batches < 1:
+            raise UsageError(
+                f"a pipeline needs at least one group of devices and one micro-batch, not {len(self.groups)} and "
+                f"{self.micro_batches}"
+            )
+        if self.in_flight is not None and len(self.in_flight) != len(self.groups):
+            raise UsageError(f"{len(self.groups)} stages need as many numbers in flight, not {len(self.in_flight)}")
+        for group in self.groups:
+            lengths = {len(group.seconds), len(group.fixed_bytes), len(group.kept_bytes)}
+            if lengths | {len(group.working_bytes or group.seconds)} != {self.num_layers}:
+                raise UsageError(f"{group.name} must have a figure for each of {self.num_layers} layers")
+        if self.num_layers < len(self.groups):
+            raise InfeasibleError(
+                f"{self.num_layers} layers do not make {len(self.groups)} stages; use at most {self.num_layers} stages"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chain."""
+        return len(self.groups[0].seconds)
+
+    def held(self) -> tuple[int, ...]:
+        """Micro-batches in flight at each stage."""
+        count = len(self.groups)
+        return self.in_flight or tuple(min(count - stage, self.micro_batches) for stage in range(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A chain cut into stages.
+
+    Attributes:
+        groups: in the order of the pipeline.
+        starts: the first layer of each stage.
+        seconds: of each stage and micro-batch, with its send.
+        fullest_bytes: of each stage's fullest device.
+        step_seconds: the objective.
+    """
+
+    groups: tuple[Group, ...]
+    starts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    fullest_bytes: tuple[float, ...]
+    step_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage holds its part."""
+        return all(need <= group.capacity_bytes for need, group in zip(self.fullest_bytes, self.groups, strict=True))
+
+
+def fastest_cut(
+    problem: CutProblem, objective: Objective = "step", *, remedies: Sequence[tuple[str, CutProblem]] = ()
+) -> Cut:
+    """The best cut for the groups in their order.
+
+    The slowest stage is minimised by one dynamic program, O(P (L - P)^2). The step time is minimised by several: the
+    sum under a bound on the slowest stage, for falling bounds, one for each point of the front of (slowest, sum) that
+    could still win. Exact up to `GAP`.
+
+    Args:
+        problem: groups in the order of the pipeline.
+        objective: ``step`` or ``slowest`` (ties to the smaller sum).
+        remedies: changes ("recompute='full'") and the problem as it would be then, to be weighed in the error.
+
+    Raises:
+        InfeasibleError: no cut fits: what the fullest stage lacks even in the cut that fills memory most evenly.
+
+    >>> fast, slow = (Group(name=n, seconds=(t,) * 6, fixed_bytes=(1,) * 6, kept_bytes=(1,) * 6) for n, t in
+    ...               (("fast", 1.0), ("slow", 2.0)))
+    >>> found = fastest_cut(CutProblem(groups=(slow, fast), micro_batches=8))
+    >>> found.starts, found.seconds, found.step_seconds
+    ((0, 2), (4.0, 4.0), 36.0)
+    """
+    tables = _Tables(problem)
+    order = tuple(tables.kinds.index(group) for group in problem.groups)
+    found = _best(tables, objective, lambda depth, counts: (order[-depth],))
+    if found is None:
+        raise InfeasibleError(_shortage(problem, remedies))
+    return found
+
+
+def fastest_order(
+    problem: CutProblem, objective: Objective = "step", *, remedies: Sequence[tuple[str, CutProblem]] = ()
+) -> Cut:
+    """The best cut over all orders of the groups; arguments and errors are those of `fastest_cut`.
+
+    One dynamic program over how many groups of each kind are used up: n_k groups of kind k and K kinds make
+    K^2 prod(n_k + 1) transitions of O((L - P)^2). Exact while these are at most `MAX_TRANSITIONS`; beyond that the
+    given order, most memory first, fastest first and slowest first are tried, and the best is improved by swaps of
+    neighbours: a heuristic, never worse than those.
+    """
+    tables = _Tables(problem)
+    totals = [problem.groups.count(kind) for kind in tables.kinds]
+    if len(totals) ** 2 * prod(count + 1 for count in totals) > MAX_TRANSITIONS:
+        return _climbed(problem, objective, remedies)
+    found = _best(
+        tables,
+        objective,
+        lambda depth, counts: [kind for kind, total in enumerate(totals) if counts[kind] < total],
+    )
+    if found is None:
+        raise InfeasibleError(_shortage(problem, remedies))
+    return found
+
+
+def proportional_cut(problem: CutProblem) -> tuple[int, ...]:
+    """Starts as the Whale paper cuts: each stage's work in proportion to its group's speed, memory apart.
+
+    A layer's work is its mean time over the groups, a group's speed its inverse time for all layers; each cut is made
+    where the work so far is nearest to its share. The baseline that `fastest_cut` never loses to.
+    """
+    work = np.array([group.seconds for group in problem.groups]).mean(axis=0)
+    speeds = np.array([1 / sum(group.seconds) for group in problem.groups])
+    done = np.concatenate([[0.0], np.cumsum(work)]) / work.sum()
+    starts = [0]
+    for stage, target in enumerate(np.cumsum(speeds)[:-1] / speeds.sum(), start=1):
+        first, last = starts[-1] + 1, problem.num_layers - len(problem.groups) + stage
+        starts.append(first + int(np.abs(done[first : last + 1] - target).argmin()))
+    return tuple(starts)
+
+
+def price(problem: CutProblem, starts: Sequence[int]) -> Cut:
+    """What given cuts take, whether they fit or not."""
+    if len(starts) != len(problem.groups) or list(starts) != sorted(set(starts)) or starts[0] != 0:
+        raise UsageError(f"the first layers of {len(problem.groups)} stages rise from 0, not {list(starts)}")
+    if starts[-1] >= problem.num_layers:
+        raise UsageError(f"a stage starts at layer {starts[-1]}, but there are {problem.num_layers}")
+    tables = _Tables(problem)
+    return _priced(tables, [tables.kinds.index(group) for group in problem.groups], starts)
+
+
+# --- the stage from layer i to layer j, for all i and j
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Tables:
+    """Seconds and bytes of every possible stage: matrices [first layer, first layer of the next stage]."""
+
+    def __init__(self, problem: CutProblem) -> None:
+        self.problem = problem
+        self.kinds = list(dict.fromkeys(problem.groups))
+        self.seconds = [_sums(kind.seconds) for kind in self.kinds]
+        twice, self.once = _twice_and_once(problem.ties, problem.num_layers)
+        self._fixed = [_sums(kind.fixed_bytes) - twice + kind.overhead_bytes for kind in self.kinds]
+        self._kept = [_sums(kind.kept_bytes) for kind in self.kinds]
+        self._working = [_maxima(kind.working_bytes or (0.0,) * problem.num_layers) for kind in self.kinds]
+        self._send: dict[tuple[int, int], Array] = {}
+
+    def sends(self, source: int, target: int) -> Array:
+        """Seconds by the first layer of the next stage."""
+        if (source, target) not in self._send:
+            found, send = np.zeros(self.problem.num_layers + 1), self.problem.send
+            if send is not None:
+                pair = self.kinds[source], self.kinds[target]
+                found[1:-1] = [send(layer, *pair) for layer in range(self.problem.num_layers - 1)]
+            self._send[source, target] = found
+        return self._send[source, target]
+
+    def bytes(self, kind: int, in_flight: int) -> Array:
+        """What such a stage needs."""
+        return self._fixed[kind] + in_flight * self._kept[kind] + self._working[kind]
+
+
+def _sums(values: Sequence[float]) -> Array:
+    """Sums of values[i:j]; infinite where there is nothing to sum."""
+    upto = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=float))])
+    found = np.maximum(upto[None, :] - upto[:, None], 0.0)
+    found[np.tril_indices(len(upto))] = inf
+    return found
+
+
+def _maxima(values: Sequence[float]) -> Array:
+    found = np.zeros((len(values) + 1, len(values) + 1))
+    for first in range(len(values)):
+        found[first, first + 1 :] = np.maximum.accumulate(np.array(values[first:], dtype=float))
+    return found
+
+
+def _twice_and_once(ties: Sequence[Tie], num_layers: int) -> tuple[Array, Array]:
+    """Bytes that a stage's layers count more than once, and seconds once a step because of layers cut apart (charged to
+    the stage that has the first of them but not all)."""
+    firsts, nexts = np.arange(num_layers + 1)[:, None], np.arange(num_layers + 1)[None, :]
+    twice, once = np.zeros((num_layers + 1,) * 2), np.zeros((num_layers + 1,) * 2)
+    for tie in ties:
+        members = sum(((firsts <= layer) & (layer < nexts)).astype(float) for layer in tie.layers)
+        twice += tie.fixed_bytes * np.maximum(members - 1, 0)
+        once += tie.seconds * ((firsts <= min(tie.layers)) & (min(tie.layers) < nexts) & (nexts <= max(tie.layers)))
+    return twice, once
+
+
+def _priced(tables: _Tables, kinds: Sequence[int], starts: Sequence[int]) -> Cut:
+    """*kinds* are those of the stages, by position in ``tables``."""
+    parts = list(pairwise((*starts, tables.problem.num_layers)))
+    seconds = [float(tables.seconds[kind][part]) for kind, part in zip(kinds, parts, strict=True)]
+    for stage, (source, target) in enumerate(pairwise(kinds)):
+        seconds[stage] += float(tables.sends(source, target)[starts[stage + 1]])
+    held = tables.problem.held()
+    once = sum(float(tables.once[part]) for part in parts)
+    return Cut(
+        groups=tuple(tables.kinds[kind] for kind in kinds),
+        starts=tuple(starts),
+        seconds=tuple(seconds),
+        fullest_bytes=tuple(
+            float(tables.bytes(kind, count)[part]) for kind, count, part in zip(kinds, held, parts, strict=True)
+        ),
+        step_seconds=(tables.problem.micro_batches - 1) * max(seconds) + sum(seconds) + once,
+    )
+
+
+# --- the dynamic program, from the last stage to the first
+# ----------------------------------------------------------------------------------------------------------------------
+
+_Counts = tuple[int, ...]
+_Kinds = Callable[[int, _Counts], Sequence[int]]
+"""The kinds that the stage may have which is that many from the end, when so many of each kind come after it."""
+
+_Weight = Callable[[int, int, int], Array]
+"""The weight of every possible stage, by its kind, the kind after it (-1: it is the last) and its depth from the end;
+infinite where it is not allowed."""
+
+
+class _Cell(NamedTuple):
+    """The best ways to cut what is left, by the first layer that is left; and the stage after the first of them."""
+
+    values: Array
+    next_kinds: np.ndarray[Any, np.dtype[np.int64]]
+    next_starts: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _solve(
+    tables: _Tables, kinds: _Kinds, weight: _Weight, *, combine: Callable[[Array, Array], Array]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Kinds and starts of the stages whose combined weight is least; None if every way has an infinite one.
+
+    The stage at *depth* from the end starts in a window of L - P + 1 layers, since every stage has one.
+    """
+    num_layers, num_stages = tables.problem.num_layers, len(tables.problem.groups)
+    width = num_layers - num_stages + 1
+    rows = np.arange(width)
+    nothing = np.zeros(width, dtype=np.int64)
+    after = np.full(width, inf)
+    after[-1] = 0.0
+    levels = [{((0,) * len(tables.kinds), -1): _Cell(after, nothing, nothing)}]
+    for depth in range(1, num_stages + 1):
+        low = num_stages - depth
+        level: dict[tuple[_Counts, int], _Cell] = {}
+        for (counts, next_kind), cell in levels[-1].items():
+            for kind in kinds(depth, counts):
+                window = weight(kind, next_kind, depth)[low : low + width, low + 1 : low + 1 + width]
+                candidates = combine(window, cell.values)
+                chosen = candidates.argmin(axis=1)
+                values = candidates[rows, chosen]
+                key = (*counts[:kind], counts[kind] + 1, *counts[kind + 1 :]), kind
+                old = level.get(key)
+                if old is None:
+                    level[key] = _Cell(values, nothing + next_kind, chosen + low + 1)
+                else:
+                    level[key] = _Cell(
+                        np.minimum(values, old.values),
+                        np.where(values < old.values, next_kind, old.next_kinds),
+                        np.where(values < old.values, chosen + low + 1, old.next_starts),
+                    )
+        levels.append(level)
+    counts, kind = min(levels[-1], key=lambda key: levels[-1][key].values[0])
+    if not levels[-1][counts, kind].values[0] < inf:
+        return None
+    found, starts = [kind], [0]
+    for depth in range(num_stages, 1, -1):
+        cell = levels[depth][counts, kind]
+        position = starts[-1] - (num_stages - depth)
+        counts = (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])
+        kind, start = int(cell.next_kinds[position]), int(cell.next_starts[position])
+        found.append(kind)
+        starts.append(start)
+    return tuple(found), tuple(starts)
+
+
+def _best(tables: _Tables, objective: Objective, kinds: _Kinds) -> Cut | None:
+    """The best cut over the orders that *kinds* allows; None if none fits."""
+    micro_batches = tables.problem.micro_batches
+    slowest = _solve(tables, kinds, _weights(tables, inf), combine=np.maximum)
+    if slowest is None:
+        return None
+
+    def least_sum(bound: float) -> Cut | None:
+        """The cut of the least sum whose stages take at most *bound*."""
+        found = _solve(tables, kinds, _weights(tables, bound, once=True), combine=np.add)
+        return None if found is None else _priced(tables, *found)
+
+    floor = max(_priced(tables, *slowest).seconds)
+    best = least_sum(floor * (1 + GAP)) or _priced(tables, *slowest)
+    unbound = least_sum(inf)
+    if objective == "slowest" or unbound is None:
+        return best
+    least = unbound.step_seconds - (micro_batches - 1) * max(unbound.seconds)
+    bound = inf if micro_batches == 1 else (best.step_seconds - least) / (micro_batches - 1)
+    while bound > floor:
+        found = least_sum(bound)
+        if found is None:
+            break
+        best = min(best, found, key=lambda cut: cut.step_seconds)
+        rest = found.step_seconds - (micro_batches - 1) * max(found.seconds)
+        if (micro_batches - 1) * floor + rest >= best.step_seconds * (1 - GAP):
+            break  # what is left has no smaller sum, and a slowest stage of at least the floor
+        bound = max(found.seconds) * (1 - GAP)
+    return best
+
+
+def _weights(tables: _Tables, bound: float, *, once: bool = False) -> _Weight:
+    """Seconds of stages that fit and take at most *bound*; what comes once a step is added if *once*."""
+    known: dict[tuple[int, int, int], Array] = {}
+    held = tables.problem.held()
+
+    def weight(kind: int, next_kind: int, depth: int) -> Array:
+        in_flight = held[-depth]
+        key = kind, next_kind, in_flight
+        if key not in known:
+            seconds = tables.seconds[kind]
+            if next_kind >= 0:
+                seconds = seconds + tables.sends(kind, next_kind)
+            allowed = (tables.bytes(kind, in_flight) <= tables.kinds[kind].capacity_bytes) & (seconds <= bound)
+            known[key] = np.where(allowed, seconds + tables.once if once else seconds, inf)
+        return known[key]
+
+    return weight
+
+
+def _climbed(problem: CutProblem, objective: Objective, remedies: Sequence[tuple[str, CutProblem]]) -> Cut:
+    """The best of a few orders, improved by swaps of neighbours as long as one helps."""
+
+    def tried(groups: Sequence[Group]) -> Cut | None:
+        tables = _Tables(replace(problem, groups=tuple(groups)))
+        order = [tables.kinds.index(group) for group in groups]
+        return _best(tables, objective, lambda depth, counts: (order[-depth],))
+
+    def cost(cut: Cut | None) -> float:
+        if cut is None:
+            return inf
+        return cut.step_seconds if objective == "step" else max(cut.seconds)
+
+    by_speed = sorted(problem.groups, key=lambda group: sum(group.seconds))
+    by_memory = sorted(problem.groups, key=lambda group: -group.capacity_bytes)
+    best = min((tried(groups) for groups in (problem.groups, by_memory, by_speed, by_speed[::-1])), key=cost)
+    if best is None:
+        raise InfeasibleError(_shortage(problem, remedies))
+    stage = 0
+    while stage < len(best.groups) - 1:
+        groups = list(best.groups)
+        groups[stage : stage + 2] = groups[stage + 1], groups[stage]
+        found = tried(groups) if groups[stage] != groups[stage + 1] else None
+        if found is not None and cost(found) < cost(best) * (1 - GAP):
+            best, stage = found, 0
+        else:
+            stage += 1
+    return best
+
+
+# --- what does not fit
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _shortage(problem: CutProblem, remedies: Sequence[tuple[str, CutProblem]]) -> str:
+    """Which stage lacks how much in the cut that fills memory most evenly, and which changes would do."""
+    evenest = _evenest(problem)
+    stage, need = _fullest(evenest)
+    group = evenest.groups[stage]
+    text = (
+        f"no cut into {len(problem.groups)} stages fits. Even in the one that fills memory most evenly, stage {stage} "
+        f"on {group.name} needs {gib(need)} and has {gib(group.capacity_bytes)}, {gib(need - group.capacity_bytes)} "
+        "too little"
+    )
+    weighed = []
+    for change, changed in remedies:
+        cut = _evenest(changed)
+        stage, need = _fullest(cut)
+        capacity = gib(cut.groups[stage].capacity_bytes)
+        weighed.append((cut.fits, f"{change} ({gib(need)} of {capacity} on stage {stage})"))
+    return advised(text, weighed, otherwise="use more stages, recomputation, or smaller micro-batches")
+
+
+def _evenest(problem: CutProblem) -> Cut:
+    """The cut in the given order whose fullest stage has the smallest ratio of need to capacity."""
+    tables = _Tables(problem)
+    held = problem.held()
+    order = tuple(tables.kinds.index(group) for group in problem.groups)
+
+    def ratio(kind: int, next_kind: int, depth: int) -> Array:
+        needs, possible = tables.bytes(kind, held[-depth]), tables.seconds[kind] < inf
+        return np.where(possible, np.where(possible, needs, 0.0) / tables.kinds[kind].capacity_bytes, inf)
+
+    found = _solve(tables, lambda depth, counts: (order[-depth],), ratio, combine=np.maximum)
+    if found is None:
+        raise InfeasibleError("a layer takes a time or memory that is not finite; no cut can hold it")
+    return _priced(tables, *found)
+
+
+def _fullest(cut: Cut) -> tuple[int, float]:
+    ratios = [need / group.capacity_bytes for need, group in zip(cut.fullest_bytes, cut.groups, strict=True)]
+    stage = ratios.index(max(ratios))
+    return stage, cut.fullest_bytes[stage]

@@ -1,0 +1,145 @@
+"""What a device must hold: weights, gradients and optimizer states, and what is kept between forward and backward.
+
+Amounts only; how many micro-batches a stage keeps at a time is the schedule's business. It knows no times and no
+network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
+from whale.planner.compute import Recompute, num_scores, variant_of
+from whale.planner.precision import Precision
+
+__all__ = ["StateBytes", "kept_bytes", "state_bytes", "working_bytes"]
+
+Zero = Literal[0, 1, 2, 3]
+"""What data-parallel devices share: nothing, optimizer states, gradients too, weights too."""
+
+FRAMEWORK_BYTES = 1.2e9
+"""CUDA context, NCCL's channels and cuBLAS's workspaces of a process: about 0.5, 0.4 and 0.3 GB (typical; recalled)."""
+
+FRAGMENTATION = 0.06
+"""What the caching allocator reserves beyond the activations that are alive: calibrated on the runs with a measured
+peak of published_calibration.csv and of Sailor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes that a device holds all through the step."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+        )
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:
+    """What Adam needs for so many parameters of a device, which *shards* devices hold alike and may divide.
+
+    In mixed precision 2-byte weights, 4-byte gradients, and a 4-byte master weight with two moments: 18 bytes in all,
+    as in Megatron; in full precision weight, gradient and two moments. ZeRO 1 divides the optimizer's states, 2 the
+    gradients too, 3 the weights too.
+
+    >>> from whale.planner.precision import precision_named
+    >>> state_bytes(1e9, precision=precision_named("bf16"), zero=1, shards=8).total / 1e9
+    7.5
+    """
+    size = precision.element_bytes
+    optimizer = 12 if precision.mixed else 2 * size
+    gradient = 4 if precision.mixed else size
+    return StateBytes(
+        parameters=parameters * size / (shards if zero >= 3 else 1),
+        gradients=parameters * gradient / (shards if zero >= 2 else 1),
+        optimizer=parameters * optimizer / (shards if zero >= 1 else 1),
+    )
+
+
+def kept_bytes(
+    kind: LayerKind,
+    *,
+    tensor_degree: int = 1,
+    rows: float,
+    precision: Precision,
+    fused_attention: bool,
+    recompute: Recompute = "none",
+    sequence_parallel: bool = False,
+    expert_degree: int = 1,
+) -> float:
+    """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group."""
+    if not kind.variants:
+        return 0.0 if kind.activations is None else kind.activations.total(rows, precision.element_bytes)
+    variant = variant_of(kind, tensor_degree)
+    saved: Iterable[Saved] = variant.saved
+    if recompute == "full":
+        saved = [value for value in saved if value.input]
+    elif recompute == "selective":
+        saved = [value for value in saved if not value.attention]
+    elif not fused_attention:
+        saved = [*saved, *_scores(variant)]
+    total = 0.0
+    for value in saved:
+        share = tensor_degree if sequence_parallel and not value.split else 1
+        share *= expert_degree if value.expert else 1
+        total += value.size.total(rows, precision.element_bytes) / share
+    return total
+
+
+def working_bytes(
+    kind: LayerKind,
+    *,
+    tensor_degree: int = 1,
+    rows: float,
+    precision: Precision,
+    fused_attention: bool,
+    sequence_parallel: bool = False,
+    expert_degree: int = 1,
+    recompute: Recompute = "none",
+) -> float:
+    """What the backward of a layer needs beside what was kept: what it computes again, and its largest gradients."""
+    arguments = {
+        "tensor_degree": tensor_degree,
+        "rows": rows,
+        "precision": precision,
+        "fused_attention": fused_attention,
+        "sequence_parallel": sequence_parallel,
+        "expert_degree": expert_degree,
+    }
+    kept = kept_bytes(kind, recompute=recompute, **arguments)  # type: ignore[arg-type]
+    whole = kept_bytes(kind, recompute="none", **arguments)  # type: ignore[arg-type]
+    if not kind.variants:
+        return 0.0
+    variant = variant_of(kind, tensor_degree)
+    written = [
+        kernel.written.total(rows, precision.element_bytes) for kernel in variant.backward if not _of_weights(kernel)
+    ]
+    return whole - kept + 2 * max(written, default=0.0)
+
+
+def _of_weights(kernel: Kernel) -> bool:
+    return not any(kernel.written.elements[1:]) and not any(kernel.written.bytes[1:])
+
+
+def _scores(variant: LayerVariant) -> list[Saved]:
+    """What an attention keeps if it is spelt out: probabilities before and after dropout, and the dropout's mask."""
+    return [
+        Saved(origin="scores", size=Amount(elements=twice, bytes=size), split=kernel.split, attention=True)
+        for kernel in variant.forward
+        if kernel.kind == "attention"
+        for size in [num_scores(kernel)]
+        for twice in [Affine(2 * size.fixed, 2 * size.per_row)]
+    ]

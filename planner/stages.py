@@ -1,0 +1,276 @@
+"""What the stages of a configuration cost on its devices: times of a micro-batch, collectives priced and overlapped,
+memory.
+
+From layers to stages: sums over the layers of a stage, the slowest device of each group, what its collectives expose.
+The order of tasks is not known here, nor what the other stages do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from whale.ir.cluster import DeviceType
+from whale.ir.profile import LayerKind, ModelProfile
+from whale.planner.communication import collective
+from whale.planner.compute import Collective, LayerSeconds, attention_is_fused, layer_seconds, variant_of
+from whale.planner.configuration import Layout
+from whale.planner.memory import StateBytes, kept_bytes, state_bytes, working_bytes
+from whale.planner.precision import Precision, precision_named
+from whale.planner.topology import Topology
+
+__all__ = ["StageCost", "Stages"]
+
+BACKWARD_OVERLAP = 0.5
+"""Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
+of the input is reduced while they run): calibrated on layer_times.csv."""
+
+OVERLAP_SLOWDOWN = 0.126
+"""How much longer computation takes while a collective runs beside it (Galvatron's coefficient for A100)."""
+
+GRADIENT_BYTES = {"bf16": 4, "fp8": 4, "fp16": 2}
+"""What a gradient takes on the wire: Megatron reduces bfloat16's in float32, float16's as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage of the schedule on one replica's devices, for one micro-batch; seconds and bytes of the slowest and
+    fullest device.
+
+    Attributes:
+        forward, backward, weights: seconds, exposed collectives included.
+        communication: seconds of collectives among ``forward`` + ``backward``.
+        kept: bytes of a micro-batch from forward to backward; ``working``: beside them while a layer runs.
+        output: bytes that it hands to the next stage (all devices of the tensor group together).
+        first_forward, first_backward: seconds of weights to be gathered before anything can run (ZeRO 3).
+        measured: whether all times were measured.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    communication: float
+    kept: float
+    working: float
+    output: float
+    measured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Prices the stages of a layout; equal layers, devices and groups are priced once."""
+
+    profile: ModelProfile
+    layout: Layout
+    topology: Topology
+    _layers: dict[Any, LayerSeconds] = field(default_factory=dict)
+    _collectives: dict[Any, float] = field(default_factory=dict)
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The number types of the run."""
+        return precision_named(self.layout.configuration.precision)
+
+    def fused(self, device: DeviceType) -> bool:
+        """Whether attention is one kernel on *device*."""
+        given = self.layout.configuration.attention
+        return attention_is_fused(device, self.precision) if given == "auto" else given == "fused"
+
+    def cost(self, layers: range, stage: int, replica: int, rows: float) -> StageCost:
+        """What *layers* take on the devices of a replica's pipeline stage, for *rows* rows."""
+        given = self.layout.configuration
+        rows = rows / given.context
+        kinds = Counter(self.profile.layers[index] for index in layers)
+        devices = {self.layout.cluster.devices[rank].type for rank in self.layout.devices_of(stage, replica)}
+        forward = backward = weights = communication = kept = 0.0
+        measured = True
+        for kind, count in kinds.items():
+            spent = [self._layer(kind, device, rows) for device in devices]
+            slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
+            exposed = self._exposed(self.profile.kinds[kind], slowest, stage, replica, rows)
+            forward += count * (slowest.forward + exposed[0])
+            backward += count * (slowest.backward + exposed[1])
+            weights += count * slowest.weights
+            communication += count * sum(exposed)
+            kept += count * max(self._kept(kind, device, rows) for device in devices)
+            measured = measured and slowest.measured
+        gathered = self._gathered(layers, stage)
+        if gathered is not None:
+            forward, forward_exposed = _beside(forward, gathered[0])
+            backward, backward_exposed = _beside(backward, gathered[1])
+            communication += forward_exposed + backward_exposed
+        last = self.profile.kinds[self.profile.layers[layers[-1]]]
+        return StageCost(
+            forward=forward,
+            backward=backward,
+            weights=min(weights, backward),
+            communication=min(communication, forward + backward),
+            kept=kept,
+            working=max(self._working(kind, device, rows) for kind in kinds for device in devices),
+            output=last.output.total(rows, self.precision.element_bytes),
+            measured=measured,
+        )
+
+    def update(self, layers: Iterable[int], stage: int, replica: int) -> float:
+        """Seconds of the optimizer for *layers* on the slowest of the devices."""
+        devices = {self.layout.cluster.devices[rank].type for rank in self.layout.devices_of(stage, replica)}
+        kinds = Counter(self.profile.layers[index] for index in layers)
+        return max(sum(n * self._layer(kind, device, 1).update for kind, n in kinds.items()) for device in devices)
+
+    def parameters(self, layers: Iterable[int]) -> tuple[float, float]:
+        """Elements of parameters of *layers* on one device: those of experts apart, divided by the expert degree."""
+        dense = experts = 0.0
+        for index in layers:
+            own, of_experts = _parameters(self.profile.kinds[self.profile.layers[index]], self.layout)
+            dense, experts = dense + own, experts + of_experts
+        return dense, experts
+
+    def state(self, layers: Iterable[int]) -> StateBytes:
+        """Bytes of weights, gradients and optimizer states on one device."""
+        given = self.layout.configuration
+        shards = self.layout.data * given.context
+        dense, experts = self.parameters(layers)
+        return state_bytes(dense, precision=self.precision, zero=given.zero, shards=shards) + state_bytes(
+            experts, precision=self.precision, zero=given.zero, shards=max(1, shards // given.expert)
+        )
+
+    def price(self, kind: str, ranks: tuple[int, ...], num_bytes: float, sharing: int = 1) -> float:
+        """Seconds of a collective."""
+        key = (kind, ranks, num_bytes, sharing)
+        if key not in self._collectives:
+            cost = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
+            self._collectives[key] = cost.seconds
+        return self._collectives[key]
+
+    def sharing(self, group: tuple[int, ...], num_alike: int) -> int:
+        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
+        members = self.topology.members(group)
+        if len(members) == 1:
+            return 1
+        return max(1, min(num_alike, len(members[0].node.ranks) // len(members[0].ranks)))
+
+    def gradients(self, layers: range, stage: int) -> list[tuple[tuple[int, ...], float]]:
+        """The groups that sum gradients of *layers*, and the bytes of each: dense parameters, and experts'."""
+        size = GRADIENT_BYTES.get(self.precision.name, self.precision.element_bytes)
+        dense, experts = self.parameters(layers)
+        groups = [(self.layout.data_group(stage), dense * size)]
+        if experts:
+            groups.append((self.layout.expert_data_group(stage), experts * size))
+        return [(group, num_bytes) for group, num_bytes in groups if len(group) > 1 and num_bytes]
+
+    def _layer(self, kind: int, device: DeviceType, rows: float) -> LayerSeconds:
+        given = self.layout.configuration
+        key = (kind, device.name, rows)
+        if key not in self._layers:
+            self._layers[key] = layer_seconds(
+                self.profile.kinds[kind],
+                device,
+                tensor_degree=given.tensor,
+                rows=rows,
+                precision=given.precision,
+                fused_attention=self.fused(device),
+                recompute=given.recompute if self._recomputes(kind) else "none",
+                sequence_parallel=given.sequence_parallel,
+                expert_degree=given.expert,
+                optimizer_shards=self.layout.data * given.context if given.zero else 1,
+            )
+        return self._layers[key]
+
+    def _recomputes(self, kind: int) -> bool:
+        """Only blocks are computed again, not the embeddings nor the head."""
+        return self.profile.layers.count(kind) > 1
+
+    def _kept(self, kind: int, device: DeviceType, rows: float) -> float:
+        return kept_bytes(self.profile.kinds[kind], recompute=self._recompute(kind), **self._amounts(device, rows))
+
+    def _working(self, kind: int, device: DeviceType, rows: float) -> float:
+        return working_bytes(self.profile.kinds[kind], recompute=self._recompute(kind), **self._amounts(device, rows))
+
+    def _recompute(self, kind: int) -> Any:
+        return self.layout.configuration.recompute if self._recomputes(kind) else "none"
+
+    def _amounts(self, device: DeviceType, rows: float) -> dict[str, Any]:
+        given = self.layout.configuration
+        return {
+            "tensor_degree": given.tensor,
+            "rows": rows,
+            "precision": self.precision,
+            "fused_attention": self.fused(device),
+            "sequence_parallel": given.sequence_parallel,
+            "expert_degree": given.expert,
+        }
+
+    def _exposed(
+        self, kind: LayerKind, spent: LayerSeconds, stage: int, replica: int, rows: float
+    ) -> tuple[float, float]:
+        """Seconds by which a layer's collectives lengthen its forward and its backward."""
+        forward = sum(self._seconds_of(one, stage, replica) for one in spent.forward_collectives)
+        backward = sum(self._seconds_of(one, stage, replica) for one in spent.backward_collectives)
+        hidden = min(BACKWARD_OVERLAP * spent.weights, backward / 2)
+        context = self._context_seconds(kind, stage, replica, rows)
+        return (
+            max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
+            max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),
+        )
+
+    def _seconds_of(self, one: Collective, stage: int, replica: int) -> float:
+        given = self.layout.configuration
+        if one.group == "expert":
+            if given.expert == 1:
+                return 0.0
+            group = self.layout.expert_group(stage, replica)
+            return one.num * self.price(one.kind, group, one.bytes, self.sharing(group, given.tensor))
+        group = self.layout.tensor_group(stage, replica)
+        if len(group) == 1:
+            return 0.0
+        return one.num * self.price(one.kind, group, one.bytes, self.sharing(group, self.layout.data * given.context))
+
+    def _context_seconds(self, kind: LayerKind, stage: int, replica: int, rows: float) -> float:
+        """Gathering keys and values over the context group, for each attention of a layer."""
+        given = self.layout.configuration
+        if given.context == 1 or not kind.variants:
+            return 0.0
+        total = 0.0
+        group = self.layout.context_group(stage, replica)
+        for kernel in variant_of(kind, given.tensor).forward:
+            if kernel.kind == "attention" and len(kernel.dims) == 4:
+                heads, queries, _, size = (dim(rows) for dim in kernel.dims)
+                both = kernel.read.total(rows, self.precision.element_bytes)
+                both -= heads * queries * size * self.precision.element_bytes
+                total += kernel.count * self.price(
+                    "all_gather", group, max(0.0, both) * given.context, self.sharing(group, given.tensor)
+                )
+        return total
+
+    def _gathered(self, layers: range, stage: int) -> tuple[float, float] | None:
+        """Seconds of the collectives over the data group that every micro-batch has: weights to be gathered in the
+        forward and again in the backward (ZeRO 3), gradients to be reduced (ZeRO 2 and 3)."""
+        given = self.layout.configuration
+        group = self.layout.data_group(stage)
+        if given.zero < 2 or len(group) == 1:
+            return None
+        dense, experts = self.parameters(layers)
+        size = min(2, self.precision.element_bytes) if self.precision.mixed else self.precision.element_bytes
+        sharing = self.sharing(group, given.tensor)
+        num_bytes = (dense + experts) * size
+        gather = self.price("all_gather", group, num_bytes, sharing)
+        reduce = self.price("reduce_scatter", group, num_bytes, sharing)
+        return (gather, gather + reduce) if given.zero == 3 else (gather / self.layout.num_micro_batches, reduce)
+
+
+def _beside(compute: float, communication: float) -> tuple[float, float]:
+    """Seconds of computation with collectives beside it, and those of them that the collectives add."""
+    slowed = compute + OVERLAP_SLOWDOWN * min(compute, communication)
+    total = max(slowed, communication + 0.0)
+    return total, total - compute
+
+
+def _parameters(kind: LayerKind, layout: Layout) -> tuple[float, float]:
+    given = layout.configuration
+    if not kind.variants:
+        return (kind.parameters or 0.0) / given.tensor, 0.0
+    variant = variant_of(kind, given.tensor)
+    return variant.parameters - variant.expert_parameters, variant.expert_parameters / given.expert

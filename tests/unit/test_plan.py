@@ -1,0 +1,133 @@
+"""Plans as files: what is read, what is refused and where, and that the same plan is the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from whale.errors import InputFileError, PlanMismatchError
+from whale.ir.cluster import Cluster, DeviceType
+from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
+from whale.ir.workload import Prediction
+
+TEXT = """\
+{
+  "version": 1,
+  "world_size": 8,
+  "batch": 16,
+  "micro_batches": 2,
+  "schedule": "1f1b",
+  "annotations": {"h.[0-5]": "stage()", "h.6": ["stage(4)", "split()"]},
+  "stages": [
+    {"ranks": ["0-3"], "axes": [{"name": "replicate", "size": 4, "role": "replicate", "shares": [3, 3, 1, 1]}]},
+    {"ranks": ["4-7"], "axes": [{"name": "split", "size": 4, "role": "split", "shares": [1.5, 1, 1, 1]}]}
+  ]
+}
+"""
+
+
+def test_a_plan_reads_back_as_the_same_bytes(tmp_path: Path) -> None:
+    plan = Plan.parse(TEXT)
+    assert plan.stages[0].ranks == (0, 1, 2, 3)
+    assert plan.annotations == {"h.[0-5]": ("stage()",), "h.6": ("stage(4)", "split()")}
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.dumps() == plan.dumps() == (tmp_path / "plan.json").read_text()
+
+
+def test_a_plan_of_the_first_form_is_still_read() -> None:
+    plan = Plan.parse(
+        '{"version": 1, "world_size": 2, "micro_batches": 4, "schedule": "gpipe", "stages": [{"ranks": [1]}]}'
+    )
+    assert plan == Plan(world_size=2, micro_batches=4, schedule="gpipe", stages=(PlanStage(ranks=(1,)),))
+    assert not plan.decides_meshes
+
+
+def test_a_plan_for_thousands_of_ranks_is_a_short_file() -> None:
+    pipelines = 512
+    axis = PlanAxis(name="data", size=pipelines, role="replicate")
+    stages = tuple(PlanStage(ranks=tuple(range(s, 8 * pipelines, 8)), axes=(axis,)) for s in range(8))
+    plan = Plan(world_size=8 * pipelines, stages=stages)
+    assert len(plan.dumps()) < 1500
+    assert Plan.parse(plan.dumps()) == plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ('"batch": 16', '"btch": 16', 4, "unknown key 'btch'; did you mean 'batch'?"),
+        ('"role": "split"', '"rol": "split"', 10, "unknown key 'rol'; did you mean 'role'?"),
+        ('"world_size": 8,', "", None, "the key 'world_size' is missing"),
+        ('"version": 1', '"version": 2', 2, "version"),
+        ('"size": 4', '"size": "4"', 9, "stages.0.axes.0.size: Input should be a valid integer"),
+        ("[3, 3, 1, 1]", "[3, 3, 1, 2]", 9, "shares: [3, 3, 1, 2] sum to 9, but a micro-batch has 8 rows (16 / 2)"),
+        ("[3, 3, 1, 1]", "[9, 3, 1, -5]", 9, "must lie between 0"),
+        ("[3, 3, 1, 1]", "[4, 4]", 9, "there are 2 for an axis of size 4"),
+        ("[3, 3, 1, 1]", "[0, 0, 0, 0]", 9, "without work"),
+        ("[1.5, 1, 1, 1]", "[1.5, 1, 1, 0]", 10, "without work"),
+        ("[1.5, 1, 1, 1]", "[1.5, 1, 1, 1e999]", 10, "not a finite number"),
+        ('["0-3"]', '["0-2"]', 9, "stages.0.ranks: there are 3, but 4 need 4"),
+        ('["0-3"]', "[0, 1, 2, 2]", 9, "rank 2 is listed twice"),
+        ('["0-3"]', "[3, 1, 2, 0]", 9, "along the axis 'replicate' rank 1 comes after rank 3"),
+        ('["0-3"]', '["3-0"]', 9, "must ascend"),
+        ('["0-3"]', '["0-999999"]', 9, "end below"),
+        ('["0-3"]', "[true]", 9, "is no rank"),
+        ('["4-7"]', '["5-8"]', 10, "stages.1.ranks: rank 8 is not among the 8 of world_size"),
+        ('"batch": 16', '"batch": 15', 5, "micro_batches: 2 does not divide the batch of 15 rows"),
+        ('"stage()"', '"stge()"', 7, "'stge()' is no strategy"),
+        ('["stage(4)", "split()"]', '["split()", "stage()"]', 7, "cannot be cut into stages"),
+        ('"h.6"', '"h.["', 7, "unpaired bracket"),
+        ('"1f1b"', '"os.system(1)"', 6, "schedule"),
+        ("}\n", "}\n}", 13, "after the end"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_its_line(old: str, new: str, line: int | None, message: str) -> None:
+    assert old in TEXT
+    with pytest.raises(InputFileError) as refusal:
+        Plan.parse(new.join(TEXT.rsplit(old, 1)) if old == "}\n" else TEXT.replace(old, new, 1), source="plan.json")
+    assert message in refusal.value.message
+    assert (refusal.value.path, refusal.value.line) == ("plan.json", line)
+
+
+def test_the_published_schema_names_every_field() -> None:
+    schema = Plan.published_schema()
+    assert set(schema["properties"]) == set(Plan.model_fields)
+    assert schema["additionalProperties"] is False
+    assert {"PlanStage", "PlanAxis", "Prediction", "Workload"} <= set(schema["$defs"])
+    json.dumps(schema)
+
+
+def test_a_prediction_is_of_the_decisions_it_was_made_for() -> None:
+    plan = Plan.parse(TEXT).with_prediction(Prediction(step_seconds=1.0, step_seconds_interval=(0.9, 1.1)), None)
+    assert plan.prediction_is_current
+    assert Plan.parse(plan.dumps()) == plan
+    edited = plan.dumps().replace("[3, 3, 1, 1]", "[2, 2, 2, 2]")
+    assert not Plan.parse(edited).prediction_is_current
+
+
+def types(*names: str) -> Cluster:
+    return Cluster.of(
+        [
+            ("node0", DeviceType.of(name, speed={"float32": 1e12}, memory_bytes=2**34, memory_bandwidth=1e12))
+            for name in names
+        ]
+    )
+
+
+def test_other_machines_than_the_plan_names_are_refused() -> None:
+    plan = Plan(world_size=2, cluster=ClusterIdentity.of(types("fast", "slow")))
+    plan.check_cluster(types("fast", "slow"))
+    with pytest.raises(PlanMismatchError, match="has fast at rank 0, but this one has slow"):
+        plan.check_cluster(types("slow", "fast"))
+    faster = DeviceType.of("fast", speed={"float32": 2e12}, memory_bytes=2**34, memory_bandwidth=1e12)
+    other = Cluster.of([("node0", faster), ("node0", types("slow").devices[0].type)])
+    with pytest.raises(PlanMismatchError, match=r"cluster\.hash"):
+        plan.check_cluster(other)
+
+
+def test_a_plan_names_a_device_for_every_rank_or_for_none() -> None:
+    with pytest.raises(InputFileError, match="every one of the 3 ranks"):
+        Plan.parse('{"world_size": 3, "cluster": {"devices": {"fast": [0, 2]}}}')

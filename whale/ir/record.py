@@ -1,0 +1,97 @@
+"""From a strictly read document to a checked record, with errors that say the line and what was meant.
+
+A record is a frozen pydantic model with strict types. This file knows the shape of no file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from whale.ir.document import Document, Path
+
+__all__ = ["read_record"]
+
+RecordT = TypeVar("RecordT", bound=BaseModel)
+
+
+def read_record(record: type[RecordT], document: Document) -> RecordT:
+    """Make a record of what a document says.
+
+    Raises:
+        InputFileError: with the line of the first finding; a misspelt key comes before the one it leaves missing.
+    """
+    try:
+        return record.model_validate_json(json.dumps(document.value, default=str))
+    except ValidationError as error:
+        findings = error.errors(include_url=False, include_context=True)
+    placed = [(finding, _place(finding, document)) for finding in findings]
+    placed.sort(key=lambda found: (found[0]["type"] != "extra_forbidden", document.line_of(found[1]) or 0))
+    first, place = placed[0]
+    more = f" (and {len(placed) - 1} more)" if len(placed) > 1 else ""
+    raise document.error(_message(first, place, record) + more, place)
+
+
+def _place(finding: ErrorDetails, document: Document) -> Path:
+    """The part of a finding's place that is in the file: pydantic adds names of alternatives, and ``[key]``.
+
+    What a record says of its parts begins with the path of the part, as in ``stages.0.ranks: ...``.
+    """
+    place: list[int | str] = []
+    value: Any = document.value
+    inner = _text(finding).partition(": ")[0].split(".") if finding["type"] == "value_error" else []
+    loc = (*finding["loc"], *(int(part) if part.isdecimal() else part for part in inner))
+    missing = finding["type"] == "missing"
+    for position, part in enumerate(loc):
+        if (isinstance(value, dict) and part in value) or (
+            isinstance(value, list) and isinstance(part, int) and part < len(value)
+        ):
+            value = value[part]  # type: ignore[index]
+        elif not (missing and position == len(loc) - 1):
+            continue
+        place.append(part)
+    return tuple(place)
+
+
+def _text(finding: ErrorDetails) -> str:
+    return str(finding["msg"]).removeprefix("Value error, ")
+
+
+def _message(finding: ErrorDetails, place: Path, record: type[BaseModel]) -> str:
+    where = ".".join(str(part) for part in place)
+    match finding["type"]:
+        case "extra_forbidden":
+            known = list(dict.fromkeys(_keys(record, place[:-1])))
+            near = difflib.get_close_matches(str(place[-1]), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+            return f"unknown key {str(place[-1])[:80]!r}; {hint}"
+        case "missing":
+            return f"the key {str(place[-1])!r} is missing"
+        case "value_error":
+            where = ".".join(str(part) for part in finding["loc"] if part != "[key]")
+            joint = "." if re.match(r"[\w.]+: ", _text(finding)) else ": "
+            return f"{where}{joint}{_text(finding)}" if where else _text(finding)
+    return f"{where}: {finding['msg']}, not {repr(finding['input'])[:80]}"
+
+
+def _keys(annotation: Any, place: Sequence[int | str]) -> Iterator[str]:
+    """The keys that a record has at a place, as far as types say."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not place:
+            yield from annotation.model_fields
+        elif (field := annotation.model_fields.get(str(place[0]))) is not None:
+            yield from _keys(field.annotation, place[1:])
+        return
+    through = place[1:] if str(getattr(annotation, "__origin__", annotation)) in _CONTAINERS else place
+    for inner in get_args(annotation):
+        if inner is not Ellipsis:
+            yield from _keys(inner, through)
+
+
+_CONTAINERS = {str(container) for container in (tuple, list, dict)}
