@@ -82,7 +82,10 @@ def compare(row: dict[str, str]) -> Point:
     if row["source"].startswith("Sailor") and operation == "all_reduce":
         factor = share_of_ideal_ring(operation, len(ranks))
     measured = num_bytes * factor / (float(row["value"]) * 1e9)
-    group = f"{row['source'].split(' (')[0]}: {row['device']}, {'one node' if row['nodes'] == '1' else 'nodes'}"
+    source = (
+        row["source"].split(" (")[0].removeprefix("github ").removesuffix(" README").removesuffix(" README excerpt")
+    )
+    group = f"{source}: {row['device']}, {'within a node' if row['nodes'] == '1' else 'between nodes'}"
     return Point(group, row, num_bytes, measured, predicted)
 
 
@@ -90,32 +93,43 @@ def compare_all() -> list[Point]:
     return [compare(row) for row in read_table("network.csv") if not row["left_out"]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", action="store_true", help="print every point")
-    options = parser.parse_args()
-    points = compare_all()
-    if options.points:
-        for point in points:
-            row, cost = point.row, point.predicted
-            print(
-                f"{row['hardware'][:44]:<44} {row['operation']:<14} {row['ranks']:>4} {row['message_size']:>6} "
-                f"{point.measured * 1e6:>12.1f} us {cost.seconds * 1e6:>12.1f} us {point.error:>+7.1%} "
-                f"{cost.algorithm:<9} {cost.bottleneck}"
-            )
-        return
+def table(points: list[Point]) -> str:
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(point.group, []).append(point)
-    print("| measurements | points | mean error over 1 MB | mean error, all | bias over 1 MB | worst over 1 MB |")
-    print("|---|---|---|---|---|---|")
-    groups["all"] = points
-    for name, members in groups.items():
+    lines = [
+        "| measurements | points | mean error over 1 MB | mean error, all | bias over 1 MB | worst over 1 MB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, members in {**groups, "**all**": points}.items():
         large = [point.error for point in members if point.num_bytes >= 2**20]
-        mean = statistics.mean(map(abs, large))
         everything = statistics.mean(abs(point.error) for point in members)
         bias, worst = statistics.mean(large), max(large, key=abs)
-        print(f"| {name} | {len(members)} | {mean:.1%} | {everything:.1%} | {bias:+.1%} | {worst:+.1%} |")
+        cells = (len(members), f"{statistics.mean(map(abs, large)):.1%}", f"{everything:.1%}", f"{bias:+.1%}")
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} | {worst:+.1%} |")
+    return "\n".join(lines)
+
+
+def line_of(point: Point) -> str:
+    row, cost = point.row, point.predicted
+    return (
+        f"{row['hardware'][:44]:<44} {row['operation']:<14} {row['ranks']:>4} {row['message_size']:>6} "
+        f"{point.measured * 1e6:>12.1f} us {cost.seconds * 1e6:>12.1f} us {point.error:>+7.1%} "
+        f"{cost.algorithm:<9} {cost.bottleneck}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", action="store_true", help="print every point: measured, predicted, error")
+    options = parser.parse_args()
+    points = compare_all()
+    if options.points:
+        print("\n".join(map(line_of, points)))
+        return
+    print(table(points))
+    inside = sum(point.predicted.interval[0] <= point.measured <= point.predicted.interval[1] for point in points)
+    print(f"\n{inside} of {len(points)} points ({inside / len(points):.0%}) lie in the interval of 9 chances in 10.")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def _intra(topology: Topology, node: Node, num_devices: int) -> Line:
 def _inter(topology: Topology, node: Node, ranks: Sequence[int], sharing: int) -> Line:
     """Each rank sends through its own adapter; of one that several share, and of what a node has in all, a part."""
     link, kind = topology.inter_link(node), topology.inter_kind(node)
-    num_adapters = len({topology.adapter(rank) for rank in ranks})
+    num_adapters = len(set(topology.adapters(node, ranks)))
     own = min(link.bandwidth * kind.efficiency * num_adapters / link.num_adapters, kind.max_flow * len(ranks))
     return Line(kind=kind, bandwidth=min(own, link.bandwidth * kind.efficiency / sharing), hop=link.latency + kind.hop)
 

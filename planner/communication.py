@@ -89,15 +89,24 @@ def collective(
         raise UsageError("a collective needs a rank, no negative number of bytes, and a sharing of at least one")
     if len(ranks) == 1 or num_bytes == 0:
         return FREE
-    members = topology.members(ranks)
-    group = Group.of(topology, members, sharing)
+    members, group = _group(topology, tuple(ranks), sharing)
     if algorithm is None:
         cost = _modelled(quickest(group, kind, num_bytes))
-        return _measured(topology, kind, members, num_bytes, sharing, cost) or cost
+        measured = _measured(topology, kind, members, num_bytes, sharing, cost) if topology.curves else None
+        return measured or cost
     duration = ALGORITHMS[algorithm](group, kind, num_bytes) if algorithm in ALGORITHMS else None
     if duration is None:
         raise UsageError(f"there is no algorithm {algorithm!r} for {kind} in this group")
     return _modelled(duration)
+
+
+def _group(topology: Topology, ranks: tuple[int, ...], sharing: int) -> tuple[tuple[Member, ...], Group]:
+    key = (ranks, sharing)
+    if key not in topology.memo:
+        members = topology.members(ranks)
+        topology.memo[key] = members, Group.of(topology, members, sharing)
+    found: tuple[tuple[Member, ...], Group] = topology.memo[key]
+    return found
 
 
 def send(topology: Topology, source: int, target: int, num_bytes: float, *, sharing: int = 1) -> CommunicationCost:
@@ -122,6 +131,8 @@ def send(topology: Topology, source: int, target: int, num_bytes: float, *, shar
             between=path.between_nodes,
         )
     )
+    if not topology.curves:
+        return cost
     source_type, target_type = (topology.cluster.devices[rank].type.name for rank in (source, target))
     curves = curves_between(
         [curve for curve in topology.curves if (curve.source, curve.target) == (source_type, target_type)],

@@ -95,7 +95,8 @@ def curves_between(
     best: dict[tuple[str, str], LinkCurve] = {}
 
     def distance(curve: LinkCurve) -> tuple[float, float]:
-        return abs(log(curve.ranks / num_ranks)), abs(log(curve.devices / num_devices))
+        at_ends = (curve.devices, curve.target_devices or curve.devices)
+        return abs(log(curve.ranks / num_ranks)), sum(abs(log(devices / num_devices)) for devices in at_ends)
 
     for curve in curves:
         pair = (curve.source, curve.target)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from math import inf
 from types import MappingProxyType
@@ -95,6 +95,7 @@ def link_kinds() -> Mapping[str, LinkKind]:
     return MappingProxyType(found)
 
 
+@lru_cache
 def intra_node_kind(link: Link, built_in: tuple[LinkKind, float] | None) -> LinkKind:
     """What links the devices of a node, told from the bandwidth that is given for the link.
 
@@ -114,6 +115,7 @@ def intra_node_kind(link: Link, built_in: tuple[LinkKind, float] | None) -> Link
     return kinds["NVLink3"]
 
 
+@lru_cache
 def inter_node_kind(link: Link) -> LinkKind:
     """What links nodes; where the cluster does not say, adapters of up to 50 Gbit/s are taken for TCP, others for RDMA.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import networkx as nx
 
@@ -100,18 +101,18 @@ class Topology:
             bandwidth=min(end.bandwidth / end.num_adapters for _, _, end in ends),
             latency=link.latency,
             resources=tuple(
-                f"{node.name} adapter {self.adapter(rank)} {way}"
+                f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}"
                 for (rank, node, _), way in zip(ends, ("out", "in"), strict=True)
             ),
             kinds=tuple(self.inter_kind(node) for _, node, _ in ends),
             between_nodes=True,
         )
 
-    def adapter(self, rank: int) -> int:
-        """The adapter of its node that messages of *rank* use: the devices of a node are dealt to its adapters in
-        order, as their PCIe switches join them."""
-        node = self.cluster.node_of(rank)
-        return (rank - node.ranks[0]) * self.inter_link(node).num_adapters // len(node.ranks)
+    def adapters(self, node: Node, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The adapter of *node* that messages of each of its *ranks* use: devices are dealt to adapters in order, as
+        their PCIe switches join them."""
+        num_adapters, first, num_devices = self.inter_link(node).num_adapters, node.ranks[0], len(node.ranks)
+        return tuple((rank - first) * num_adapters // num_devices for rank in ranks)
 
     def members(self, ranks: Sequence[int]) -> tuple[Member, ...]:
         """The parts of a group by node, in the order of the nodes. Linear in the ranks.
@@ -148,6 +149,11 @@ class Topology:
         return inter_node_kind(self.inter_link(node))
 
     @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What was worked out for groups of ranks, so that it is worked out once; it says nothing new."""
+        return {}
+
+    @cached_property
     def graph(self) -> nx.Graph:
         """Devices (their ranks), the switch of each node (its name), its adapters and the network, as a graph.
 
@@ -167,8 +173,8 @@ class Topology:
                 )
             if node.inter is not None:
                 each = node.inter.bandwidth / node.inter.num_adapters
-                for rank in node.ranks:
-                    name = f"{node.name} adapter {self.adapter(rank)}"
+                for rank, adapter in zip(node.ranks, self.adapters(node, node.ranks), strict=True):
+                    name = f"{node.name} adapter {adapter}"
                     graph.add_node(name, kind="adapter")
                     graph.add_edge(rank, name, bandwidth=each, latency=node.inter.latency / 2)
                     graph.add_edge(name, NETWORK, bandwidth=each, latency=0.0)

@@ -70,6 +70,18 @@ def test_links_are_the_defaults_or_the_nodes_own_and_the_slower_one_counts() -> 
     assert cluster.link(0, 16) == cluster.link(16, 0) == Link(bandwidth=1.25e9, latency=50e-6)
 
 
+def test_adapters_and_network_are_of_the_link_between_nodes() -> None:
+    cluster = parse(TOML.replace('"15 us"', '"15 us", adapters = 8, network = "rdma"'))
+    assert cluster.link(0, 8) == Link(bandwidth=12.5e9, latency=15e-6, adapters=8, network="rdma")
+    assert cluster.link(0, 16).adapters is None
+    assert parse(TOML).link(0, 8).num_adapters == 1
+
+
+def test_known_devices_bring_the_link_of_their_node() -> None:
+    cluster = parse('[[nodes]]\ndevices = 2\ndevice = "H100-SXM5-80GB"\n')
+    assert cluster.link(0, 1) == Link(bandwidth=450e9, latency=3e-6)
+
+
 def test_yaml_with_the_same_keys_is_the_same_cluster() -> None:
     assert Cluster.parse(YAML, "yaml", catalog=device_types()) == parse(TOML)
 
@@ -111,6 +123,12 @@ def test_a_definition_in_the_file_wins_over_the_catalog() -> None:
         ('{float32 = "9.3 TFLOP/s", float16 = "18.7 TFLOP/s"}', "{}", 15, "speed"),
         ("[links]", "format_version = 2\n[links]", 1, "format_version"),
         ("count = 2", 'count = 2\nname = "node"', 4, "two nodes are named"),
+        ('"15 us"}', '"15 us", adapter = 8}', 3, "unknown key 'adapter'; did you mean 'adapters'?"),
+        ('"15 us"}', '"15 us", adapters = 0}', 3, "links.inter_node.adapters"),
+        ('"15 us"}', '"15 us", adapters = "8"}', 3, "valid integer, not '8'"),
+        ('"15 us"}', '"15 us", adapters = 1025}', 3, "less than or equal to 1024"),
+        ('"50 us"}', '"50 us", network = "infiniband"}', 13, "'tcp', 'rdma' or 'efa'"),
+        ('"5 us"}', '"5 us", adapters = 8}', 2, "unknown key 'adapters'; known here: bandwidth, latency"),
     ],
 )
 def test_a_mistake_is_answered_with_its_line(old: str, new: str, line: int, message: str) -> None:
@@ -190,6 +208,9 @@ def test_the_schema_of_the_file_is_published() -> None:
     schema = Cluster.schema()
     assert schema["additionalProperties"] is False
     assert set(schema["properties"]) == {"format_version", "links", "nodes", "device_types"}
+    between = schema["$defs"]["_InterNodeLink"]
+    assert set(between["properties"]) == {"bandwidth", "latency", "adapters", "network"}
+    assert between["required"] == ["bandwidth", "latency"]
 
 
 def test_the_catalog_knows_what_the_data_sheets_say() -> None:
@@ -198,6 +219,7 @@ def test_the_catalog_knows_what_the_data_sheets_say() -> None:
     assert types["A100-SXM4-80GB"].speed("float16") == 312e12
     assert types["H100-SXM5-80GB"].memory_bandwidth == 3350e9
     assert types["V100-SXM2-16GB"].speed("bfloat16") == types["V100-SXM2-16GB"].speed("float32") == 15.7e12
+    assert types["V100-SXM2-16GB"].intra_node == Link(bandwidth=150e9, latency=3e-6)
     assert types["MI250X (per GCD)"].memory_bytes == 64 * 2**30
     for name, type_ in types.items():
         assert type_.name == name
