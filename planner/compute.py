@@ -37,9 +37,15 @@ Recompute = Literal["none", "selective", "full"]
 KERNEL_SECONDS = 3e-6
 """What a kernel takes at least on the device, start and end of its grid included (typical of CUDA; recalled)."""
 
-LAUNCH_SECONDS = 30e-6
+LAUNCH_SECONDS = 60e-6
 """What the host takes for an operator of an eager training step, Python and autograd included: calibrated on the layers
 of Sailor's profiles and vTrain's runs that do not get faster with less work (GPT, h 1024 to 2048, t 4 and 8)."""
+
+COLLECTIVE_LAUNCH_SECONDS = 100e-6
+"""The same for a collective inside a layer."""
+
+CACHE_SPEEDUP = 3.0
+"""How much faster the last-level cache is than the memory (A100: about 5 TB/s against 1.6; recalled)."""
 
 MASTER_BYTES = {True: 34, False: 28}
 """Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and
@@ -136,7 +142,7 @@ def layer_seconds(
 
     def seconds(kernels: Iterable[Kernel], *, backward: bool) -> tuple[float, float, float]:
         device_time = host_time = weights = 0.0
-        for kernel in _as_run(kernels, fused=fused, backward=backward):
+        for kernel in _as_run(kernels, fused=fused, backward=backward, fused_softmax=number.element_bytes == 2):
             divisor = _divisor(kernel, tensor_degree, sequence_parallel)
             experts = expert_degree if kernel.expert else 1
             spent = kernel.count * kernel_seconds(
@@ -150,6 +156,8 @@ def layer_seconds(
 
     forward, forward_host, _ = seconds(variant.forward, backward=False)
     backward, backward_host, weights = seconds(variant.backward, backward=True)
+    forward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.forward_communications)
+    backward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.backward_communications)
     if recompute == "full":
         backward, backward_host = backward + forward, backward_host + forward_host
     elif recompute == "selective":
@@ -207,7 +215,8 @@ def kernel_seconds(
     moved = (kernel.read.total(rows, precision.element_bytes) + kernel.written.total(rows, precision.element_bytes)) / (
         divisor * expert_degree
     )
-    memory = moved / (device.memory_bandwidth * silicon.bandwidth)
+    cached = min(moved, silicon.cache_bytes) * (1 - 1 / CACHE_SPEEDUP)
+    memory = (moved - cached) / (device.memory_bandwidth * silicon.bandwidth)
     flops = kernel.flops(rows) / (divisor * expert_degree)
     dims = tuple(max(dim(rows), 1e-9) for dim in kernel.dims)
     match kernel.kind:
@@ -269,19 +278,20 @@ def _in_core(kernel: Kernel) -> bool:
     return kernel.attention or kernel.kind == "attention"
 
 
-def _as_run(kernels: Iterable[Kernel], *, fused: bool, backward: bool) -> Iterable[Kernel]:
+def _as_run(kernels: Iterable[Kernel], *, fused: bool, backward: bool, fused_softmax: bool) -> Iterable[Kernel]:
     """The kernels with their attentions in the form in which they run: one fused kernel, or spelt out."""
     for kernel in kernels:
         if kernel.kind == "attention" and not fused and len(kernel.dims) == 4:
-            yield from _spelt_out(kernel, backward=backward)
+            yield from _spelt_out(kernel, backward=backward, fused_softmax=fused_softmax)
         else:
             yield kernel
 
 
-def _spelt_out(kernel: Kernel, *, backward: bool) -> Iterable[Kernel]:
+def _spelt_out(kernel: Kernel, *, backward: bool, fused_softmax: bool) -> Iterable[Kernel]:
     """An attention as products of matrices with a softmax and a dropout between them, masked scores included.
 
-    The passes over the scores are those of Megatron's fused kernels: scale, mask and softmax in one, dropout in one.
+    The passes over the scores are those of Megatron's kernels: in 16 bits scale, mask and softmax are one, in 32 bits
+    the mask is another; dropout is one.
     """
     heads, queries, keys, size = kernel.dims
     scores = _product(heads, queries, keys)
@@ -309,7 +319,10 @@ def _spelt_out(kernel: Kernel, *, backward: bool) -> Iterable[Kernel]:
                 "attention": True,
             }
         )
-    for name, read, written, mask in (("softmax", 2 if backward else 1, 1, 0), ("dropout", 1, 1, 1)):
+    passes = [("softmax", 2 if backward else 1, 1, 0), ("dropout", 1, 1, 1)]
+    if not fused_softmax:
+        passes.append(("mask", 2, 2, 0) if backward else ("mask", 1, 1, 0))
+    for name, read, written, mask in passes:
         yield kernel.model_copy(
             update={
                 "name": f"{kernel.name}.{name}",

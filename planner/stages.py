@@ -31,6 +31,10 @@ of the input is reduced while they run): calibrated on layer_times.csv."""
 OVERLAP_SLOWDOWN = 0.126
 """How much longer computation takes while a collective runs beside it (Galvatron's coefficient for A100)."""
 
+OVERLAP_SHARE = 0.5
+"""Share of collectives over the data group that computation hides while both run (ZeRO 2 and 3): prefetching has
+limits, and both slow each other down. Calibrated on the FSDP rows of published_calibration.csv."""
+
 GRADIENT_BYTES = {"bf16": 4, "fp8": 4, "fp16": 2}
 """What a gradient takes on the wire: Megatron reduces bfloat16's in float32, float16's as they are."""
 
@@ -263,8 +267,7 @@ class Stages:
 
 def _beside(compute: float, communication: float) -> tuple[float, float]:
     """Seconds of computation with collectives beside it, and those of them that the collectives add."""
-    slowed = compute + OVERLAP_SLOWDOWN * min(compute, communication)
-    total = max(slowed, communication + 0.0)
+    total = compute + communication - OVERLAP_SHARE * min(compute, communication)
     return total, total - compute
 
 

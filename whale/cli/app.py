@@ -18,6 +18,7 @@ import click
 
 import whale
 from whale.cli.doctor import doctor
+from whale.cli.estimate import estimate
 from whale.cli.profile import profile
 from whale.cli.verify import verify
 from whale.errors import WhaleError
@@ -92,5 +93,6 @@ def app() -> None:
 
 
 app.add_command(doctor)
+app.add_command(estimate)
 app.add_command(profile)
 app.add_command(verify)

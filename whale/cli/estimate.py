@@ -1,0 +1,187 @@
+"""``whale estimate``: what given degrees give on a cluster, without running anything.
+
+The prediction is ``whale.planner.estimate``; this file finds the model's profile and the cluster, and shows what it
+returns. torch is loaded only to capture a model, not where a profile is given.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from whale.cli.model_loader import load_model, parse_settings
+from whale.cli.options import note, verbosity_options
+from whale.errors import UsageError
+
+if TYPE_CHECKING:
+    from whale.ir.profile import ModelProfile
+    from whale.planner.estimate import Estimate
+
+GIB = 2**30
+
+
+class Numbers(click.ParamType):
+    """Whole numbers between commas, with ranges: ``12,14`` or ``8-15,0-7``."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Read the text."""
+        if isinstance(value, tuple):
+            return value
+        found: list[int] = []
+        for part in str(value).split(","):
+            first, dash, last = part.strip().partition("-")
+            if not first.isdigit() or (dash and not last.isdigit()):
+                self.fail(f"{value!r}: write whole numbers with commas between them, such as 12,14 or 0-7", param, ctx)
+            stop = int(last) if dash else int(first)
+            if stop - int(first) > 1_000_000:
+                self.fail(f"{value!r} is too long", param, ctx)
+            found += range(int(first), stop + 1)
+        return tuple(found)
+
+
+_AT_LEAST_1 = click.IntRange(min=1)
+
+
+@click.command()
+@click.option("--model", "spec", metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
+@click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="In place of --model.")
+@click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
+@click.option("--batch", required=True, type=_AT_LEAST_1, metavar="N", help="Samples in a step.")
+@click.option(
+    "--micro-batch", type=_AT_LEAST_1, default=1, metavar="N", help="Samples of a micro-batch [1]."
+)
+@click.option("--tp", "tensor", type=_AT_LEAST_1, default=1, metavar="N", help="Tensor degree [1].")
+@click.option("--pp", "pipeline", type=_AT_LEAST_1, default=1, metavar="N", help="Pipeline stages [1].")
+@click.option("--dp", "data", type=_AT_LEAST_1, metavar="N", help="Replicas [what the devices leave].")
+@click.option("--cp", "context", type=_AT_LEAST_1, default=1, metavar="N", help="Context degree: parts of a row [1].")
+@click.option("--ep", "expert", type=_AT_LEAST_1, default=1, metavar="N", help="Expert degree, inside of --dp [1].")
+@click.option(
+    "--virtual-stages", type=_AT_LEAST_1, default=1, metavar="N", help="Model parts on each stage [1]."
+)
+@click.option(
+    "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved, zero_bubble, greedy."
+)
+@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
+@click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="What replicas share [0].")
+@click.option("--sequence-parallel", is_flag=True, help="The tensor group divides norms and dropouts too.")
+@click.option("--precision", default="bf16", metavar="NAME", help="fp32, fp16, bf16, fp8 or fp64 [bf16].")
+@click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
+@click.option("--layers-per-stage", type=Numbers(), metavar="N,N,...", help="Layers of each stage [even].")
+@click.option(
+    "--balance", type=click.Choice(["even", "speed"]), default="even", help="Unlike devices [even]."
+)
+@click.option("--device-order", type=Numbers(), metavar="R,R,...", help="Ranks of the cluster, in the layout's order.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@verbosity_options
+def estimate(
+    spec: str | None,
+    settings: tuple[str, ...],
+    profile_file: Path | None,
+    cluster_file: str,
+    as_json: bool,
+    **degrees: Any,
+) -> None:
+    """Predict step time and memory of given degrees, on any cluster.
+
+    Ranks go tensor innermost, then context, data, pipeline outermost, through the devices in the order of the file:
+    tp x cp x dp x pp devices, experts inside of dp.
+    """
+    from whale.ir.cluster import Cluster
+    from whale.planner.catalog import device_types_with
+    from whale.planner.configuration import Configuration
+    from whale.planner.estimate import estimate as predict
+
+    configuration = Configuration(**degrees)
+    profile = _profile(spec, settings, profile_file, configuration.tensor)
+    cluster = Cluster.load(cluster_file, catalog=device_types_with(profile))
+    found = predict(profile, cluster, configuration)
+    for assumption in found.assumptions:
+        note(assumption)
+    click.echo(json.dumps(as_data(found), indent=2) if as_json else as_text(found))
+
+
+def _profile(spec: str | None, settings: tuple[str, ...], file: Path | None, tensor: int) -> ModelProfile:
+    from whale.ir.profile import ModelProfile
+
+    if (spec is None) == (file is None):
+        raise UsageError("give either --model, to capture a model, or --profile, to use a profile")
+    if file is not None:
+        if settings:
+            raise UsageError("--set is for --model: a profile is of a model whose settings are fixed")
+        return ModelProfile.load(file)
+    loaded = load_model(spec or "", parse_settings(settings), batch_size=4, device="meta")
+    from whale.strategies.profile import profile_model
+
+    note(f"capturing {loaded.name}")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=sorted({1, tensor}), name=loaded.name)
+    refused = dict(profile.refused)
+    if tensor in refused:
+        raise UsageError(f"--tp {tensor}: {refused[tensor]}")
+    return profile
+
+
+def as_data(found: Estimate) -> dict[str, Any]:
+    """The estimate as JSON has it."""
+    prediction = found.prediction
+    fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
+    given = found.layout.configuration
+    return {
+        "step_seconds": prediction.step_seconds,
+        "step_seconds_interval": list(prediction.step_seconds_interval),
+        "memory_bytes": max(device.total for device in prediction.memory),
+        "fits": prediction.fits,
+        "breakdown": prediction.breakdown,
+        "memory": {"fullest": fullest.device, **_parts(fullest), "total": fullest.total, "capacity": fullest.capacity},
+        "devices": [{"device": device.device, **_parts(device), "total": device.total} for device in prediction.memory],
+        "tokens_per_second": found.tokens_per_second,
+        "samples_per_second": given.batch / prediction.step_seconds,
+        "flops": prediction.flops,
+        "mfu": prediction.mfu,
+        "bubble": prediction.bubble,
+        "source": prediction.source,
+        "micro_batches": found.layout.num_micro_batches,
+        "rows": list(found.rows),
+        "stages": [len(layers) for layers in found.cuts],
+        "assumptions": list(found.assumptions),
+    }
+
+
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "framework")
+
+
+def _parts(device: Any) -> dict[str, int]:
+    return {part: getattr(device, part) for part in _PARTS}
+
+
+def as_text(found: Estimate) -> str:
+    """The estimate for a reader: the step, where it goes, and the fullest device."""
+    prediction = found.prediction
+    seconds, (low, high) = prediction.step_seconds, prediction.step_seconds_interval
+    fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
+    lines = [
+        f"step     {_time(seconds)}  ({_time(low)} to {_time(high)}, {prediction.source})",
+        f"speed    {found.tokens_per_second:,.0f} tokens/s  {prediction.mfu:.1%} MFU  "
+        f"{prediction.flops / seconds / len(found.layout.order) / 1e12:.1f} TFLOP/s per device",
+        f"memory   {fullest.total / GIB:.1f} of {fullest.capacity / GIB:.1f} GiB on {fullest.device} "
+        f"({fullest.total / fullest.capacity:.0%}): {'fits' if prediction.fits else 'DOES NOT FIT'}",
+        "",
+        "where the time goes",
+    ]
+    for part, spent in prediction.breakdown.items():
+        if spent > 0:
+            lines.append(f"  {part:<14} {_time(spent):>11}  {spent / seconds:6.1%}")
+    lines += ["", f"memory of {fullest.device}"]
+    for part, size in _parts(fullest).items():
+        if size:
+            lines.append(f"  {part:<14} {size / GIB:>7.2f} GiB  {size / fullest.capacity:6.1%}")
+    return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
