@@ -404,7 +404,7 @@ class _Grouped(torch.autograd.Function):
         _Grouped.note(ctx.recorder, "aten._grouped_mm", grad, matrices.transpose(1, 2), grad_x)
         count, inner, width = matrices.shape
         ctx.recorder.add(
-            name="aten._grouped_mm", kind="grouped_matmul", dims=(count, x.shape[0], width, inner),
+            name="aten._grouped_mm", kind="grouped_matmul", dims=(count, inner, width, x.shape[0]),
             flops=2 * x.shape[0] * width * inner,
             read=ctx.recorder.traffic([x, grad]), written=ctx.recorder.traffic([grad_matrices]),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import Captured, capture, mark_gradients
+from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.partition import Partition, TaskGraph, partition
@@ -26,7 +27,7 @@ from whale.graph.values import Value, needs_grad, operands, resolve, value_shape
 from whale.ir.check import check_programs
 from whale.ir.cluster import Cluster
 from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
-from whale.ir.plan import Plan, hash_of
+from whale.ir.plan import Plan
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
 from whale.ir.schedule import Order
 from whale.ir.strategy import Strategy
@@ -289,24 +290,6 @@ def _assign(cut: Partition, cluster: Cluster, options: Options, dtype: str) -> A
     if options.plan is not None:
         options.plan.check_stages([stage.device.ranks for stage in assignment.stages])
     return assignment
-
-
-def model_hash(captured: Captured) -> str:
-    """A hash of the captured graph: its operators, what reads what, and the shapes of parameters; not of the batch.
-
-    The numbers in operators' arguments are left out, because some of them are the batch's.
-    """
-    lines: list[object] = []
-    for node in captured.graph.nodes:
-        if node.op == "placeholder":
-            name = captured.parameters.get(node.name)
-            kind = node.meta.get("val")
-            shape = (*kind.shape, str(kind.dtype)) if name is not None and isinstance(kind, Tensor) else ()
-            lines.append([name or "", [str(part) for part in shape]])
-        else:
-            target = getattr(node.target, "__qualname__", str(node.target))
-            lines.append([target, [source.name for source in node.all_input_nodes]])
-    return hash_of(lines)
 
 
 def _main_dtype(model: nn.Module) -> str:

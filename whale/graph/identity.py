@@ -47,6 +47,15 @@ def model_hash(captured: Captured) -> str:
     for node in captured.graph.nodes:
         if is_call(node) and node not in floating and node.target is not torch.ops.aten._to_copy.default:
             target = getattr(node.target, "__qualname__", node.target)
-            lines.append(f"{target} {token(node.args)} {token(node.kwargs)}")
+            lines.append(f"{target} {token(node.args)} {token(node.kwargs)} {_heads(node)}")
             number[node] = len(number)
     return f"sha256:{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"
+
+
+def _heads(node: fx.Node) -> int | None:
+    """Heads of an attention: no parameter's shape has them, and yet they make another model."""
+    aten = torch.ops.aten
+    if node.target not in (aten.scaled_dot_product_attention.default, aten.matmul.default):
+        return None
+    shape = value_shape((node, 0))
+    return shape[-3] if len(shape) >= 4 else None
