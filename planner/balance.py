@@ -19,7 +19,7 @@ free memory (Cephalo). This file knows numbers only: no model, no cluster.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -106,7 +106,7 @@ class Remedy:
 
 
 def fastest_shares(
-    total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Sequence[Remedy] = ()
+    total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Iterable[Remedy] = ()
 ) -> Shares:
     """The shares with which the slowest worker is done first.
 
@@ -120,7 +120,7 @@ def fastest_shares(
         workers: at least one.
         minimum: that each must get (a sharded dim needs 1).
         unit: what is divided, for messages.
-        remedies: to be weighed in the error.
+        remedies: to be weighed in the error, and not looked at otherwise.
 
     Raises:
         InfeasibleError: the memory of all holds less than the total: who lacks how much, and what would help.
@@ -140,7 +140,7 @@ def fastest_shares(
 
 
 def proportional_shares(
-    total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Sequence[Remedy] = ()
+    total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Iterable[Remedy] = ()
 ) -> Shares:
     """The shares of the Whale paper's Algorithm 1: in proportion to speed, then moved from the full to the free.
 
@@ -260,7 +260,7 @@ def _reason(worker: Worker, limit: int, unit: str) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _limits(total: int, workers: Sequence[Worker], minimum: int, unit: str, remedies: Sequence[Remedy]) -> list[int]:
+def _limits(total: int, workers: Sequence[Worker], minimum: int, unit: str, remedies: Iterable[Remedy]) -> list[int]:
     """The most units that each worker holds, if that is enough for the total."""
     if total < 0 or minimum < 0 or not workers:
         raise UsageError(
@@ -279,7 +279,7 @@ def _limits(total: int, workers: Sequence[Worker], minimum: int, unit: str, reme
 
 
 def _shortage(
-    total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int, unit: str, remedies: Sequence[Remedy]
+    total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int, unit: str, remedies: Iterable[Remedy]
 ) -> str:
     """Who lacks how much memory, and what would help, by how much."""
     wanted = [minimum] * len(workers)

@@ -14,7 +14,7 @@ cluster, no schedule but the numbers in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, prod
@@ -142,7 +142,7 @@ class Cut:
 
 
 def fastest_cut(
-    problem: CutProblem, objective: Objective = "step", *, remedies: Sequence[tuple[str, CutProblem]] = ()
+    problem: CutProblem, objective: Objective = "step", *, remedies: Iterable[tuple[str, CutProblem]] = ()
 ) -> Cut:
     """The best cut for the groups in their order.
 
@@ -153,7 +153,7 @@ def fastest_cut(
     Args:
         problem: groups in the order of the pipeline.
         objective: ``step`` or ``slowest`` (ties to the smaller sum).
-        remedies: changes ("recompute='full'") and the problem as it would be then, to be weighed in the error.
+        remedies: changes ("recompute='full'") and the problem as it would be then, for the error only.
 
     Raises:
         InfeasibleError: no cut fits: what the fullest stage lacks even in the cut that fills memory most evenly.
@@ -173,7 +173,7 @@ def fastest_cut(
 
 
 def fastest_order(
-    problem: CutProblem, objective: Objective = "step", *, remedies: Sequence[tuple[str, CutProblem]] = ()
+    problem: CutProblem, objective: Objective = "step", *, remedies: Iterable[tuple[str, CutProblem]] = ()
 ) -> Cut:
     """The best cut over all orders of the groups; arguments and errors are those of `fastest_cut`.
 
@@ -418,7 +418,7 @@ def _weights(tables: _Tables, bound: float, *, once: bool = False) -> _Weight:
     return weight
 
 
-def _climbed(problem: CutProblem, objective: Objective, remedies: Sequence[tuple[str, CutProblem]]) -> Cut:
+def _climbed(problem: CutProblem, objective: Objective, remedies: Iterable[tuple[str, CutProblem]]) -> Cut:
     """The best of a few orders, improved by swaps of neighbours as long as one helps."""
 
     def tried(groups: Sequence[Group]) -> Cut | None:
@@ -452,7 +452,7 @@ def _climbed(problem: CutProblem, objective: Objective, remedies: Sequence[tuple
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _shortage(problem: CutProblem, remedies: Sequence[tuple[str, CutProblem]]) -> str:
+def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -> str:
     """Which stage lacks how much in the cut that fills memory most evenly, and which changes would do."""
     evenest = _evenest(problem)
     stage, need = _fullest(evenest)

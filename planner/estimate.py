@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
+from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
+from whale.planner.by_speed import boundless, cuts_by_speed, rows_by_speed
 from whale.planner.communication import send
 from whale.planner.configuration import Configuration, Layout, even_cuts
 from whale.planner.memory import FRAGMENTATION, FRAMEWORK_BYTES
@@ -67,8 +69,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     layout = Layout.of(configuration, cluster)
     topology = Topology.of(cluster, profile.links)
     stages = Stages(profile=profile, layout=layout, topology=topology)
-    cuts = even_cuts(profile, layout)
-    rows = (configuration.batch / (layout.data * layout.num_micro_batches),) * layout.data
+    cuts, rows, assumptions = _balanced(stages)
     replicas = _kinds_of_replicas(layout, rows)
     costs = {
         (index, replica): stages.cost(cuts[index], index % configuration.pipeline, replica, rows[replica])
@@ -105,7 +106,23 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
         workload=workload,
         timeline=timeline,
         tokens_per_second=configuration.batch * profile.row_tokens / seconds,
+        assumptions=assumptions,
     )
+
+
+def _balanced(stages: Stages) -> tuple[tuple[range, ...], tuple[float, ...], tuple[str, ...]]:
+    """Layers of the stages and rows of the replicas; by speed alone where nothing fits, which is then said."""
+    layout = stages.layout
+    if layout.configuration.balance == "even":
+        even = layout.configuration.batch / (layout.data * layout.num_micro_batches)
+        return even_cuts(stages.profile, layout), (even,) * layout.data, ()
+    try:
+        cuts = cuts_by_speed(stages)
+        return cuts, rows_by_speed(stages, cuts), ()
+    except InfeasibleError as error:
+        free = boundless(stages)
+        cuts = cuts_by_speed(free)
+        return cuts, rows_by_speed(free, cuts), (f"balanced by speed alone, because it does not fit: {error}",)
 
 
 def _kinds_of_replicas(layout: Layout, rows: tuple[float, ...]) -> list[int]:

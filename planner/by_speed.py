@@ -1,0 +1,207 @@
+"""A configuration balanced over its unlike devices: which layers each stage takes, and how many samples each replica.
+
+It prices layers with `Stages` and lets `whale.planner.cuts` and `whale.planner.balance` decide, for devices in the
+order of the layout. What a replica gets is a share of the whole batch, which its micro-batches divide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from whale.ir.profile import Affine
+from whale.planner.balance import Remedy, Worker, fastest_shares
+from whale.planner.communication import send
+from whale.planner.configuration import Layout, even_cuts
+from whale.planner.cuts import CutProblem, Group, Tie, fastest_cut
+from whale.planner.memory import FRAGMENTATION, FRAMEWORK_BYTES, state_bytes
+from whale.planner.stages import Stages
+
+__all__ = ["boundless", "cut_problem", "cuts_by_speed", "rows_by_speed"]
+
+
+def cuts_by_speed(stages: Stages) -> tuple[range, ...]:
+    """The layers of every stage with which the step is shortest and memory suffices, all replicas having equal rows.
+
+    Cuts that are given stay; so do those of an interleaved schedule, whose devices have several stages each: those are
+    not balanced here.
+
+    Raises:
+        InfeasibleError: no cut fits; says what is missing and which changes would do.
+    """
+    given = stages.layout.configuration
+    if given.pipeline == 1 or given.virtual_stages > 1 or given.layers_per_stage is not None:
+        return even_cuts(stages.profile, stages.layout)
+    remedies = ((change, cut_problem(other)) for change, other in _relieved(stages))
+    starts = fastest_cut(cut_problem(stages), remedies=remedies).starts
+    return tuple(range(*bounds) for bounds in pairwise((*starts, len(stages.profile.layers))))
+
+
+def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
+    """Rows of a micro-batch on every replica, the mean over its micro-batches, with which the slowest replica is done
+    first and memory suffices.
+
+    Raises:
+        InfeasibleError: the batch does not fit; says what is missing and which changes would do.
+    """
+    layout = stages.layout
+    batch, micro_batches = layout.configuration.batch, layout.num_micro_batches
+    remedies = (
+        Remedy(change=change, total=batch, workers=_replicas(other, cuts)) for change, other in _relieved(stages)
+    )
+    found = fastest_shares(batch, _replicas(stages, cuts), unit="samples", remedies=remedies)
+    return tuple(share / micro_batches for share in found.units)
+
+
+def boundless(stages: Stages) -> Stages:
+    """The same on devices with more memory than anything needs: to balance by speed what does not fit."""
+    cluster = stages.layout.cluster
+    devices = tuple(replace(device, type=replace(device.type, memory_bytes=2**60)) for device in cluster.devices)
+    layout = replace(stages.layout, cluster=replace(cluster, devices=devices))
+    return Stages(profile=stages.profile, layout=layout, topology=stages.topology)
+
+
+def cut_problem(stages: Stages) -> CutProblem:
+    """The layout's pipeline as numbers: of each layer on each stage's devices, the slowest and the fullest replica."""
+    layout, profile = stages.layout, stages.profile
+    rows = layout.configuration.batch / (layout.data * layout.num_micro_batches)
+    groups = tuple(_group(stages, stage, rows) for stage in range(layout.configuration.pipeline))
+    outputs = [kind.output.total(rows, stages.precision.element_bytes) for kind in profile.chain()]
+    position = {group.name: stage for stage, group in enumerate(groups)}
+
+    @cache
+    def sent(num_bytes: float, source: int, target: int) -> float:
+        ends = layout.rank(stage=source, replica=0), layout.rank(stage=target, replica=0)
+        size = num_bytes / layout.configuration.tensor
+        return sum(send(stages.topology, *way, size).seconds for way in (ends, ends[::-1]))
+
+    def tie(layers: tuple[int, ...], elements: float) -> Tie:
+        one = state_bytes(elements / layout.configuration.tensor, precision=stages.precision).total
+        return Tie(layers, one, stages.price("all_reduce", _ends(stages), 4 * elements / layout.configuration.tensor))
+
+    return CutProblem(
+        groups=groups,
+        micro_batches=layout.num_micro_batches,
+        send=lambda layer, a, b: sent(outputs[layer], position[a.name], position[b.name]),
+        ties=tuple(tie(layers, elements) for layers, elements in profile.tied),
+        in_flight=(layout.num_micro_batches,) * len(groups) if layout.configuration.schedule == "gpipe" else None,
+    )
+
+
+def _ends(stages: Stages) -> tuple[int, int]:
+    """The first and the last stage's first device."""
+    layout = stages.layout
+    return layout.rank(stage=0, replica=0), layout.rank(stage=layout.configuration.pipeline - 1, replica=0)
+
+
+def _group(stages: Stages, stage: int, rows: float) -> Group:
+    layout, profile = stages.layout, stages.profile
+    replicas = list({_key(stages, replica, (stage,)): replica for replica in range(layout.data)}.values())
+    first_of = {kind: layer for layer, kind in reversed(list(enumerate(profile.layers)))}
+    costs = {
+        kind: [stages.cost(range(layer, layer + 1), stage, replica, rows) for replica in replicas]
+        for kind, layer in first_of.items()
+    }
+    devices = [layout.cluster.devices[rank] for replica in replicas for rank in layout.devices_of(stage, replica)]
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    seconds = {kind: max(cost.forward + cost.backward for cost in found) for kind, found in costs.items()}
+    kept = {kind: max(cost.kept for cost in found) * (1 + FRAGMENTATION) for kind, found in costs.items()}
+    working = {kind: max(cost.working for cost in found) * (1 + FRAGMENTATION) for kind, found in costs.items()}
+    state = {kind: stages.state([layer]).total for kind, layer in first_of.items()}
+    return Group(
+        name=f"{smallest.name} (stage {stage})",
+        seconds=tuple(seconds[kind] for kind in profile.layers),
+        fixed_bytes=tuple(state[kind] for kind in profile.layers),
+        kept_bytes=tuple(kept[kind] for kind in profile.layers),
+        working_bytes=tuple(working[kind] for kind in profile.layers),
+        overhead_bytes=FRAMEWORK_BYTES,
+        capacity_bytes=smallest.memory_bytes,
+    )
+
+
+def _replicas(stages: Stages, cuts: Sequence[range]) -> list[Worker]:
+    """Each replica as one that takes samples of the batch; replicas of one kind are priced once."""
+    every = tuple(range(stages.layout.configuration.pipeline))
+    known: dict[Any, Worker] = {}
+    for replica in range(stages.layout.data):
+        key = _key(stages, replica, every)
+        if key not in known:
+            known[key] = _replica(stages, cuts, replica)
+    return [known[_key(stages, replica, every)] for replica in range(stages.layout.data)]
+
+
+def _replica(stages: Stages, cuts: Sequence[range], replica: int) -> Worker:
+    layout = stages.layout
+    depth, micro_batches = layout.configuration.pipeline, layout.num_micro_batches
+
+    @cache
+    def seconds(samples: int) -> float:
+        """By the formula that `whale.planner.cuts` minimises."""
+        costs = [stages.cost(part, index % depth, replica, samples / micro_batches) for index, part in enumerate(cuts)]
+        times = [cost.forward + cost.backward for cost in costs]
+        devices = [sum(times[stage::depth]) for stage in range(depth)]
+        return (micro_batches - 1) * max(devices) + sum(devices)
+
+    name, need, capacity = min(
+        (_need(stages, cuts, stage, replica) for stage in range(depth)),
+        key=lambda found: (found[2] - found[1].fixed) / max(found[1].per_row, 1e-9),
+    )
+    return Worker(name=name, seconds=seconds, memory=need, capacity_bytes=capacity)
+
+
+def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tuple[str, Affine, float]:
+    """The device of a replica's pipeline stage that has least memory: its name, what it needs by the replica's samples,
+    what it has."""
+    layout = stages.layout
+    given, micro_batches = layout.configuration, layout.num_micro_batches
+    own = cuts[stage :: given.pipeline]
+    in_flight = given.pipeline - stage
+    if len(own) > 1:  # interleaved, as Megatron's warm-up counts its chunks
+        in_flight = 2 * in_flight - 1 + (len(own) - 1) * given.pipeline
+    in_flight = micro_batches * len(own) if given.schedule == "gpipe" else min(in_flight, micro_batches * len(own))
+    devices = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    fixed = stages.state([layer for part in own for layer in part]).total + FRAMEWORK_BYTES
+
+    def activations(samples: float) -> float:
+        costs = [stages.cost(part, stage, replica, samples / micro_batches) for part in own]
+        kept = in_flight * sum(cost.kept for cost in costs) / len(own)
+        return (kept + max(cost.working for cost in costs)) * (1 + FRAGMENTATION)
+
+    even = given.batch / layout.data
+    slope = (activations(2 * even) - activations(even)) / even
+    return smallest.name, Affine(fixed + max(0.0, activations(even) - slope * even), slope), smallest.memory_bytes
+
+
+def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:
+    """Replicas with the same key take the same time at these stages: the types of their devices, and by how many nodes
+    they lie."""
+    layout = stages.layout
+    found = []
+    for stage in among:
+        devices = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
+        nodes = Counter(device.node for device in devices)
+        found.append((tuple(sorted({device.type.name for device in devices})), tuple(sorted(nodes.values()))))
+    return tuple(found)
+
+
+def _relieved(stages: Stages) -> Iterator[tuple[str, Stages]]:
+    """The same with more recomputation, more shared state, or smaller micro-batches."""
+    layout = stages.layout
+    given = layout.configuration
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if given.micro_batch > 1:
+        smaller = given.micro_batch // 2
+        changes.append((f"--micro-batch {smaller}", {"micro_batch": smaller}))
+    if given.recompute != "full":
+        changes.append(("--recompute full", {"recompute": "full"}))
+    if layout.data > 1 and given.zero < 3:
+        changes += [(f"--zero {zero}", {"zero": zero}) for zero in range(given.zero + 1, 4)]
+    for change, fields in changes:
+        configuration = replace(given, **fields)
+        changed = Layout.of(configuration, layout.cluster)
+        yield change, Stages(profile=stages.profile, layout=changed, topology=stages.topology)

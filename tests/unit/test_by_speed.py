@@ -1,0 +1,105 @@
+"""A configuration balanced over unlike devices: cuts and rows from measured layers, and what is said if none fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from whale.errors import InfeasibleError
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.profile import Affine, Amount, LayerKind, MeasuredTimes, ModelProfile
+from whale.planner.by_speed import cuts_by_speed, rows_by_speed
+from whale.planner.configuration import Configuration, Layout
+from whale.planner.estimate import estimate
+from whale.planner.stages import Stages
+from whale.planner.topology import Topology
+
+GIB = 2**30
+
+
+def card(name: str, gib: float) -> DeviceType:
+    return DeviceType.of(name, speed={"float32": 1e12}, memory_bytes=round(gib * GIB), memory_bandwidth=1e12)
+
+
+def cluster(fast_gib: float = 64, slow_gib: float = 64) -> Cluster:
+    fast, slow = card("fast", fast_gib), card("slow", slow_gib)
+    link = Link(bandwidth=1e11, latency=1e-6)
+    return Cluster.of([("a", fast)] * 2 + [("b", slow)] * 2, intra=link, inter=link)
+
+
+def profile(num_layers: int = 12) -> ModelProfile:
+    """Equal layers that take 10 ms a row on the fast card, 20 ms on the slow one, and keep 0.5 GiB of a row."""
+    times = tuple(
+        MeasuredTimes(
+            device_type=name,
+            tensor_degree=1,
+            rows=(1, 64),
+            forward=(seconds / 3, seconds / 3 * 64),
+            backward=(seconds * 2 / 3, seconds * 2 / 3 * 64),
+            update=(0.0, 0.0),
+        )
+        for name, seconds in (("fast", 0.01), ("slow", 0.02))
+    )
+    kind = LayerKind(
+        name="layer",
+        measured=times,
+        parameters=1e6,
+        activations=Amount(bytes=Affine(0, GIB / 2)),
+        output=Amount(bytes=Affine(0, 1e3)),
+    )
+    return ModelProfile(name="chain", layers=(0,) * num_layers, kinds=(kind,))
+
+
+def stages(configuration: Configuration, machines: Cluster) -> Stages:
+    return Stages(profile=profile(), layout=Layout.of(configuration, machines), topology=Topology.of(machines))
+
+
+def test_replicas_on_slower_devices_get_fewer_rows() -> None:
+    found = stages(Configuration(batch=48, micro_batch=6, precision="fp32"), cluster())
+    assert rows_by_speed(found, cuts_by_speed(found)) == (8, 8, 4, 4)
+
+
+def test_stages_on_slower_devices_get_fewer_layers() -> None:
+    found = stages(Configuration(batch=16, micro_batch=1, pipeline=4, precision="fp32"), cluster())
+    assert [len(part) for part in cuts_by_speed(found)] == [4, 4, 2, 2]
+    assert rows_by_speed(found, cuts_by_speed(found)) == (1,)
+
+
+def test_a_device_with_little_memory_gets_less_than_its_speed_says() -> None:
+    """Replicas on fast cards of 14 GiB hold 2 samples of 6 GiB beside 1.1 GiB of framework."""
+    found = stages(Configuration(batch=12, micro_batch=3, precision="fp32"), cluster(fast_gib=14.5))
+    assert rows_by_speed(found, cuts_by_speed(found)) == (2, 2, 4, 4)
+    assert estimate(profile(), cluster(fast_gib=14.5), found.layout.configuration).prediction.step_seconds > 0
+
+
+def test_an_early_stage_with_little_memory_gets_fewer_layers() -> None:
+    configuration = Configuration(batch=32, micro_batch=1, pipeline=4, precision="fp32")
+    parts = cuts_by_speed(stages(configuration, cluster(fast_gib=6)))
+    assert len(parts[0]) == 2
+    assert sum(map(len, parts)) == 12
+
+
+def test_a_balanced_estimate_is_never_slower_than_an_even_one() -> None:
+    for degrees in ({"data": 4}, {"pipeline": 4}, {"pipeline": 2, "data": 2}):
+        even = Configuration(batch=48, micro_batch=2, precision="fp32", **degrees)  # type: ignore[arg-type]
+        times = [
+            estimate(profile(), cluster(), replace(even, balance=balance)).prediction.step_seconds
+            for balance in ("even", "speed")
+        ]
+        assert times[1] < times[0]
+
+
+def test_given_layers_stay_as_they_are() -> None:
+    configuration = Configuration(batch=16, pipeline=4, layers_per_stage=(1, 1, 1, 9), balance="speed")
+    assert [len(part) for part in cuts_by_speed(stages(configuration, cluster()))] == [1, 1, 1, 9]
+
+
+def test_what_does_not_fit_is_balanced_by_speed_alone_in_an_estimate_which_says_so() -> None:
+    configuration = Configuration(batch=48, micro_batch=12, precision="fp32", balance="speed")
+    small = cluster(8, 8)
+    with pytest.raises(InfeasibleError) as raised:
+        rows_by_speed(stages(configuration, small), (range(12),))
+    assert "48 samples do not fit" in str(raised.value) and "fast:0 has 8.0 GiB" in str(raised.value)
+    found = estimate(profile(), small, configuration)
+    assert list(found.rows) == [16, 16, 8, 8]
+    assert not found.prediction.fits
+    assert "balanced by speed alone, because it does not fit: 48 samples" in found.assumptions[0]
