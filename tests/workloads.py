@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from whale.ir.workload import Boundary, LinkTime, StageWork, Transfer, Workload
 
 
-def stage_work(ranks: tuple[int, ...], forward: float = 1.0, backward: float = 2.0, **changes: object) -> StageWork:
-    """A stage whose ranks are alike; ``changes`` are fields."""
+def stage_work(ranks: tuple[int, ...], **changes: object) -> StageWork:
+    """A stage with forwards of 1 and backwards of 2 seconds on each rank, half of them for weights; ``changes`` are
+    other values of fields."""
     count = len(ranks)
-    fields: dict[str, object] = {
-        "ranks": ranks,
-        "forward": (forward,) * count,
-        "backward": (backward,) * count,
-        "weights": (backward / 2,) * count,
-        "kept_bytes": (100,) * count,
-    }
-    return StageWork.model_validate(fields | changes)
+    fields: dict[str, Any] = {"ranks": ranks, "forward": (1.0,) * count, "backward": (2.0,) * count}
+    fields |= {"kept_bytes": (100,) * count} | changes
+    fields.setdefault("weights", tuple(seconds / 2 for seconds in fields["backward"]))
+    return StageWork.model_validate(fields)
 
 
 def boundary(source: int, target: int, pairs: list[tuple[int, int]], size: int = 0) -> Boundary:
@@ -41,7 +40,10 @@ def chain_workload(
 ) -> Workload:
     """One rank a stage, dealt round ``chunks`` times; forward 1 and backward 2 seconds if not said otherwise."""
     count = num_ranks * chunks
-    stages = [stage_work((s % num_ranks,), *(times[s] if times else (1.0, 2.0))) for s in range(count)]
+    stages = []
+    for s in range(count):
+        forward, backward = times[s] if times else (1.0, 2.0)
+        stages.append(stage_work((s % num_ranks,), forward=(forward,), backward=(backward,)))
     hops = [(s % num_ranks, (s + 1) % num_ranks) for s in range(count - 1)]
     pairs = sorted({pair for a, b in hops for pair in ((a, b), (b, a)) if a != b})
     return Workload(

@@ -20,6 +20,7 @@ import whale
 from whale.cli.doctor import doctor
 from whale.cli.estimate import estimate
 from whale.cli.profile import profile
+from whale.cli.simulate import simulate
 from whale.cli.verify import verify
 from whale.errors import WhaleError
 
@@ -95,4 +96,5 @@ def app() -> None:
 app.add_command(doctor)
 app.add_command(estimate)
 app.add_command(profile)
+app.add_command(simulate)
 app.add_command(verify)

@@ -1,0 +1,138 @@
+"""``whale simulate``: what the ranks do during a step, from a plan or from a workload alone; loads no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from whale.cli.options import note, verbosity_options
+from whale.errors import InputFileError, UsageError
+from whale.ir.document import read_document
+from whale.ir.plan import Plan
+from whale.ir.record import read_record
+from whale.ir.workload import Workload
+from whale.planner.gantt import LEGEND, breakdown_table, gantt, milliseconds
+from whale.planner.orders import SCHEDULES
+from whale.planner.simulate import check_workload
+from whale.planner.simulate import simulate as simulate_workload
+from whale.planner.timeline import Event, Timeline
+from whale.planner.trace import trace_of
+
+_GIB = 2**30
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--schedule", metavar="NAME", type=click.Choice(SCHEDULES), help="Instead of the file's.")
+@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Instead of the file's, each as large.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write a trace for Perfetto.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@verbosity_options
+def simulate(file: Path, schedule: str | None, micro_batches: int | None, output: Path | None, as_json: bool) -> None:
+    """Simulate a step and show what each rank does when, and what it waits for.
+
+    FILE is a plan that 'whale plan' made, or a workload: the times of stages and links as JSON.
+    """
+    workload = read_workload(file)
+    changes = {"schedule": schedule, "micro_batches": micro_batches}
+    workload = workload.model_copy(update={name: value for name, value in changes.items() if value is not None})
+    timeline = simulate_workload(workload)
+    if output is not None:
+        write_trace(timeline, output)
+    if as_json:
+        click.echo(json.dumps(as_data(timeline), indent=2))
+    else:
+        width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+        click.echo(as_text(timeline, workload, width))
+
+
+def read_workload(path: Path) -> Workload:
+    """Read the workload of a plan, or a file that is one.
+
+    Raises:
+        InputFileError: neither, a plan without a workload, or a workload that contradicts itself.
+    """
+    document = read_document(path, "json")
+    if "workload" in document.value or "version" in document.value:
+        plan = Plan.of_document(document)
+        if plan.workload is None:
+            raise InputFileError(
+                "the plan has no workload to simulate: it was written by hand; make it with 'whale plan', or give "
+                "'whale estimate' what it says",
+                path=path,
+            )
+        if not plan.prediction_is_current:
+            note(f"whale: note: {path} was edited after its workload was computed; the simulation is of the old plan")
+        workload = plan.workload
+    else:
+        workload = read_record(Workload, document)
+    try:
+        check_workload(workload)
+    except UsageError as error:
+        raise InputFileError(str(error), path=path) from error
+    return workload
+
+
+def write_trace(timeline: Timeline, path: Path) -> None:
+    """Write the trace as JSON."""
+    try:
+        path.write_text(json.dumps(trace_of(timeline)), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"-o {path} cannot be written: {error.strerror}") from error
+    note(f"wrote {path}: open it at https://ui.perfetto.dev")
+
+
+def as_data(timeline: Timeline) -> dict[str, Any]:
+    """The result as a value that JSON can hold; times in seconds."""
+    return {
+        "step_seconds": timeline.step_seconds,
+        "span_seconds": timeline.span_seconds,
+        "bubble": timeline.bubble,
+        "last_rank": timeline.last_rank,
+        "breakdown": dict(timeline.breakdown),
+        "in_flight": [timeline.in_flight[stage] for stage in sorted(timeline.in_flight)],
+        "ranks": [
+            {"rank": rank, "breakdown": dict(timeline.breakdowns[rank]), "activation_bytes": timeline.peak_bytes(rank)}
+            for rank in timeline.ranks
+        ],
+        "critical_path": [_event(event) for event in timeline.critical_path()],
+    }
+
+
+def as_text(timeline: Timeline, workload: Workload, width: int) -> str:
+    """The chart of the ranks, and where the time goes."""
+    fullest = max(timeline.ranks, key=lambda rank: (timeline.peak_bytes(rank), -rank))
+    held = timeline.peak_bytes(fullest) / _GIB
+    waits: dict[tuple[int, str], float] = {}
+    for event in timeline.events:
+        if event.kind == "idle" and event.rank == timeline.last_rank and event.peer >= 0:
+            key = (event.peer, event.reason)
+            waits[key] = waits.get(key, 0.0) + event.seconds
+    longest = sorted(waits.items(), key=lambda wait: (-wait[1], wait[0]))[:3]
+    return "\n".join(
+        [
+            f"{workload.schedule}, {len(workload.stages)} stages, {workload.micro_batches} micro-batches: "
+            f"{milliseconds(timeline.step_seconds)} a step, bubble {timeline.bubble:.1%}",
+            "",
+            gantt(timeline, width),
+            LEGEND,
+            "",
+            breakdown_table(timeline),
+            "",
+            *(
+                f"rank {timeline.last_rank} waits {milliseconds(seconds)} for rank {peer} ({reason})"
+                for (peer, reason), seconds in longest
+            ),
+            f"activations: at most {held:.2f} GiB, on rank {fullest}; micro-batches in flight by stage: "
+            + " ".join(str(timeline.in_flight[stage]) for stage in sorted(timeline.in_flight)),
+        ]
+    )
+
+
+def _event(event: Event) -> dict[str, Any]:
+    return {"event": str(event), "rank": event.rank, "start": event.start, "end": event.end}
