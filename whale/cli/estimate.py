@@ -53,29 +53,21 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="In place of --model.")
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
 @click.option("--batch", required=True, type=_AT_LEAST_1, metavar="N", help="Samples in a step.")
-@click.option(
-    "--micro-batch", type=_AT_LEAST_1, default=1, metavar="N", help="Samples of a micro-batch [1]."
-)
+@click.option("--micro-batch", type=_AT_LEAST_1, default=1, metavar="N", help="Samples of a micro-batch [1].")
 @click.option("--tp", "tensor", type=_AT_LEAST_1, default=1, metavar="N", help="Tensor degree [1].")
 @click.option("--pp", "pipeline", type=_AT_LEAST_1, default=1, metavar="N", help="Pipeline stages [1].")
 @click.option("--dp", "data", type=_AT_LEAST_1, metavar="N", help="Replicas [what the devices leave].")
 @click.option("--cp", "context", type=_AT_LEAST_1, default=1, metavar="N", help="Context degree: parts of a row [1].")
 @click.option("--ep", "expert", type=_AT_LEAST_1, default=1, metavar="N", help="Expert degree, inside of --dp [1].")
-@click.option(
-    "--virtual-stages", type=_AT_LEAST_1, default=1, metavar="N", help="Model parts on each stage [1]."
-)
-@click.option(
-    "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved, zero_bubble, greedy."
-)
+@click.option("--virtual-stages", type=_AT_LEAST_1, default=1, metavar="N", help="Model parts on each stage [1].")
+@click.option("--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved, zero_bubble, greedy.")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
 @click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="What replicas share [0].")
 @click.option("--sequence-parallel", is_flag=True, help="The tensor group divides norms and dropouts too.")
 @click.option("--precision", default="bf16", metavar="NAME", help="fp32, fp16, bf16, fp8 or fp64 [bf16].")
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
 @click.option("--layers-per-stage", type=Numbers(), metavar="N,N,...", help="Layers of each stage [even].")
-@click.option(
-    "--balance", type=click.Choice(["even", "speed"]), default="even", help="Unlike devices [even]."
-)
+@click.option("--balance", type=click.Choice(["even", "speed"]), default="even", help="Unlike devices [even].")
 @click.option("--device-order", type=Numbers(), metavar="R,R,...", help="Ranks of the cluster, in the layout's order.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @verbosity_options
