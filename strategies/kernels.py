@@ -375,6 +375,39 @@ def _dropout(recorder: _Recorder, x: Tensor, p: float, train: bool) -> Tensor:
     return aten.native_dropout.default(x, p, True)[0] if train and p else x
 
 
+class _RMSNorm(torch.autograd.Function):
+    """A fused norm: keeps its input, its weight and a statistic for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int, recorder: _Recorder) -> Tensor:
+        result = torch.empty_like(x)
+        statistic = x.new_empty(x.numel() // width, dtype=torch.float32)
+        given = [x] if weight is None else [x, weight]
+        ctx.save_for_backward(*given, statistic)
+        ctx.recorder = recorder
+        read, written = recorder.traffic(given), recorder.traffic([result, statistic])
+        recorder.add(name="aten._fused_rms_norm", kind="memory", dims=(), flops=0, read=read, written=written)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        tensors, recorder = ctx.saved_tensors, ctx.recorder
+        grads = [torch.empty_like(x) for x in tensors[:-1]]
+        read, written = recorder.traffic([*tensors, grad]), recorder.traffic(grads)
+        recorder.add(name="aten._fused_rms_norm_backward", kind="memory", dims=(), flops=0, read=read, written=written)
+        return grads[0], grads[1] if len(grads) > 1 else None, None, None
+
+
+def _rms_norm(
+    recorder: _Recorder,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    return _RMSNorm.apply(x, weight, prod(normalized_shape), recorder)
+
+
 class _Grouped(torch.autograd.Function):
     """Rows times the matrix of their group, each matrix read once."""
 
@@ -423,6 +456,7 @@ def _products(
 _FUSED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.dropout.default: _dropout,
+    aten.rms_norm.default: _rms_norm,
     product_of_groups: _products,
 }
 

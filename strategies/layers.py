@@ -32,7 +32,7 @@ from whale.strategies.placing import Report, StageProblem, batch_placeholders, p
 from whale.strategies.sharding import Prices
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LayeredModel", "at_rows", "layered"]
+__all__ = ["LayeredModel", "at_rows", "layered", "default_dtype"]
 
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, for whoever costs a layer to rewrite as sequence parallelism does."""
@@ -142,7 +142,7 @@ def _layered(
     model: nn.Module, batch: Batch, rows: tuple[int, ...], dtype: torch.dtype | None, loss_fn: Callable[..., Any] | None
 ) -> LayeredModel:
     batch = _converted(batch, dtype)
-    with _default_dtype(dtype):
+    with default_dtype(dtype):
         captured = capture(model, batch, loss_fn=loss_fn)
     recognize_masks(captured)
     if ungroup(captured.graph):
@@ -202,7 +202,7 @@ def _blank(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Let tensors that a model makes without a number type have this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)

@@ -21,7 +21,7 @@ from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
 from whale.strategies.kernels import Kept, KernelRun, Trace, Traffic, trace
-from whale.strategies.layers import LayeredModel, layered
+from whale.strategies.layers import LayeredModel, default_dtype, layered
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.regions import attention_cores, expert_operators
 
@@ -145,16 +145,17 @@ class _KindCosts:
 
     def measure(self, degree: int) -> None:
         """Trace the layer split over so many devices."""
-        self.traces[degree] = [
-            trace(
-                model.captured,
-                model.place(self.kind, degree),
-                model.program(self.kind, degree, rows),
-                model.rows.index(rows),
-                self.dtype,
-            )
-            for rows, model in self.models.items()
-        ]
+        with default_dtype(self.dtype):  # as it was captured: what a model makes as it goes has no other hint
+            self.traces[degree] = [
+                trace(
+                    model.captured,
+                    model.place(self.kind, degree),
+                    model.program(self.kind, degree, rows),
+                    model.rows.index(rows),
+                    self.dtype,
+                )
+                for rows, model in self.models.items()
+            ]
 
     @property
     def keeps_input(self) -> bool:
