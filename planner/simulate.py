@@ -181,5 +181,9 @@ def check_workload(workload: Workload) -> None:
     for index, reduction in enumerate(workload.reductions):
         if any(stage >= len(workload.stages) for stage in reduction.stages) or not reduction.stages:
             raise UsageError(f"reduction {index} of the workload is of stages {list(reduction.stages)}")
+        owners = {rank for stage in reduction.stages for rank in workload.stages[stage].ranks}
+        if not set(reduction.ranks) <= owners:
+            others = sorted(set(reduction.ranks) - owners)
+            raise UsageError(f"reduction {index} of the workload is over ranks {others}, which have none of its stages")
     if workload.update and len(workload.update) != workload.world_size:
         raise UsageError(f"'update' of the workload needs {workload.world_size} entries, not {len(workload.update)}")
