@@ -14,7 +14,7 @@ from whale.ir.cluster import DTYPES, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.links import LinkKind, link_kinds, read_table
 
-__all__ = ["ALIASES", "built_in_links", "device_types", "device_types_with"]
+__all__ = ["ALIASES", "built_in_links", "device_types", "device_types_with", "sources"]
 
 ALIASES: Mapping[str, str] = {
     "A100-40": "A100-SXM4-40GB",
@@ -58,6 +58,14 @@ def device_types() -> Mapping[str, DeviceType]:
             intra_node=Link(bandwidth=bandwidth, latency=kind.latency),
         )
     return MappingProxyType(found)
+
+
+@cache
+def sources() -> Mapping[str, str]:
+    """For every known device type where its figures are from, and what to know of them."""
+    return MappingProxyType(
+        {row["gpu"]: "; ".join(filter(None, (row["confidence"], row["notes"]))) for row in read_table("gpus.csv")}
+    )
 
 
 def device_types_with(profile: ModelProfile) -> Mapping[str, DeviceType]:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 import whale
+from whale.cli.machine import device_links, network_adapters
 from whale.cli.options import verbosity_options
 
 _PACKAGES = ("torch", "numpy", "networkx", "pydantic", "safetensors", "transformers")
@@ -20,15 +21,25 @@ _GIB = 2**30
 
 
 @click.command()
+@click.option("--cluster", "cluster_file", metavar="FILE", help="Show what this cluster file says, not this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
-def doctor(as_json: bool) -> None:
-    """Report Python, torch, devices, communication backends, cores and memory."""
+def doctor(cluster_file: str | None, as_json: bool) -> None:
+    """Report Python, torch, devices and their links, communication backends, cores and memory.
+
+    With --cluster: the nodes, devices and links of a cluster file, where their figures are from, and what the planner
+    makes of them.
+    """
+    if cluster_file is not None:
+        from whale.cli.cluster_report import cluster_data, cluster_text
+        from whale.ir.cluster import Cluster
+        from whale.planner.catalog import device_types
+
+        data = {"file": cluster_file, **cluster_data(Cluster.load(cluster_file, catalog=device_types()))}
+        click.echo(json.dumps(data, indent=2) if as_json else cluster_text(data))
+        return
     report = examine()
-    if as_json:
-        click.echo(json.dumps(report, indent=2, sort_keys=True))
-    else:
-        click.echo(_as_text(report))
+    click.echo(json.dumps(report, indent=2, sort_keys=True) if as_json else _as_text(report))
 
 
 def examine() -> dict[str, Any]:
@@ -36,8 +47,8 @@ def examine() -> dict[str, Any]:
 
     Returns:
         A value that JSON can hold, with the keys ``whale``, ``python``, ``platform``, ``packages``, ``torch``,
-        ``devices``, ``backends``, ``cores``, ``memory_bytes``, ``environment`` and ``problems`` (sentences, empty
-        when all is well).
+        ``devices``, ``links`` (between CUDA devices), ``network``, ``backends``, ``cores``, ``memory_bytes``,
+        ``environment`` and ``problems`` (sentences, empty when all is well).
     """
     problems: list[str] = []
     report: dict[str, Any] = {
@@ -51,6 +62,8 @@ def examine() -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in _LAUNCH_VARIABLES if name in os.environ},
         "torch": None,
         "devices": [],
+        "links": [],
+        "network": network_adapters(),
         "backends": {},
         "problems": problems,
     }
@@ -71,6 +84,7 @@ def examine() -> dict[str, Any]:
     else:
         problems.append("this build of torch has no torch.distributed: only one process can train")
     report["devices"] = _cuda_devices(problems)
+    report["links"] = device_links(len(report["devices"]), problems)
     if report["devices"] and not report["backends"].get("nccl", False):
         problems.append("there are CUDA devices, but this build of torch has no NCCL")
     return report
@@ -141,6 +155,8 @@ def _as_text(report: dict[str, Any]) -> str:
         (f"device cuda:{device['index']}", f"{device['name']}, {device['memory_bytes'] / _GIB:.1f} GiB")
         for device in report["devices"]
     ]
+    rows += [(f"link {first}-{second}", how) for (first, second), how in map(_link, report["links"])]
+    rows += [(f"network {adapter['name']}", _speed(adapter)) for adapter in report["network"]]
     if not report["devices"]:
         rows.append(("devices", "no accelerator; the CPU is used"))
     rows.append(("cores", f"{cores['usable']} usable of {cores['present']}"))
@@ -150,3 +166,14 @@ def _as_text(report: dict[str, Any]) -> str:
     rows += [("problem", problem) for problem in report["problems"]]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _link(link: dict[str, Any]) -> tuple[list[int], str]:
+    nvlinks = link["nvlinks"]
+    how = "peer access" if link["peer_access"] else "no peer access: through the host"
+    return link["devices"], f"{nvlinks} x NVLink, {how}" if nvlinks else how
+
+
+def _speed(adapter: dict[str, Any]) -> str:
+    speed = adapter["bits_per_second"]
+    return f"{adapter['kind']}, {'speed not told' if speed is None else f'{speed / 1e9:g} Gbit/s'}"

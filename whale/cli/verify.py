@@ -17,6 +17,7 @@ import click
 
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import note, verbosity_options
+from whale.cli.tables import cell_text, text_table
 
 EXIT_NOT_EQUAL = 1
 
@@ -81,12 +82,14 @@ def as_text(report: Mapping[str, Any]) -> str:
     parts = []
     for name, value in tables.items():
         if isinstance(value, Mapping):
-            parts.append(_table(name, ["name", "value"], [[key, item] for key, item in value.items()]))
+            parts.append(text_table(name, ["name", "value"], [[key, item] for key, item in value.items()]))
         else:
-            parts.append(_table(name, list(value[0]), [list(row.values()) for row in value]))
+            parts.append(text_table(name, list(value[0]), [list(row.values()) for row in value]))
     if single:
         width = max(len(name) for name in single)
-        parts.append("\n".join(f"{name.replace('_', ' '):<{width}}  {_cell(value)}" for name, value in single.items()))
+        parts.append(
+            "\n".join(f"{name.replace('_', ' '):<{width}}  {cell_text(value)}" for name, value in single.items())
+        )
     if "passed" in report:
         parts.append("parity: " + ("ok" if report["passed"] else "NOT EQUAL"))
     return "\n\n".join(parts)
@@ -96,22 +99,3 @@ def _is_table(value: Any) -> bool:
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], Mapping)
-
-
-def _table(title: str, columns: list[str], rows: list[list[Any]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title.replace("_", " "), title_justify="left", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column.replace("_", " "), justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row))
-    console = Console(width=1000, no_color=True, force_terminal=False)  # never wrap: a table may go into a file
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,183 @@
+"""What a cluster file says, and what the planner makes of it: nodes, devices, links, and some collectives over them.
+
+For ``whale doctor --cluster``. It loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from whale.cli.tables import text_table
+from whale.errors import WhaleError
+from whale.ir.cluster import Cluster, DeviceType, Link, Node
+from whale.planner.catalog import device_types, sources
+from whale.planner.communication import collective
+from whale.planner.links import LinkKind
+from whale.planner.topology import Topology
+
+__all__ = ["cluster_data", "cluster_text"]
+
+PRICED_BYTES = 2**28
+"""Of the collectives that are shown: 256 MiB, a usual bucket of gradients or more."""
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as a value that JSON can hold; bytes, seconds, FLOP/s.
+
+    ``nodes`` has one entry for each run of equal nodes, ``device_types`` says where its figures are from.
+    """
+    topology = Topology.of(cluster)
+    types = {device.type.name: device.type for device in cluster.devices}
+    return {
+        "num_nodes": len(cluster.nodes),
+        "num_devices": len(cluster.devices),
+        "nodes": list(_nodes(topology)),
+        "device_types": [_type(type_) for type_ in types.values()],
+        "collectives": list(_collectives(topology)),
+    }
+
+
+def _nodes(topology: Topology) -> Iterator[dict[str, Any]]:
+    devices = topology.cluster.devices
+
+    def likeness(node: Node) -> tuple[Any, ...]:
+        return [devices[rank].type.name for rank in node.ranks], node.intra, node.inter
+
+    for _, run in groupby(topology.cluster.nodes, key=likeness):
+        nodes = list(run)
+        first, own = nodes[0], devices[nodes[0].ranks[0]].type.intra_node
+        yield {
+            "count": len(nodes),
+            "names": [first.name] if len(nodes) == 1 else [first.name, nodes[-1].name],
+            "ranks": [first.ranks[0], nodes[-1].ranks[-1]],
+            "devices": len(first.ranks),
+            "device_types": sorted({devices[rank].type.name for rank in first.ranks}),
+            "intra_node": first.intra
+            and {
+                **_link(first.intra, topology.intra_kind(first)),
+                "source": "known of the device type" if first.intra == own else "the file",
+            },
+            "inter_node": first.inter
+            and {
+                **_link(first.inter, topology.inter_kind(first)),
+                "adapters": first.inter.num_adapters,
+                "source": "the file",
+            },
+        }
+
+
+def _link(link: Link, kind: LinkKind) -> dict[str, Any]:
+    return {
+        "bandwidth": link.bandwidth,
+        "latency": link.latency,
+        "kind": kind.name,
+        "large_messages_reach": link.bandwidth * kind.efficiency,
+    }
+
+
+def _type(type_: DeviceType) -> dict[str, Any]:
+    known = device_types().get(type_.name) == type_
+    return {
+        "name": type_.name,
+        "memory_bytes": type_.memory_bytes,
+        "memory_bandwidth": type_.memory_bandwidth,
+        "speed": dict(type_.rates),
+        "source": f"catalog: {sources()[type_.name]}" if known else "the file",
+    }
+
+
+def _collectives(topology: Topology) -> Iterator[dict[str, Any]]:
+    """An all-reduce within the first node, between one device of each node, and over all devices."""
+    nodes = topology.cluster.nodes
+    groups = {
+        "the devices of a node": nodes[0].ranks,
+        "a device of each node": tuple(node.ranks[0] for node in nodes),
+        "all devices": tuple(range(len(topology.cluster.devices))),
+    }
+    priced: set[tuple[int, ...]] = set()
+    for name, ranks in groups.items():
+        if len(ranks) == 1 or ranks in priced:
+            continue
+        priced.add(ranks)
+        try:
+            cost = collective(topology, "all_reduce", ranks, PRICED_BYTES)
+        except WhaleError:  # a cluster of which not all links are known
+            continue
+        yield {
+            "operation": "all_reduce",
+            "bytes": PRICED_BYTES,
+            "group": name,
+            "num_ranks": len(ranks),
+            "seconds": cost.seconds,
+            "seconds_interval": list(cost.interval),
+            "algorithm": cost.algorithm,
+            "bottleneck": cost.bottleneck,
+        }
+
+
+def cluster_text(data: dict[str, Any]) -> str:
+    """What `cluster_data` says, as tables."""
+    nodes = [
+        [
+            " to ".join(entry["names"]),
+            entry["count"],
+            "-".join(map(str, dict.fromkeys(entry["ranks"]))),
+            f"{entry['devices']} x {', '.join(entry['device_types'])}",
+        ]
+        for entry in data["nodes"]
+    ]
+    links = [
+        [
+            " to ".join(entry["names"]),
+            where.replace("_", " "),
+            f"{link['bandwidth'] / 1e9:g} GB/s",
+            f"{link['latency'] * 1e6:g} us",
+            link.get("adapters", ""),
+            link["kind"],
+            f"{link['large_messages_reach'] / 1e9:.4g} GB/s",
+            link["source"],
+        ]
+        for entry in data["nodes"]
+        for where in ("intra_node", "inter_node")
+        if (link := entry[where]) is not None
+    ]
+    types = [
+        [
+            entry["name"],
+            f"{entry['memory_bytes'] / 2**30:g} GiB",
+            f"{entry['memory_bandwidth'] / 1e9:g} GB/s",
+            ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in sorted(entry["speed"].items())),
+            entry["source"],
+        ]
+        for entry in data["device_types"]
+    ]
+    collectives = [
+        [
+            entry["group"],
+            entry["num_ranks"],
+            f"{entry['seconds'] * 1e3:.3g} ms",
+            " to ".join(f"{seconds * 1e3:.3g}" for seconds in entry["seconds_interval"]) + " ms",
+            entry["algorithm"],
+            entry["bottleneck"],
+        ]
+        for entry in data["collectives"]
+    ]
+    parts = [
+        text_table(
+            f"cluster: {data['num_nodes']} nodes, {data['num_devices']} devices",
+            ["nodes", "count", "ranks", "devices"],
+            nodes,
+        ),
+        text_table(
+            "devices", ["type", "memory", "memory bandwidth", "TFLOP/s without sparsity", "figures from"], types
+        ),
+    ]
+    if links:
+        columns = ["nodes", "link", "bandwidth", "latency", "adapters", "kind", "large messages reach", "from"]
+        parts.append(text_table("links, in one direction", columns, links))
+    if collectives:
+        columns = ["all-reduce of 256 MiB over", "ranks", "predicted", "interval", "algorithm", "bottleneck"]
+        parts.append(text_table("communication", columns, collectives))
+    return "\n\n".join(parts)

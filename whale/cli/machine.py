@@ -1,0 +1,93 @@
+"""How the devices of this machine hang together, as far as it tells without measuring: peer access and NVLink between
+CUDA devices, and the speeds of its network adapters. torch is loaded only where there are CUDA devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["device_links", "network_adapters"]
+
+SYSTEM = Path("/sys/class")
+
+
+def device_links(num_devices: int, problems: list[str]) -> list[dict[str, Any]]:
+    """For each pair of CUDA devices whether they copy directly to each other, and over how many NVLinks.
+
+    ``nvlinks`` is None where this build of torch cannot tell. What fails is added to *problems*.
+    """
+    if num_devices < 2:
+        return []
+    import torch
+
+    nvlinks = _nvlinks()
+    links = []
+    try:
+        for first in range(num_devices):
+            for second in range(first + 1, num_devices):
+                links.append(
+                    {
+                        "devices": [first, second],
+                        "peer_access": torch.cuda.can_device_access_peer(first, second),
+                        "nvlinks": None if nvlinks is None else nvlinks[first][second],
+                    }
+                )
+    except RuntimeError as error:
+        problems.append(f"peer access between CUDA devices cannot be read: {error}")
+    return links
+
+
+def _nvlinks() -> list[list[int]] | None:
+    """How many NVLinks join each pair; None where torch does not tell (it has no public function for it)."""
+    try:
+        import torch._C._distributed_c10d as c10d
+        from torch._C._autograd import DeviceType
+
+        return [list(row) for row in getattr(c10d, "_detect_dma_connectivity")(DeviceType.CUDA, "nvlink").matrix]  # noqa: B009
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+
+
+def network_adapters(system: Path = SYSTEM) -> list[dict[str, Any]]:
+    """Network interfaces that are up, and InfiniBand or RoCE ports, with their bits per second (None: not told).
+
+    Linux only; elsewhere the list is empty. *system* stands in for ``/sys/class``.
+    """
+    adapters: list[dict[str, Any]] = []
+    for folder in _folders(system / "net"):
+        if folder.name == "lo" or _text(folder / "operstate") == "down":
+            continue
+        megabits = _text(folder / "speed")
+        known = megabits.isdecimal() and int(megabits) > 0
+        adapters.append(
+            {"name": folder.name, "kind": "ethernet", "bits_per_second": int(megabits) * 10**6 if known else None}
+        )
+    for port in (port for device in _folders(system / "infiniband") for port in _folders(device / "ports")):
+        if "ACTIVE" not in _text(port / "state"):
+            continue
+        gigabits = _text(port / "rate").partition(" ")[0]  # such as "200 Gb/sec (4X HDR)"
+        rate = round(float(gigabits) * 10**9) if gigabits.replace(".", "", 1).isdecimal() else None
+        adapters.append(
+            {
+                "name": f"{port.parent.parent.name}:{port.name}",
+                "kind": _text(port / "link_layer").lower() or "rdma",
+                "bits_per_second": rate,
+            }
+        )
+    return adapters
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel says; empty where it says nothing (an interface that is down has no speed)."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
