@@ -29,11 +29,12 @@ from whale.ir.cluster import Cluster
 from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
 from whale.ir.plan import Plan
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
-from whale.ir.schedule import Order
+from whale.ir.schedule import Order, Task
 from whale.ir.strategy import Strategy
 from whale.planner.orders import schedule_order
 from whale.planner.place import Assignment, StageRequest, place, place_interleaved
 from whale.planner.planned import place_as_planned
+from whale.planner.simulate import check_workload, hop_seconds, task_seconds
 from whale.runtime.module import Shard
 from whale.runtime.random import Clock
 from whale.runtime.reduce import bucketize
@@ -255,7 +256,8 @@ def compile_model(
         _check_units(analysis, stages, options.plan)
     edges = _edges(analysis, cut, stages, len(rows))
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
-    order = schedule_order(options.schedule, len(stages), len(rows), tuple(frozenset(s.mesh.ranks) for s in stages))
+    sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
+    order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
     compilation = Compilation(
         captured=captured,
         partition=cut,
@@ -318,6 +320,16 @@ def _rows(analysis: Analysis, options: Options, per_micro_batch: int | None) -> 
         nearest = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
         raise UsageError(f"micro_batches={count} does not divide the batch of {units} rows; use {nearest}")
     return (units // count,) * count
+
+
+def _times(plan: Plan | None, num_stages: int) -> tuple[Callable[[Task], float], float] | tuple[()]:
+    """How long tasks and hops take, where the plan says it: some schedules depend on it, and the simulated order is
+    the one to run."""
+    workload = plan.workload if plan is not None else None
+    if workload is None or len(workload.stages) != num_stages:
+        return ()
+    check_workload(workload)
+    return task_seconds(workload), hop_seconds(workload)
 
 
 def _place_stages(

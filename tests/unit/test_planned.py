@@ -11,10 +11,12 @@ import torch
 
 import whale
 from tests.small_models import decoder, tokens
+from tests.workloads import chain_workload
 from whale.compiler import Compilation, Options, compile_model
 from whale.errors import PlanMismatchError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.plan import Plan
+from whale.ir.schedule import peak_in_flight
 
 TWO_STAGES: dict[str, Any] = {
     "world_size": 3,
@@ -139,3 +141,10 @@ def test_a_cluster_around_a_stage_must_hold_the_ranks_of_the_plan() -> None:
             device="cpu",
             training=True,
         )
+
+
+def test_a_schedule_that_depends_on_times_takes_those_of_the_plan() -> None:
+    plan = changed("annotations", to={}).model_copy(update={"micro_batches": 8, "schedule": "1f1b_deep"})
+    slow_hops = plan.model_copy(update={"workload": chain_workload(2, 8, latency=3.0)})
+    kept = [peak_in_flight(compiled(each, Cluster.homogeneous(3)).order) for each in (plan, slow_hops)]
+    assert kept == [{0: 3, 1: 1}, {0: 4, 1: 1}]
