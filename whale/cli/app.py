@@ -83,11 +83,10 @@ def _tell_launcher(error: BaseException, message: str) -> None:
 @click.group(cls=WhaleGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(whale.__version__, prog_name="whale")
 def app() -> None:
-    r"""Annotate a local PyTorch model in a few lines and train it in parallel.
+    """Annotate a local PyTorch model in a few lines and train it in parallel.
 
     Results go to stdout (--json for their machine form), notes and errors to stderr.
 
-    \b
     Exit codes: 0 done, 1 a fault of ours, 2 usage, 3 a bad input file, 4 infeasible,
     5 a damaged checkpoint, 6 a worker failed, 130 interrupted.
     """
