@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from harness import over_ranks, report, table
+from harness import in_turns, report, table
 from models import batch, gpt2
 from pipeline import Part, by_hand, next_token_loss, step_by_hand
 from testbed import Description, Testbed
@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import whale
-from whale.planner.orders import schedule_order, timeline
+from whale.ir.workload import Boundary, LinkTime, StageWork, Transfer, Workload
+from whale.planner.simulate import simulate
 
 BED = """
 [links]
@@ -116,21 +117,6 @@ def on_a_rank(options: argparse.Namespace) -> None:
         print(json.dumps({"case": case, "ideal": ideal, "seconds": seconds}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def in_turns(sides: Sides, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step of each side, of the slowest rank; the side that begins a turn changes."""
-    for side in sides.values():
-        side()
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for turn in range(repeats):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            sides[name]()
-            found[name].append(over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX))
-    return found
 
 
 def step_of(model: nn.Module, whole: dict[str, Tensor], *, balanced: bool, **options: Any) -> Callable[[], object]:
@@ -219,13 +205,26 @@ Times = list[dict[str, list[float]]]
 def ideal_seconds(cut: Sequence[int], times: Times, micro_batches: int) -> float:
     """Seconds of a step of 1F1B with that cut, with no communication."""
     last = len(cut) - 1
-    of_stage = []
+    stages, boundaries, links = [], [], []
     for stage, layers in enumerate(cut):
         parts = [("block", layers), ("embedding", stage == 0), ("head", stage == last)]
-        of_stage.append([sum(count * times[stage][name][kind] for name, count in parts) for kind in (0, 1)])
-    devices = [frozenset({stage}) for stage in range(len(cut))]
-    order = schedule_order("1f1b", len(cut), micro_batches)
-    return max(end for _, end in timeline(order, devices, lambda t: of_stage[t.stage][t.kind == "B"]).values())
+        forward, backward = (sum(count * times[stage][name][kind] for name, count in parts) for kind in (0, 1))
+        work = {"forward": (forward,), "backward": (backward,), "weights": (0.0,), "kept_bytes": (0,)}
+        stages.append(StageWork(ranks=(stage,), **work))
+        if stage < last:
+            there, back = (stage, stage + 1), (stage + 1, stage)
+            forward, backward = ((Transfer(source=a, target=b, bytes=0),) for a, b in (there, back))
+            boundaries.append(Boundary(source_stage=stage, target_stage=stage + 1, forward=forward, backward=backward))
+            links += [LinkTime(source=a, target=b, latency=0.0, bandwidth=1e12) for a, b in (there, back)]
+    return simulate(
+        Workload(
+            world_size=len(cut),
+            micro_batches=micro_batches,
+            stages=tuple(stages),
+            boundaries=tuple(boundaries),
+            links=tuple(links),
+        )
+    ).step_seconds
 
 
 def layer_times(model: nn.Module, part: dict[str, Tensor], seconds: float = 3.0) -> Times:

@@ -1,7 +1,7 @@
-"""What the benchmarks share: two gloo ranks, two ways of doing one step side by side, and a table.
+"""What the benchmarks share: two gloo ranks, ways of doing one step side by side, and a table.
 
-Steps of both sides alternate in the same processes, in changing order, so that whatever else the machine does falls on
-both. Only ratios mean something on a shared machine; the seconds are printed to show the scale.
+Steps of all sides alternate in the same processes, in changing order, so that whatever else the machine does falls on
+all. Only ratios mean something on a shared machine; the seconds are printed to show the scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +119,21 @@ def side_by_side(
     ratios = [statistics.median(a / b for a, b in zip(of[0], of[1], strict=True)) for of in (wall, busy)]
     medians = [statistics.median(wall[side]) for side in (0, 1)]
     return Row(case, *medians, target, ratio_median=ratios[0], processor_ratio=ratios[1])
+
+
+def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step of each side, of the slowest rank; the side that begins a turn changes."""
+    for side in sides.values():
+        side()
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(repeats):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            sides[name]()
+            found[name].append(over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX))
+    return found
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

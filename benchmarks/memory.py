@@ -1,90 +1,26 @@
 """Does a rank need more memory for tensors than with torch's own parallelism? Two ranks, forward and backward.
 
-Live bytes are those of every tensor storage, with the parameters and what the other side keeps for itself; counted
-operator by operator, so what an operator holds within itself is not seen. A step's peak is taken five times after the
-first step, and the least counts, because a thread of gloo may hold a buffer for some milliseconds after its use. The
-peak is the larger of the two ranks, and for the pipeline also each of them. The torch sides are those of the speed
-benchmarks.
+Live bytes are those of every tensor storage, with the parameters and what the other side keeps for itself. A step's
+peak is taken five times after the first step, and the least counts, because a thread of gloo may hold a buffer for some
+milliseconds after its use. The peak is the larger of the two ranks, and for the pipeline also each of them. The torch
+sides are those of the speed benchmarks.
 """
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from harness import HEAD, Row, arguments, on_two_ranks, over_ranks, report, table
+from live_bytes import LiveBytes, living, peak_of
 from models import batch, gpt2, llama
 from pipeline import MICRO_BATCHES, by_hand, step_by_hand
 from tensor_parallel import megatron
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
-
-Step = Callable[[], object]
-
-
-def living() -> dict[int, Tensor]:
-    """Every tensor that Python knows, by its storage."""
-    gc.collect()
-    found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
-    found += [x.grad for x in found if x.grad is not None]
-    return {x.untyped_storage()._cdata: x for x in found if x.device.type == "cpu"}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that live: those there at the start, but for *others*, and those that operators make."""
-
-    def __init__(self, others: frozenset[int]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, Any] = {}
-        for key, tensor in living().items():
-            if key not in others:
-                self._add(tensor)
-
-    def _add(self, tensor: Tensor) -> None:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes()
-
-        def gone(_: object) -> None:
-            self.now -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it runs operators on its local tensors, which come here
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
-        return result
-
-
-def peak_of(step: Step, live: LiveBytes) -> int:
-    step()
-    gc.collect()
-    peaks = []
-    for _ in range(5):
-        live.peak = live.now
-        step()
-        peaks.append(live.peak)
-    return min(peaks)
 
 
 def whale_peak(

@@ -81,12 +81,11 @@ def _table(description: Description) -> str:
 
 
 def main() -> int:
-    """Run the command line; a failure ends in one message, after the last lines of the rank that failed."""
+    """Run the command line; a failure ends in one message, with the last lines of the rank that failed."""
     warnings.showwarning = lambda message, *_: click.echo(f"testbed: warning: {message}", err=True)  # type: ignore[assignment]
     try:
         app.main(prog_name="python -m benchmarks.testbed", standalone_mode=False)
     except (RankFailed, TimedOut) as error:
-        click.echo(error.tail, err=True)
         click.echo(f"testbed: {error}", err=True)
         return error.rank_exit_code if isinstance(error, RankFailed) else EXIT_TIMED_OUT
     except WhaleError as error:

@@ -58,16 +58,12 @@ class RankFailed(WorkerError):
     """
 
     def __init__(self, rank: int, rank_exit_code: int, tail: str, reason: str = "") -> None:
-        super().__init__(f"rank {rank} failed with exit code {rank_exit_code}{reason}")
+        super().__init__(f"rank {rank} failed with exit code {rank_exit_code}{reason}; its last lines:\n{tail}")
         self.rank, self.rank_exit_code, self.tail = rank, rank_exit_code, tail
 
 
 class TimedOut(WorkerError):
-    """The command took longer than allowed; ``tail`` has the last lines of the first rank that was still running."""
-
-    def __init__(self, message: str, tail: str) -> None:
-        super().__init__(message)
-        self.tail = tail
+    """The command took longer than allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +206,8 @@ class Testbed:
     def _timeout(self, ranks: Sequence[_Rank], seconds: float | None) -> TimedOut:
         running = [rank for rank in ranks if rank.process.returncode is None]
         which = ", ".join(str(rank.device.rank) for rank in running)
-        return TimedOut(f"not done within {seconds:g} s; running still: rank {which}", "\n".join(running[0].tail))
+        tail = "\n".join(running[0].tail)
+        return TimedOut(f"not done within {seconds:g} s; running still: rank {which}; last lines of the first:\n{tail}")
 
     def _handle_signals(self) -> None:
         """Let SIGTERM and SIGHUP unwind the stack, so that everything is torn down; a signal's handler is only the main

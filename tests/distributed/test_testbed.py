@@ -139,5 +139,5 @@ def test_a_failure_is_the_last_on_the_screen_and_its_code_is_kept(tmp_path: Path
     process, name = _start_command(tmp_path, "sh", "-c", "test $RANK = 0 && exec sleep 60; echo went wrong >&2; exit 9")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 9
-    assert errors.splitlines()[-2:] == ["went wrong", "testbed: rank 1 failed with exit code 9"]
+    assert errors.splitlines()[-2:] == ["testbed: rank 1 failed with exit code 9; its last lines:", "went wrong"]
     assert not _traces(name)

@@ -1,0 +1,62 @@
+"""The models of the benchmark of predictions, annotated in every way that it runs them.
+
+whale plan --model benchmarks/layouts.py:gpt --set layout=pp4 ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models import WORDS, gpt2
+from torch import Tensor, nn
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import whale
+
+GPT_LAYERS, GPT_WIDTH, GPT_LENGTH = 12, 256, 128
+CLASSES, SIDE = 100, 64
+
+
+def block(index: int) -> str:
+    return f"transformer.h.{index}"
+
+
+GPT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {"": whale.replicate()},
+    "tp": {"": whale.split()},
+    # 2:2:1:1, 3:2:1 and 2:1 are the speeds of the devices
+    "pp4": {block(0): whale.stage(), block(4): whale.stage(), block(8): whale.stage(), block(10): whale.stage()},
+    "pp3": {block(0): whale.stage(), block(6): whale.stage(), block(10): whale.stage()},
+    "pp2": {block(0): whale.stage(), block(8): whale.stage()},
+    "tp-pp": {block(0): [whale.stage(2), whale.split()], block(8): [whale.stage(2), whale.split()]},
+    "dp-pp": {block(0): [whale.stage(2), whale.replicate()], block(8): [whale.stage(2), whale.replicate()]},
+}
+RESNET_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {"": whale.replicate()},
+    "pp2": {"resnet.embedder": whale.stage(), "resnet.encoder.stages.2": whale.stage()},
+}
+
+
+def gpt(
+    layout: str = "dp",
+    layers: int = GPT_LAYERS,
+    width: int = GPT_WIDTH,
+    length: int = GPT_LENGTH,
+    batch_size: int = 24,
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = gpt2(layers=layers, width=width, length=length)
+    whale.annotate(model, GPT_LAYOUTS[layout])
+    tokens = torch.randint(WORDS, (batch_size, length))
+    return model, {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def resnet(layout: str = "dp", side: int = SIDE, batch_size: int = 48) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    config = ResNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2], layer_type="basic", num_labels=CLASSES
+    )
+    model = ResNetForImageClassification(config)
+    whale.annotate(model, RESNET_LAYOUTS[layout])
+    pixels, labels = torch.randn(batch_size, 3, side, side), torch.randint(CLASSES, (batch_size,))
+    return model, {"pixel_values": pixels, "labels": labels}

@@ -1,0 +1,76 @@
+"""Counting the bytes of tensors that live: every storage there is at the start, and every one that operators make.
+
+Counted operator by operator, so what an operator holds within itself is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Step = Callable[[], object]
+
+
+def living() -> dict[int, Tensor]:
+    """Every tensor that Python knows, by its storage."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    found += [x.grad for x in found if x.grad is not None]
+    return {x.untyped_storage()._cdata: x for x in found if x.device.type == "cpu"}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that live: those there at the start, but for *others*, and those that operators make."""
+
+    def __init__(self, others: frozenset[int]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}
+        for key, tensor in living().items():
+            if key not in others:
+                self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it runs operators on its local tensors, which come here
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return result
+
+
+def peak_of(step: Step, live: LiveBytes) -> int:
+    """The peak of a step after the first; the least of five, for a thread of gloo may hold a buffer a little longer."""
+    step()
+    gc.collect()
+    peaks = []
+    for _ in range(5):
+        live.peak = live.now
+        step()
+        peaks.append(live.peak)
+    return min(peaks)

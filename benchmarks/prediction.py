@@ -1,0 +1,281 @@
+"""Does a step take what its plan predicts? Plans of a GPT and a ResNet on devices of two and three speeds and two rates
+of links, all on the testbed.
+
+    sudo python benchmarks/prediction.py               # about ten minutes, on a machine that does nothing else
+    sudo python benchmarks/prediction.py --trial       # small models and quotas: only to see that it runs
+
+On each testbed ``whale profile`` measures devices, links and the models' layers; ``whale plan`` makes the plans, with
+their predictions, before any of them has run; then the plans run as they are, their steps in turn in the same
+processes. A step is forward, backward and AdamW. Measured is the median; the noise is how far the medians of the first
+and of the second half of the steps lie apart. Bytes are those of every living tensor, counted operator by operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from balance_pays import in_turns
+from harness import report, table
+from live_bytes import LiveBytes, living
+from testbed import Description, Testbed
+
+import whale
+
+LAYOUTS = Path(__file__).with_name("layouts.py")
+MEAN_ERROR, WORST_ERROR, BYTES_ERROR = 0.05, 0.10, 0.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan: of a model in `layouts`, in one of its layouts."""
+
+    model: str
+    layout: str
+    micro_batches: int = 1
+    settings: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.layout}"
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Devices, by their parts of a core, each on a node of its own; the rate of links; and what runs there."""
+
+    cores: tuple[float, ...]
+    rate: str
+    cases: tuple[Case, ...]
+
+    def description(self, scale: float) -> Description:
+        lines = ["[links]", f'inter_node = {{bandwidth = "{self.rate}"}}']
+        for cores in self.cores:
+            lines += ["[[nodes]]", f'device = "cpu-{round(100 * cores)}"']
+        lines.append("[device_types]")
+        for cores in dict.fromkeys(self.cores):
+            lines.append(f'cpu-{round(100 * cores)} = {{cores = {max(0.1, cores * scale):.3g}, memory = "4 GiB"}}')
+        return Description.parse("\n".join(lines))
+
+
+BEDS = {
+    "four": Bed(
+        (0.5, 0.5, 0.25, 0.25),
+        "1 Gbit/s",
+        (
+            Case("gpt", "dp"),
+            Case("gpt", "pp4", 12),
+            Case("gpt", "tp-pp", 4),
+            Case("gpt", "dp-pp", 4),
+            Case("resnet", "dp"),
+        ),
+    ),
+    "three": Bed((0.6, 0.4, 0.2), "200 Mbit/s", (Case("gpt", "dp"), Case("gpt", "pp3", 12), Case("resnet", "dp"))),
+    "two": Bed((0.8, 0.4), "1 Gbit/s", (Case("gpt", "tp", settings={"layers": 4}), Case("gpt", "pp2", 8))),
+}
+TRIAL = {"gpt": {"width": 64, "length": 32}, "resnet": {"side": 16}}
+HEAD = ("testbed", "plan", "predicted", "measured", "error", "noise", "bytes predicted / counted, all ranks")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="predicted against measured steps on emulated devices")
+    parser.add_argument("--repeats", type=int, default=8, help="timed steps of each plan")
+    parser.add_argument("--only", choices=list(BEDS), help="this testbed alone")
+    parser.add_argument("--trial", action="store_true", help="small models and quotas: the times mean nothing")
+    parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
+    parser.add_argument("--cases", help=argparse.SUPPRESS)  # for the ranks: what to run, as JSON
+    options = parser.parse_args()
+    if options.cases:
+        on_a_rank(json.loads(options.cases), options.repeats)
+        return
+    rows: list[tuple[str, ...]] = []
+    errors: list[float] = []
+    for name in [options.only] if options.only else BEDS:
+        for case, predicted, found in on_a_bed(BEDS[name], options):
+            error = abs(predicted["seconds"] / found["seconds"] - 1) if predicted else None
+            errors += [] if error is None else [error]
+            rows.append(row(BEDS[name], case, predicted, error, found))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    text = table(HEAD, rows)
+    if errors:
+        mean, worst = statistics.mean(errors), max(errors)
+        text += f"\n\nError of the step time: mean {mean:.1%} (wanted: {MEAN_ERROR:.0%}), worst {worst:.1%} (wanted: "
+        text += f"{WORST_ERROR:.0%}). Bytes are wanted between 0% and {BYTES_ERROR:.0%} above those counted."
+    report("prediction", options, text)
+
+
+def row(
+    bed: Bed, case: Case, predicted: Mapping[str, Any] | None, error: float | None, found: Mapping[str, Any]
+) -> tuple[str, ...]:
+    cells = [f"{', '.join(f'{cores:g}' for cores in bed.cores)} of a core, {bed.rate}", case.name]
+    cells.append(f"{predicted['seconds']:.3f} s" if predicted else "")
+    cells += [f"{found['seconds']:.3f} s", "" if error is None else f"{error:.1%}", f"{found['noise']:.1%}"]
+    if predicted:
+        ratios = [ours / counted - 1 for ours, counted in zip(predicted["bytes"], found["bytes"], strict=True)]
+        cells.append(", ".join(f"{ratio:+.1%}" for ratio in ratios))
+    else:
+        cells.append(f"({', '.join(f'{counted / 2**20:.1f} MiB' for counted in found['bytes'])})")
+    return tuple(cells)
+
+
+# --- on the testbed
+
+
+def on_a_bed(bed: Bed, options: argparse.Namespace) -> list[tuple[Case, Mapping[str, Any] | None, Mapping[str, Any]]]:
+    """Profile, plan and run; for each case the prediction (None where ``whale plan`` is not there) and what came."""
+    description = bed.description(0.4 if options.trial else 1)
+    with tempfile.TemporaryDirectory() as given, Testbed(description) as testbed:
+        folder = Path(given)
+        cluster = folder / "cluster.toml"
+        cluster.write_text(description.cluster_file())
+        plans = {}
+        if _has_verb("plan"):
+            for case in {case.model: case for case in bed.cases}.values():
+                measure_model(testbed, folder, case, options.trial)
+            plans = {case.name: make_plan(folder, case, options.trial) for case in bed.cases}
+        cases = [
+            {**asdict(case), "settings": _settings(case, options.trial), "plan": str(folder / f"{case.name}.json")}
+            for case in bed.cases
+        ]
+        for case in cases if not plans else ():
+            case["plan"] = None
+        arguments = ["--repeats", str(2 if options.trial else options.repeats), "--cases", json.dumps(cases)]
+        done = testbed.run(
+            [sys.executable, __file__, *arguments],
+            timeout_seconds=900,
+            environment={"PYTHONPATH": str(LAYOUTS.parents[1]), "CLUSTER": str(cluster)},
+            show=False,
+        )
+        found = json.loads(done.outputs[0].splitlines()[-1])
+        print(f"{done.seconds:.0f} s for {len(cases)} plans. {json.dumps(found)}", file=sys.stderr, flush=True)
+        return [(case, plans.get(case.name), found[case.name]) for case in bed.cases]
+
+
+def _settings(case: Case, trial: bool) -> dict[str, int]:
+    return {**case.settings, **(TRIAL[case.model] if trial else {})}
+
+
+def _has_verb(verb: str) -> bool:
+    return subprocess.run([*_whale(), verb, "--help"], capture_output=True, env=_environment()).returncode == 0
+
+
+def _whale() -> list[str]:
+    return [sys.executable, "-m", "whale"]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(LAYOUTS.parents[1])}
+
+
+def measure_model(testbed: Testbed, folder: Path, case: Case, trial: bool) -> None:
+    """``whale profile`` on the emulated devices: what they, their links and the model's layers take."""
+    command = [
+        *_whale(),
+        "profile",
+        "--cluster",
+        str(folder / "cluster.toml"),
+        "-o",
+        str(folder / f"{case.model}.json"),
+    ]
+    command += ["--model", f"{LAYOUTS}:{case.model}", "--time-limit", "30" if trial else "110"]
+    for key, value in _settings(case, trial).items():
+        command += ["--set", f"{key}={value}"]
+    testbed.run(command, timeout_seconds=400, environment=_environment(), show=False)
+
+
+def make_plan(folder: Path, case: Case, trial: bool) -> dict[str, Any]:
+    """``whale plan``, outside of the testbed; what it predicts of each rank."""
+    command = [*_whale(), "plan", "--model", f"{LAYOUTS}:{case.model}", "--set", f"layout={case.layout}"]
+    for key, value in _settings(case, trial).items():
+        command += ["--set", f"{key}={value}"]
+    command += ["--cluster", str(folder / "cluster.toml"), "--profile", str(folder / f"{case.model}.json")]
+    command += ["--micro-batches", str(case.micro_batches), "-o", str(folder / f"{case.name}.json")]
+    subprocess.run(command, check=True, env=_environment(), stdout=subprocess.DEVNULL)
+    prediction = whale.Plan.load(folder / f"{case.name}.json").prediction
+    assert prediction is not None
+    memory = sorted(prediction.memory, key=lambda device: device.rank)
+    return {"seconds": prediction.step_seconds, "bytes": [device.total for device in memory]}
+
+
+# --- on the ranks
+
+
+def on_a_rank(cases: Sequence[Mapping[str, Any]], repeats: int) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sides: dict[str, Callable[[], object]] = {}
+    peaks: dict[str, list[int]] = {}
+    for case in cases:
+        others = frozenset(living())
+        name = f"{case['model']}-{case['layout']}"
+        sides[name] = step = step_of(case)
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, peak_of(step, others))
+        peaks[name] = each
+    seconds = in_turns(sides, repeats)
+    found = {
+        name: {"seconds": statistics.median(each), "noise": _noise(each), "bytes": peaks[name], "each": each}
+        for name, each in seconds.items()
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def step_of(case: Mapping[str, Any]) -> Callable[[], object]:
+    """A training step of a case, as planned, or with shares by speed where there is no plan."""
+    import layouts
+
+    model, whole = getattr(layouts, case["model"])(layout=case["layout"], **case["settings"])
+    decided = {"plan": case["plan"]} if case["plan"] else {"micro_batches": case["micro_batches"]}
+    parallel = whale.parallelize(
+        model, whole, cluster=os.environ["CLUSTER"], device="cpu", timeout_seconds=300, **decided
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
+
+    def step() -> None:
+        parallel.train_step(**whole)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def peak_of(step: Callable[[], object], others: frozenset[int]) -> int:
+    """The most bytes of a step's tensors; the less of two steps, for a thread of gloo may hold a buffer a little
+    longer."""
+    step()
+    gc.collect()
+    peaks = []
+    with LiveBytes(others) as live:
+        for _ in range(2):
+            live.peak = live.now
+            step()
+            peaks.append(live.peak)
+    return min(peaks)
+
+
+def _noise(seconds: Sequence[float]) -> float:
+    halves = [statistics.median(half) for half in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :])]
+    return abs(halves[0] / halves[1] - 1)
+
+
+if __name__ == "__main__":
+    main()
