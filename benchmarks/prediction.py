@@ -22,7 +22,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from testbed import Description, Testbed
 import whale
 
 LAYOUTS = Path(__file__).with_name("layouts.py")
+WHALE = (sys.executable, "-m", "whale")
 MEAN_ERROR, WORST_ERROR, BYTES_ERROR = 0.05, 0.10, 0.02
 
 
@@ -48,7 +49,6 @@ class Case:
     model: str
     layout: str
     micro_batches: int = 1
-    settings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ BEDS = {
         ),
     ),
     "three": Bed((0.6, 0.4, 0.2), "200 Mbit/s", (Case("gpt", "dp"), Case("gpt", "pp3", 12), Case("resnet", "dp"))),
-    "two": Bed((0.8, 0.4), "1 Gbit/s", (Case("gpt", "tp", settings={"layers": 4}), Case("gpt", "pp2", 8))),
+    "two": Bed((0.8, 0.4), "1 Gbit/s", (Case("gpt", "tp"), Case("gpt", "pp2", 8))),
 }
 TRIAL = {"gpt": {"width": 64, "length": 32}, "resnet": {"side": 16}}
 HEAD = ("testbed", "plan", "predicted", "measured", "error", "noise", "bytes predicted / counted, all ranks")
@@ -137,76 +137,55 @@ def row(
 
 
 def on_a_bed(bed: Bed, options: argparse.Namespace) -> list[tuple[Case, Mapping[str, Any] | None, Mapping[str, Any]]]:
-    """Profile, plan and run; for each case the prediction (None where ``whale plan`` is not there) and what came."""
+    """Profile, plan and run; for each case the prediction (None without ``whale plan``) and what came."""
     description = bed.description(0.4 if options.trial else 1)
     with tempfile.TemporaryDirectory() as given, Testbed(description) as testbed:
         folder = Path(given)
         cluster = folder / "cluster.toml"
         cluster.write_text(description.cluster_file())
+        environment = {**os.environ, "PYTHONPATH": str(LAYOUTS.parents[1]), "CLUSTER": str(cluster)}
         plans = {}
-        if _has_verb("plan"):
-            for case in {case.model: case for case in bed.cases}.values():
-                measure_model(testbed, folder, case, options.trial)
-            plans = {case.name: make_plan(folder, case, options.trial) for case in bed.cases}
+        if subprocess.run([*WHALE, "plan", "--help"], capture_output=True, env=environment).returncode == 0:
+            for model in dict.fromkeys(case.model for case in bed.cases):
+                limit = "30" if options.trial else "60"
+                command = [*WHALE, "profile", *_model(model, options.trial), "--time-limit", limit]
+                command += ["--cluster", str(cluster), "-o", str(folder / f"{model}.json")]
+                testbed.run(command, timeout_seconds=400, environment=environment, show=False)
+            plans = {case.name: make_plan(folder, case, options.trial, environment) for case in bed.cases}
         cases = [
-            {**asdict(case), "settings": _settings(case, options.trial), "plan": str(folder / f"{case.name}.json")}
+            {
+                **asdict(case),
+                "settings": TRIAL[case.model] if options.trial else {},
+                "plan": str(folder / f"{case.name}.json") if plans else None,
+            }
             for case in bed.cases
         ]
-        for case in cases if not plans else ():
-            case["plan"] = None
         arguments = ["--repeats", str(2 if options.trial else options.repeats), "--cases", json.dumps(cases)]
         done = testbed.run(
-            [sys.executable, __file__, *arguments],
-            timeout_seconds=900,
-            environment={"PYTHONPATH": str(LAYOUTS.parents[1]), "CLUSTER": str(cluster)},
-            show=False,
+            [sys.executable, __file__, *arguments], timeout_seconds=900, environment=environment, show=False
         )
         found = json.loads(done.outputs[0].splitlines()[-1])
         print(f"{done.seconds:.0f} s for {len(cases)} plans. {json.dumps(found)}", file=sys.stderr, flush=True)
         return [(case, plans.get(case.name), found[case.name]) for case in bed.cases]
 
 
-def _settings(case: Case, trial: bool) -> dict[str, int]:
-    return {**case.settings, **(TRIAL[case.model] if trial else {})}
-
-
-def _has_verb(verb: str) -> bool:
-    return subprocess.run([*_whale(), verb, "--help"], capture_output=True, env=_environment()).returncode == 0
-
-
-def _whale() -> list[str]:
-    return [sys.executable, "-m", "whale"]
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(LAYOUTS.parents[1])}
-
-
-def measure_model(testbed: Testbed, folder: Path, case: Case, trial: bool) -> None:
-    """``whale profile`` on the emulated devices: what they, their links and the model's layers take."""
-    command = [
-        *_whale(),
-        "profile",
-        "--cluster",
-        str(folder / "cluster.toml"),
-        "-o",
-        str(folder / f"{case.model}.json"),
+def _model(model: str, trial: bool) -> list[str]:
+    settings = TRIAL[model] if trial else {}
+    return [
+        "--model",
+        f"{LAYOUTS}:{model}",
+        *(part for item in settings.items() for part in ("--set", "{}={}".format(*item))),
     ]
-    command += ["--model", f"{LAYOUTS}:{case.model}", "--time-limit", "30" if trial else "110"]
-    for key, value in _settings(case, trial).items():
-        command += ["--set", f"{key}={value}"]
-    testbed.run(command, timeout_seconds=400, environment=_environment(), show=False)
 
 
-def make_plan(folder: Path, case: Case, trial: bool) -> dict[str, Any]:
-    """``whale plan``, outside of the testbed; what it predicts of each rank."""
-    command = [*_whale(), "plan", "--model", f"{LAYOUTS}:{case.model}", "--set", f"layout={case.layout}"]
-    for key, value in _settings(case, trial).items():
-        command += ["--set", f"{key}={value}"]
+def make_plan(folder: Path, case: Case, trial: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+    """``whale plan``, outside of the testbed; what it predicts of the step and of each rank."""
+    plan = folder / f"{case.name}.json"
+    command = [*WHALE, "plan", *_model(case.model, trial), "--set", f"layout={case.layout}"]
     command += ["--cluster", str(folder / "cluster.toml"), "--profile", str(folder / f"{case.model}.json")]
-    command += ["--micro-batches", str(case.micro_batches), "-o", str(folder / f"{case.name}.json")]
-    subprocess.run(command, check=True, env=_environment(), stdout=subprocess.DEVNULL)
-    prediction = whale.Plan.load(folder / f"{case.name}.json").prediction
+    command += ["--micro-batches", str(case.micro_batches), "-o", str(plan)]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    prediction = whale.Plan.load(plan).prediction
     assert prediction is not None
     memory = sorted(prediction.memory, key=lambda device: device.rank)
     return {"seconds": prediction.step_seconds, "bytes": [device.total for device in memory]}
