@@ -10,12 +10,15 @@ import json
 import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
 
 import click
 
 from whale.cli.options import note, verbosity_options
 from whale.errors import UsageError
-from whale.ir.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from whale.ir.profile import ModelProfile
 
 
 @click.group(invoke_without_command=True)
@@ -25,6 +28,8 @@ from whale.ir.profile import ModelProfile
 def profile(ctx: click.Context, schema: bool) -> None:
     """Measure machines and models, or import what others measured."""
     if schema:
+        from whale.ir.profile import ModelProfile
+
         click.echo(json.dumps(ModelProfile.model_json_schema(), indent=2, sort_keys=True))
         ctx.exit()
 

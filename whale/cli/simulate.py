@@ -6,22 +6,19 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from whale.cli.options import note, verbosity_options
 from whale.errors import InputFileError, UsageError
-from whale.ir.document import read_document
-from whale.ir.plan import Plan
-from whale.ir.record import read_record
-from whale.ir.workload import Workload
 from whale.planner.gantt import LEGEND, breakdown_table, gantt, milliseconds
 from whale.planner.orders import SCHEDULES
-from whale.planner.simulate import check_workload
-from whale.planner.simulate import simulate as simulate_workload
 from whale.planner.timeline import Event, Timeline
 from whale.planner.trace import trace_of
+
+if TYPE_CHECKING:
+    from whale.ir.workload import Workload
 
 _GIB = 2**30
 
@@ -38,6 +35,8 @@ def simulate(file: Path, schedule: str | None, micro_batches: int | None, output
 
     FILE is a plan that 'whale plan' made, or a workload: the times of stages and links as JSON.
     """
+    from whale.planner.simulate import simulate as simulate_workload
+
     workload = read_workload(file)
     changes = {"schedule": schedule, "micro_batches": micro_batches}
     workload = workload.model_copy(update={name: value for name, value in changes.items() if value is not None})
@@ -57,6 +56,12 @@ def read_workload(path: Path) -> Workload:
     Raises:
         InputFileError: neither, a plan without a workload, or a workload that contradicts itself.
     """
+    from whale.ir.document import read_document
+    from whale.ir.plan import Plan
+    from whale.ir.record import read_record
+    from whale.ir.workload import Workload
+    from whale.planner.simulate import check_workload
+
     document = read_document(path, "json")
     if "workload" in document.value or "version" in document.value:
         plan = Plan.of_document(document)
