@@ -375,37 +375,38 @@ def _dropout(recorder: _Recorder, x: Tensor, p: float, train: bool) -> Tensor:
     return aten.native_dropout.default(x, p, True)[0] if train and p else x
 
 
-class _RMSNorm(torch.autograd.Function):
-    """A fused norm: keeps its input, its weight and a statistic for each row."""
+class _RootMeanSquare(torch.autograd.Function):
+    """Fused RMS norm: keeps its input and a statistic for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int, recorder: _Recorder) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, size: int, recorder: _Recorder) -> Tensor:
         result = torch.empty_like(x)
-        statistic = x.new_empty(x.numel() // width, dtype=torch.float32)
-        given = [x] if weight is None else [x, weight]
-        ctx.save_for_backward(*given, statistic)
+        statistic = x.new_empty(x.numel() // size, dtype=torch.float32)
+        ctx.save_for_backward(x, statistic, *([] if weight is None else [weight]))
         ctx.recorder = recorder
-        read, written = recorder.traffic(given), recorder.traffic([result, statistic])
-        recorder.add(name="aten._fused_rms_norm", kind="memory", dims=(), flops=0, read=read, written=written)
+        given = [t for t in (x, weight) if t is not None]
+        _RootMeanSquare.note(recorder, "aten._fused_rms_norm", given, [result, statistic])
         return result
 
     @staticmethod
+    def note(recorder: _Recorder, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """A kernel that moves data only."""
+        moved = recorder.traffic(read), recorder.traffic(written)
+        recorder.add(name=name, kind="memory", dims=(), flops=0, read=moved[0], written=moved[1])
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        tensors, recorder = ctx.saved_tensors, ctx.recorder
-        grads = [torch.empty_like(x) for x in tensors[:-1]]
-        read, written = recorder.traffic([*tensors, grad]), recorder.traffic(grads)
-        recorder.add(name="aten._fused_rms_norm_backward", kind="memory", dims=(), flops=0, read=read, written=written)
-        return grads[0], grads[1] if len(grads) > 1 else None, None, None
+        x, statistic, *weight = ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in (x, *weight)]
+        name = "aten._fused_rms_norm_backward"
+        _RootMeanSquare.note(ctx.recorder, name, [grad, x, statistic, *weight], grads)
+        return grads[0], grads[1] if weight else None, None, None
 
 
 def _rms_norm(
-    recorder: _Recorder,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    recorder: _Recorder, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return _RMSNorm.apply(x, weight, prod(normalized_shape), recorder)
+    return _RootMeanSquare.apply(x, weight, prod(shape), recorder)
 
 
 class _Grouped(torch.autograd.Function):

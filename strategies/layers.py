@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,18 +21,18 @@ from whale.graph.chain import Chain, chain_of
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
-from whale.graph.values import Value, operands, resolve
+from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.placement import REPLICATE
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, Choice, analyse
-from whale.strategies.layout import Placements
+from whale.strategies.layout import Layout, Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
-from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage, place_time
+from whale.strategies.placing import Report, StageProblem, batch_placeholders, layout_axes, place_stage, place_time
 from whale.strategies.sharding import Prices
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LayeredModel", "at_rows", "layered", "default_dtype"]
+__all__ = ["LayeredModel", "at_rows", "default_dtype", "layered"]
 
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, for whoever costs a layer to rewrite as sequence parallelism does."""
@@ -41,13 +41,14 @@ MEGATRON = Prices(reduce_scatter=1.0)
 @dataclass(kw_only=True)
 class LayeredModel:
     """A captured model whose kinds of layers can be lowered at any tensor degree, for each of ``rows``; ``hash`` is the
-    whole model's."""
+    whole model's. Placements are those of ``like``, the same model for more rows, where that is given."""
 
     hash: str
     chain: Chain
     analysis: Analysis
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
+    like: LayeredModel | None = None
     _placed: dict[tuple[int, int], PlacedStage] = field(default_factory=dict)
 
     @property
@@ -61,7 +62,9 @@ class LayeredModel:
         Raises:
             InfeasibleError: the layer cannot be split over so many.
         """
-        if (kind, degree) not in self._placed:
+        if (kind, degree) not in self._placed and self.like is not None:
+            self._placed[kind, degree] = _translated(self.like.place(kind, degree), self.like, self)
+        elif (kind, degree) not in self._placed:
             graph = self.chain.partition.stages[kind]
             outputs: tuple[Any, ...] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
             mutated = zip(self.captured.mutated, map(resolve, outputs[1:]), strict=True)
@@ -75,13 +78,18 @@ class LayeredModel:
                 time=self.time,
                 loss=loss if self.chain.partition.stage_of[loss[0]] == kind else None,
                 mutated={name: v for name, v in mutated if self.chain.partition.stage_of.get(v[0]) == kind},
-                fixed=dict.fromkeys(graph.received, whole) | self._shared(kind, degree),
+                fixed=dict.fromkeys(filter(self._has_rows, graph.received), whole) | self._shared(kind, degree),
                 sent="whole",
             )
             self._placed[kind, degree] = place_stage(
                 self.captured, self.analysis, self.chain.partition, problem, prices=MEGATRON, report=Report()
             )
         return self._placed[kind, degree]
+
+    def _has_rows(self, value: Value) -> bool:
+        """Whether a value has the rows of the batch; others, such as relative positions, need not be whole."""
+        leaf = self.analysis.batch_leaf
+        return any(self.analysis.shardable(value, leaf, dim) for dim in range(len(value_shape(value))))
 
     def _shared(self, kind: int, degree: int) -> dict[Value, Placements]:
         """How later layers store the parameters that this one reads too."""
@@ -109,6 +117,41 @@ def _mesh(kind: int, degree: int) -> VirtualDevice:
     )
 
 
+def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) -> PlacedStage:
+    """A placement of one capture of a model in the words of another, whose graph has the same operators."""
+    graph = target.chain.partition.stages[stage.index]
+    nodes = dict(zip(source.captured.graph.nodes, target.captured.graph.nodes, strict=True))
+    atoms: dict[int, int] = {}
+    choices = {}
+    for node in stage.nodes:
+        options, own = source.analysis.choices[node], target.analysis.choices[nodes[node]]
+        found = [own[options.index(choice)] if choice in options else choice for choice in stage.choices[node]]
+        for there, here in zip(stage.choices[node], found, strict=True):
+            pairs = zip((*there.inputs, *there.outputs), (*here.inputs, *here.outputs), strict=True)
+            atoms.update({a.atom: b.atom for a, b in pairs if a.kind == "S"})
+        choices[nodes[node]] = tuple(found)
+
+    def placed(values: Mapping[Value, Placements]) -> dict[Value, Placements]:
+        return {
+            (nodes[node], output): tuple(replace(p, atom=atoms.get(p.atom, -1)) for p in placements)
+            for (node, output), placements in values.items()
+        }
+
+    return PlacedStage(
+        index=stage.index,
+        mesh=stage.mesh,
+        layout=Layout(target.analysis, layout_axes(stage.mesh, target.rows)),
+        nodes=graph.nodes,
+        choices=choices,
+        stored=placed(stage.stored),
+        received=graph.received,
+        sent=placed(stage.sent),
+        loss=None if stage.loss is None else (nodes[stage.loss[0]], stage.loss[1]),
+        loss_placements=stage.loss_placements,
+        mutated={name: (nodes[node], output) for name, (node, output) in stage.mutated.items()},
+    )
+
+
 def layered(
     model: nn.Module,
     batch: Batch,
@@ -125,13 +168,17 @@ def layered(
     Raises the errors of the capture; see `whale.errors`.
     """
     model = _blank(model, dtype)
-    try:
-        together = _layered(model, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
-        return dict.fromkeys(rows, together)
-    except UsageError as error:
-        if not isinstance(error, _Coupled):
-            raise
-    return {count: _layered(model, at_rows(batch, count), (count,), dtype, loss_fn) for count in rows}
+    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
+        try:
+            together = _layered(model, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
+            return dict.fromkeys(rows, together)
+        except _Coupled:
+            pass
+    found: dict[int, LayeredModel] = {}
+    for count in sorted(rows, reverse=True):
+        found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn)
+        found[count].like = next(iter(found.values())) if len(found) > 1 else None
+    return {count: found[count] for count in rows}
 
 
 class _Coupled(UsageError):
@@ -203,7 +250,7 @@ def _blank(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let tensors that a model makes without a number type have this one."""
+    """Let tensors that are made without a number type have this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

@@ -23,7 +23,7 @@ from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, L
 from whale.strategies.kernels import Kept, KernelRun, Trace, Traffic, trace
 from whale.strategies.layers import LayeredModel, default_dtype, layered
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.regions import attention_cores, expert_operators
+from whale.strategies.regions import attention_cores, expert_operators, expert_ways
 
 __all__ = ["profile_model"]
 
@@ -146,16 +146,16 @@ class _KindCosts:
     def measure(self, degree: int) -> None:
         """Trace the layer split over so many devices."""
         with default_dtype(self.dtype):  # as it was captured: what a model makes as it goes has no other hint
-            self.traces[degree] = [
-                trace(
-                    model.captured,
-                    model.place(self.kind, degree),
-                    model.program(self.kind, degree, rows),
-                    model.rows.index(rows),
-                    self.dtype,
-                )
-                for rows, model in self.models.items()
-            ]
+            self.traces[degree] = [self._trace(model, degree, rows) for rows, model in self.models.items()]
+
+    def _trace(self, model: LayeredModel, degree: int, rows: int) -> Trace:
+        return trace(
+            model.captured,
+            model.place(self.kind, degree),
+            model.program(self.kind, degree, rows),
+            model.rows.index(rows),
+            self.dtype,
+        )
 
     @property
     def keeps_input(self) -> bool:
@@ -180,14 +180,15 @@ class _KindCosts:
         first = self.models[ROWS[0]]
         stage, traces = first.place(self.kind, degree), self.traces[degree]
         experts = expert_operators(stage.nodes)
+        exchanges = self._exchanges([t.forward for t in traces], stage)
         regions = _Regions(attention_cores(first.captured.graph), experts)
         trainable, whole_experts, frozen = _parameters(first, stage, experts)
         return LayerVariant(
             tensor_degree=degree,
             forward=self._kernels([t.forward for t in traces], regions),
             backward=self._kernels([t.backward for t in traces], regions),
-            forward_communications=self._communications([t.forward_calls for t in traces]),
-            backward_communications=self._communications([t.backward_calls for t in traces]),
+            forward_communications=self._communications([t.forward_calls for t in traces]) + exchanges,
+            backward_communications=self._communications([t.backward_calls for t in traces]) + exchanges[::-1],
             saved=self._saved([t.kept for t in traces], regions, sent=sent),
             parameters=trainable,
             expert_parameters=whole_experts,
@@ -242,6 +243,16 @@ class _KindCosts:
             else:
                 size = self._amount([Traffic(bytes=count * kind.itemsize) for count in sizes])
             found.append(Communication(kind=name, size=size))
+        return tuple(found)
+
+    def _exchanges(self, runs: Sequence[Sequence[KernelRun]], stage: PlacedStage) -> tuple[Communication, ...]:
+        """Rows on their way to the experts that they chose, and back, wherever experts are divided."""
+        found = []
+        for nodes, sides in zip(expert_ways(stage.nodes), ((1, 3), (1, 2)), strict=True):
+            for same in self._rows_alike(runs, "kernels"):
+                if same[0].kind == "grouped_matmul" and same[0].source in nodes:
+                    sizes = [Traffic(elements=k.dims[sides[0]] * k.dims[sides[1]]) for k in same]
+                    found.append(Communication(kind="all_to_all", group="expert", size=self._amount(sizes)))
         return tuple(found)
 
     def _saved(self, runs: Sequence[Sequence[Kept]], regions: _Regions, *, sent: bool) -> tuple[Saved, ...]:

@@ -14,7 +14,7 @@ from torch import fx
 from whale.graph.values import operands
 from whale.runtime.experts import grouped_product
 
-__all__ = ["attention_cores", "expert_operators"]
+__all__ = ["attention_cores", "expert_operators", "expert_ways"]
 
 aten = torch.ops.aten
 
@@ -65,3 +65,19 @@ def expert_operators(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
         if node in products or node in before:
             before.update(source for source, _ in operands(node))
     return frozenset(products | (after & before))
+
+
+def expert_ways(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Of the products with experts in a layer, those whose rows have to be brought to the experts, one for each set of
+    rows, and those whose results are brought back."""
+    products = [node for node in nodes if node.target is grouped_product]
+    after = set[fx.Node]()
+    for node in nodes:
+        if any(source.target is grouped_product or source in after for source, _ in operands(node)):
+            after.add(node)
+    before = set[fx.Node]()
+    for node in reversed(nodes):
+        if node in before or node.target is grouped_product:
+            before.update(source for source, _ in operands(node))
+    bring = {operands(node)[0]: node for node in products if node not in after}
+    return list(bring.values()), [node for node in products if node not in before]

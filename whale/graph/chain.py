@@ -224,7 +224,7 @@ def _segments(captured: Captured, pinned: Sequence[fx.Node], layers: Sequence[st
 def _named(captured: Captured, label: str, nodes: list[fx.Node]) -> _Segment:
     if label:
         return _Segment(label, label, nodes)
-    names = list(dict.fromkeys(module_of(n) or "" for n in nodes if _reads_parameter(captured, n)))
+    names = list(dict.fromkeys(filter(None, (module_of(n) for n in nodes if _reads_parameter(captured, n)))))
     name = " + ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}"
     return _Segment(names[0] if names else "", name or "the model", nodes)
 
