@@ -37,9 +37,9 @@ Recompute = Literal["none", "selective", "full"]
 KERNEL_SECONDS = 3e-6
 """What a kernel takes at least on the device, start and end of its grid included (typical of CUDA; recalled)."""
 
-LAUNCH_SECONDS = 60e-6
-"""What the host takes for an operator of an eager training step, Python and autograd included: calibrated on the layers
-of Sailor's profiles and vTrain's runs that do not get faster with less work (GPT, h 1024 to 2048, t 4 and 8)."""
+FLOAT8_SHARE = 0.8
+"""Share of the sustained 16-bit efficiency that products in float8 keep, casts of their operands included: calibrated
+on NVIDIA's DGX Cloud benchmarks (H100)."""
 
 COLLECTIVE_LAUNCH_SECONDS = 100e-6
 """The same for a collective inside a layer."""
@@ -50,6 +50,26 @@ CACHE_SPEEDUP = 3.0
 MASTER_BYTES = {True: 34, False: 28}
 """Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and
 written 24, half-precision weight 2, gradient's conversion 4) and without (gradient 4, weight and moments 24)."""
+
+SOFTMAX_KEYS, SOFTMAX_SLOWDOWN = 1024, 0.6
+"""A warp of Megatron's fused softmax holds a whole row of scores: above so many keys it runs out of registers, and
+gets slower by this power of the keys. Calibrated on the A100 and V100 rows of published_calibration.csv with 1,024 and
+2,048 keys."""
+
+ACCUMULATE_BYTES = 8
+"""Bytes that adding a parameter's gradient to what earlier micro-batches left moves: 4 read, 4 written. Stacks that
+fuse attention fuse this into the product that makes the gradient."""
+
+_POINTWISE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_to_copy", "add", "add_", "cat", "clone", "copy", "cos", "div", "div_", "exp", "exp_", "gelu", "log",
+        "masked_fill", "mul", "mul_", "native_dropout", "native_dropout_backward", "neg", "pow", "relu", "rsqrt",
+        "sigmoid", "silu", "sin", "sub", "tanh", "threshold_backward", "where",
+    )
+)  # fmt: skip
+"""Operators that a stack of kernels fuses with their neighbours: Megatron's bias, dropout and residual, rotary
+positions, gates; all that a compiler fuses."""
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """Sizes of the tiles that a matrix library chooses among, with the share of the largest tile's speed."""
@@ -106,6 +126,7 @@ def layer_seconds(
     sequence_parallel: bool = False,
     expert_degree: int = 1,
     optimizer_shards: int = 1,
+    accumulate: bool = True,
 ) -> LayerSeconds:
     """How long a layer takes for a micro-batch of *rows* rows (a fraction where context parallelism cuts rows).
 
@@ -120,6 +141,7 @@ def layer_seconds(
         sequence_parallel: whether the tensor group also divides what is not split.
         expert_degree: devices over which experts are divided.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
+        accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
 
     Raises:
         UsageError: the profile has neither times nor kernels for this degree or device.
@@ -142,26 +164,33 @@ def layer_seconds(
 
     def seconds(kernels: Iterable[Kernel], *, backward: bool) -> tuple[float, float, float]:
         device_time = host_time = weights = 0.0
-        for kernel in _as_run(kernels, fused=fused, backward=backward, fused_softmax=number.element_bytes == 2):
+        softmax = number.element_bytes == 2
+        as_run = _as_run(kernels, fused=fused, backward=backward, fused_softmax=softmax)
+        for kernel in _with_pointwise_fused(as_run):
             divisor = _divisor(kernel, tensor_degree, sequence_parallel)
             experts = expert_degree if kernel.expert else 1
             spent = kernel.count * kernel_seconds(
                 kernel, device, rows=rows, precision=number, divisor=divisor, expert_degree=experts, backward=backward
             )
             device_time += spent
-            host_time += kernel.count * LAUNCH_SECONDS
+            host_time += kernel.count * silicon.launch
             if backward and _is_of_weights(kernel, rows):
                 weights += spent
         return device_time, host_time, weights
 
     forward, forward_host, _ = seconds(variant.forward, backward=False)
     backward, backward_host, weights = seconds(variant.backward, backward=True)
+    if accumulate and not fused:
+        moved = parameters * ACCUMULATE_BYTES
+        added = moved / (device.memory_bandwidth * silicon.bandwidth)
+        backward, weights = backward + added, weights + added
     forward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.forward_communications)
     backward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.backward_communications)
     if recompute == "full":
         backward, backward_host = backward + forward, backward_host + forward_host
     elif recompute == "selective":
-        again, again_host, _ = seconds([kernel for kernel in variant.forward if _in_core(kernel)], backward=False)
+        chosen = [kernel for kernel in variant.forward if (kernel.kind == "memory" if fused else _in_core(kernel))]
+        again, again_host, _ = seconds(chosen, backward=False)
         backward, backward_host = backward + again, backward_host + again_host
     return LayerSeconds(
         forward=max(forward, forward_host),
@@ -223,6 +252,7 @@ def kernel_seconds(
         case "matmul" | "grouped_matmul" if len(dims) == 4:
             rate, dtype = precision.rate(device, attention=kernel.attention)
             share = silicon.vector if dtype == "float32" else silicon.matmul
+            share *= FLOAT8_SHARE if dtype == "float8" else 1.0
             batch, m, n, k = dims
             if kernel.kind == "grouped_matmul":
                 batch = max(1.0, batch / expert_degree)
@@ -290,8 +320,8 @@ def _as_run(kernels: Iterable[Kernel], *, fused: bool, backward: bool, fused_sof
 def _spelt_out(kernel: Kernel, *, backward: bool, fused_softmax: bool) -> Iterable[Kernel]:
     """An attention as products of matrices with a softmax and a dropout between them, masked scores included.
 
-    The passes over the scores are those of Megatron's kernels: in 16 bits scale, mask and softmax are one, in 32 bits
-    the mask is another; dropout is one.
+    The passes over the scores are those of Megatron's kernels: scale, mask and softmax are one, dropout is one. Only in
+    16 bits the softmax's own backward is fused; in 32 bits eleven more passes fit the layers that Sailor measured.
     """
     heads, queries, keys, size = kernel.dims
     scores = _product(heads, queries, keys)
@@ -319,9 +349,10 @@ def _spelt_out(kernel: Kernel, *, backward: bool, fused_softmax: bool) -> Iterab
                 "attention": True,
             }
         )
-    passes = [("softmax", 2 if backward else 1, 1, 0), ("dropout", 1, 1, 1)]
-    if not fused_softmax:
-        passes.append(("mask", 2, 2, 0) if backward else ("mask", 1, 1, 0))
+    slower = max(1.0, max(keys) / SOFTMAX_KEYS) ** SOFTMAX_SLOWDOWN
+    passes = [("softmax", (2 if backward else 1) * slower, slower, 0), ("dropout", slower, slower, 1)]
+    if backward and not fused_softmax:
+        passes.append(("copies", 6, 5, 0))
     for name, read, written, mask in passes:
         yield kernel.model_copy(
             update={
@@ -334,6 +365,54 @@ def _spelt_out(kernel: Kernel, *, backward: bool, fused_softmax: bool) -> Iterab
                 "attention": True,
             }
         )
+
+
+def _with_pointwise_fused(kernels: Iterable[Kernel]) -> Iterable[Kernel]:
+    """The kernels with runs of pointwise ones as one kernel, which does not move what only they read and write."""
+    run: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.name in _POINTWISE and (not run or _alike(run[0], kernel)):
+            run.append(kernel)
+            continue
+        yield from _fused(run)
+        run = [kernel] if kernel.name in _POINTWISE else []
+        if not run:
+            yield kernel
+    yield from _fused(run)
+
+
+def _alike(one: Kernel, other: Kernel) -> bool:
+    return (one.split, one.expert, one.attention, one.count) == (
+        other.split,
+        other.expert,
+        other.attention,
+        other.count,
+    )
+
+
+def _fused(run: Sequence[Kernel]) -> Iterable[Kernel]:
+    """One kernel for a run: it reads all that they read and writes what the last writes, but for what one of them
+    writes and another reads. Without the graph between them that is an estimate; it moves no less than the largest."""
+    if len(run) < 2:
+        yield from run
+        return
+    largest = max(run, key=lambda kernel: kernel.read.total(1, 2) + kernel.written.total(1, 2))
+    inner = [kernel.written for kernel in run[:-1]]
+    read = _sum([kernel.read for kernel in run], inner)
+    if read.total(1, 2) + run[-1].written.total(1, 2) <= largest.read.total(1, 2) + largest.written.total(1, 2):
+        yield largest
+        return
+    yield largest.model_copy(update={"name": "fused", "read": read, "written": run[-1].written})
+
+
+def _sum(plus: Sequence[Amount], minus: Sequence[Amount]) -> Amount:
+    """A sum of amounts, without others, at least nothing."""
+    parts = []
+    for part in ("elements", "bytes"):
+        for place in (0, 1):
+            total = sum(getattr(amount, part)[place] for amount in plus)
+            parts.append(max(0.0, total - sum(getattr(amount, part)[place] for amount in minus)))
+    return Amount(elements=Affine(parts[0], parts[1]), bytes=Affine(parts[2], parts[3]))
 
 
 def num_scores(kernel: Kernel) -> Affine:

@@ -246,7 +246,7 @@ def _reductions(
                     seconds += stages.price("all_reduce", group, size, sharing)
                     continue
                 seconds += stages.price("reduce_scatter", group, size, sharing)
-                gather = stages.price("all_gather", group, size * stages.precision.element_bytes / 4, sharing)
+                gather = stages.price("all_gather", group, size, sharing)
                 after[stage] += max(0.0, gather - min(costs[part, replica].forward for replica in replicas))
         if seconds:
             ready = 1.0 if given.zero == 0 else 0.3

@@ -14,7 +14,7 @@ from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Sa
 from whale.planner.compute import Recompute, num_scores, variant_of
 from whale.planner.precision import Precision
 
-__all__ = ["StateBytes", "kept_bytes", "state_bytes", "working_bytes"]
+__all__ = ["StateBytes", "gradient_bytes", "kept_bytes", "state_bytes", "working_bytes"]
 
 Zero = Literal[0, 1, 2, 3]
 """What data-parallel devices share: nothing, optimizer states, gradients too, weights too."""
@@ -25,6 +25,12 @@ FRAMEWORK_BYTES = 1.2e9
 FRAGMENTATION = 0.06
 """What the caching allocator reserves beyond the activations that are alive: calibrated on the runs with a measured
 peak of published_calibration.csv and of Sailor."""
+
+
+_CHEAP = frozenset({"rms_norm", "layer_norm", "silu", "gelu", "mul", "dropout"})
+"""What selective recomputation makes again where attention is fused, by the operator that made it: all that takes
+little time for its size, as torchtitan's selective checkpointing has it; products and attentions are kept. (A fused
+gate makes its silu again in any case.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +57,28 @@ class StateBytes:
 def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:
     """What Adam needs for so many parameters of a device, which *shards* devices hold alike and may divide.
 
-    In mixed precision 2-byte weights, 4-byte gradients, and a 4-byte master weight with two moments: 18 bytes in all,
-    as in Megatron; in full precision weight, gradient and two moments. ZeRO 1 divides the optimizer's states, 2 the
-    gradients too, 3 the weights too.
+    In mixed precision 2-byte weights, gradients (see `gradient_bytes`), and a 4-byte master weight with two moments; in
+    full precision weight, gradient and two moments. ZeRO 1 divides the optimizer's states, 2 the gradients too, 3 the
+    weights too.
 
     >>> from whale.planner.precision import precision_named
-    >>> state_bytes(1e9, precision=precision_named("bf16"), zero=1, shards=8).total / 1e9
-    7.5
+    >>> [state_bytes(1e9, precision=precision_named("bf16"), zero=zero, shards=8).total / 1e9 for zero in (0, 1, 2, 3)]
+    [18.0, 5.5, 3.75, 2.0]
     """
     size = precision.element_bytes
     optimizer = 12 if precision.mixed else 2 * size
-    gradient = 4 if precision.mixed else size
+    gradient = gradient_bytes(precision, zero)
     return StateBytes(
         parameters=parameters * size / (shards if zero >= 3 else 1),
         gradients=parameters * gradient / (shards if zero >= 2 else 1),
         optimizer=parameters * optimizer / (shards if zero >= 1 else 1),
     )
+
+
+def gradient_bytes(precision: Precision, zero: int) -> int:
+    """What a gradient takes: without ZeRO, Megatron adds up in float32 what mixed precision makes; with it gradients
+    keep the number type of the weights, as in DeepSpeed and NVIDIA's recipes."""
+    return 4 if precision.mixed and zero == 0 else precision.element_bytes
 
 
 def kept_bytes(
@@ -80,17 +92,25 @@ def kept_bytes(
     sequence_parallel: bool = False,
     expert_degree: int = 1,
 ) -> float:
-    """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group."""
+    """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group.
+
+    Full recomputation keeps the input of a layer. Selective recomputation does without the core of the attention where
+    that is spelt out, and without norms and pointwise results where it is fused.
+    """
     if not kind.variants:
         return 0.0 if kind.activations is None else kind.activations.total(rows, precision.element_bytes)
     variant = variant_of(kind, tensor_degree)
     saved: Iterable[Saved] = variant.saved
     if recompute == "full":
-        saved = [value for value in saved if value.input]
+        saved = [value for value in saved if value.input] or [Saved(origin="input", size=kind.output)]
+    elif recompute == "selective" and fused_attention:
+        saved = [value for value in saved if value.origin not in _CHEAP]
     elif recompute == "selective":
         saved = [value for value in saved if not value.attention]
-    elif not fused_attention:
-        saved = [*saved, *_scores(variant)]
+    elif fused_attention:
+        saved = [value for value in saved if value.origin != "silu"]
+    else:
+        saved = [*saved, *_scores(variant, precision)]
     total = 0.0
     for value in saved:
         share = tensor_degree if sequence_parallel and not value.split else 1
@@ -134,12 +154,14 @@ def _of_weights(kernel: Kernel) -> bool:
     return not any(kernel.written.elements[1:]) and not any(kernel.written.bytes[1:])
 
 
-def _scores(variant: LayerVariant) -> list[Saved]:
-    """What an attention keeps if it is spelt out: probabilities before and after dropout, and the dropout's mask."""
-    return [
-        Saved(origin="scores", size=Amount(elements=twice, bytes=size), split=kernel.split, attention=True)
-        for kernel in variant.forward
-        if kernel.kind == "attention"
-        for size in [num_scores(kernel)]
-        for twice in [Affine(2 * size.fixed, 2 * size.per_row)]
-    ]
+def _scores(variant: LayerVariant, precision: Precision) -> list[Saved]:
+    """What an attention keeps if it is spelt out: in 16 bits the probabilities before and after dropout and its mask,
+    as Megatron does; in 32 bits the probabilities, as Sailor's profiles have it."""
+    num, mask = (1, 0) if precision.element_bytes > 2 else (2, 1)
+    found = []
+    for kernel in variant.forward:
+        if kernel.kind == "attention":
+            fixed, per_row = num_scores(kernel)
+            size = Amount(elements=Affine(num * fixed, num * per_row), bytes=Affine(mask * fixed, mask * per_row))
+            found.append(Saved(origin="scores", size=size, split=kernel.split, attention=True))
+    return found

@@ -27,6 +27,8 @@ class Silicon:
         vector: share of the peak of types without matrix units.
         attention: share of the peak that a fused attention reaches in its forward.
         bandwidth: share of the memory bandwidth that a kernel over large tensors reaches.
+        launch: seconds in which the host of such devices launches an operator of an eager training step, Python and
+            autograd included; hosts of one time are much alike.
         cache_bytes: of the last-level cache, in which a kernel finds what the one before it wrote.
     """
 
@@ -35,18 +37,19 @@ class Silicon:
     vector: float = 0.8
     attention: float = 0.5
     bandwidth: float = 0.8
+    launch: float = 75e-6
     cache_bytes: float = 0.0
 
 
 _FAMILIES = {
     "kepler": Silicon(multiprocessors=13, matmul=0.7, vector=0.7),
     "pascal": Silicon(multiprocessors=56, matmul=0.8, vector=0.85),
-    "volta": Silicon(multiprocessors=80, matmul=0.72, vector=0.9, cache_bytes=6e06),
-    "turing": Silicon(multiprocessors=68, matmul=0.6, vector=0.85, cache_bytes=5e06),
-    "ampere": Silicon(multiprocessors=108, matmul=0.8, vector=0.85, cache_bytes=4e07),
+    "volta": Silicon(multiprocessors=80, matmul=0.75, vector=0.97, cache_bytes=6e06),
+    "turing": Silicon(multiprocessors=68, matmul=0.6, vector=0.95, cache_bytes=5e06),
+    "ampere": Silicon(multiprocessors=108, matmul=0.79, vector=0.85, attention=0.42, cache_bytes=4e07),
     "ada": Silicon(multiprocessors=128, matmul=0.8, vector=0.8, cache_bytes=7e07),
-    "hopper": Silicon(multiprocessors=132, matmul=0.7, vector=0.8, cache_bytes=5e07),
-    "blackwell": Silicon(multiprocessors=148, matmul=0.7, vector=0.8, cache_bytes=1e08),
+    "hopper": Silicon(multiprocessors=132, matmul=0.69, vector=0.8, bandwidth=0.77, cache_bytes=5e07, launch=60e-6),
+    "blackwell": Silicon(multiprocessors=148, matmul=0.7, vector=0.8, cache_bytes=1e08, launch=60e-6),
     "other": Silicon(multiprocessors=1, matmul=0.7, vector=0.8),
 }
 
@@ -59,7 +62,7 @@ _CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("QuadroP4000", "pascal", {"multiprocessors": 14}),
     ("V100", "volta", {}),
     ("TitanV", "volta", {}),
-    ("T4", "turing", {"multiprocessors": 40, "matmul": 0.22, "vector": 0.5, "bandwidth": 0.65}),
+    ("T4", "turing", {"multiprocessors": 40, "matmul": 0.2, "vector": 0.5, "bandwidth": 0.55}),
     ("TitanRTX", "turing", {"multiprocessors": 72}),
     ("QuadroRTX8000", "turing", {"multiprocessors": 72}),
     ("RTX2080Ti", "turing", {}),
@@ -78,7 +81,7 @@ _CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("L40", "ada", {"multiprocessors": 142}),
     ("L4", "ada", {"multiprocessors": 58, "matmul": 0.5}),
     ("H100-PCIe", "hopper", {"multiprocessors": 114}),
-    ("H100-SXM5-96GB", "hopper", {"matmul": 0.5}),
+    ("H100-SXM5-96GB", "hopper", {"matmul": 0.44}),
     ("H100", "hopper", {}),
     ("H800", "hopper", {}),
     ("H20", "hopper", {"multiprocessors": 78, "matmul": 0.9}),

@@ -18,7 +18,7 @@ from whale.ir.profile import LayerKind, ModelProfile
 from whale.planner.communication import collective
 from whale.planner.compute import Collective, LayerSeconds, attention_is_fused, layer_seconds, variant_of
 from whale.planner.configuration import Layout
-from whale.planner.memory import StateBytes, kept_bytes, state_bytes, working_bytes
+from whale.planner.memory import StateBytes, gradient_bytes, kept_bytes, state_bytes, working_bytes
 from whale.planner.precision import Precision, precision_named
 from whale.planner.topology import Topology
 
@@ -31,12 +31,9 @@ of the input is reduced while they run): calibrated on layer_times.csv."""
 OVERLAP_SLOWDOWN = 0.126
 """How much longer computation takes while a collective runs beside it (Galvatron's coefficient for A100)."""
 
-OVERLAP_SHARE = 0.5
+OVERLAP_SHARE = 0.35
 """Share of collectives over the data group that computation hides while both run (ZeRO 2 and 3): prefetching has
 limits, and both slow each other down. Calibrated on the FSDP rows of published_calibration.csv."""
-
-GRADIENT_BYTES = {"bf16": 4, "fp8": 4, "fp16": 2}
-"""What a gradient takes on the wire: Megatron reduces bfloat16's in float32, float16's as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +123,15 @@ class Stages:
 
     def parameters(self, layers: Iterable[int]) -> tuple[float, float]:
         """Elements of parameters of *layers* on one device: those of experts apart, divided by the expert degree."""
+        positions = tuple(layers)
         dense = experts = 0.0
-        for index in layers:
+        for index in positions:
             own, of_experts = _parameters(self.profile.kinds[self.profile.layers[index]], self.layout)
             dense, experts = dense + own, experts + of_experts
-        return dense, experts
+        for readers, shared in self.profile.tied:  # held once, however many layers of the stage read it
+            num = len(set(readers) & set(positions))
+            dense -= max(0, num - 1) * shared / self.layout.configuration.tensor
+        return max(0.0, dense), experts
 
     def state(self, layers: Iterable[int]) -> StateBytes:
         """Bytes of weights, gradients and optimizer states on one device."""
@@ -158,7 +159,9 @@ class Stages:
 
     def gradients(self, layers: range, stage: int) -> list[tuple[tuple[int, ...], float]]:
         """The groups that sum gradients of *layers*, and the bytes of each: dense parameters, and experts'."""
-        size = GRADIENT_BYTES.get(self.precision.name, self.precision.element_bytes)
+        zero = self.layout.configuration.zero
+        # float16 gradients are summed as they are, whatever holds them (Megatron)
+        size = 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, zero)
         dense, experts = self.parameters(layers)
         groups = [(self.layout.data_group(stage), dense * size)]
         if experts:
@@ -180,6 +183,7 @@ class Stages:
                 sequence_parallel=given.sequence_parallel,
                 expert_degree=given.expert,
                 optimizer_shards=self.layout.data * given.context if given.zero else 1,
+                accumulate=given.zero < 2,
             )
         return self._layers[key]
 
