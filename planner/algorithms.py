@@ -157,17 +157,17 @@ def _with_curves(topology: Topology, members: Sequence[Member], group: Group, sh
 
     Curves of another number of devices in a node are scaled as the model scales.
     """
-    types = sorted({topology.cluster.devices[rank].type.name for member in members for rank in member.ranks})
+    types = [topology.cluster.devices[rank].type.name for member in members for rank in member.ranks]
     node, most, curves = members[0].node, group.most_on_a_node, topology.curves
     if group.intra is not None:
-        found = curves_between(curves, "send", "node", types, num_ranks=2, num_devices=most)
+        found = curves_between(curves, "send", "node", types, num_devices=most)
         scales = [
             group.intra.bandwidth / _intra(topology, node, min(max(2, curve.devices), len(node.ranks))).bandwidth
             for curve in found
         ]
         group = replace(group, intra=replace(group.intra, curves=tuple(zip(found, scales, strict=True))))
     if group.inter is not None:
-        found = curves_between(curves, "send", "nodes", types, num_ranks=2, num_devices=most * sharing)
+        found = curves_between(curves, "send", "nodes", types, num_devices=most * sharing)
         scales = [
             group.inter.bandwidth / _inter(topology, node, node.ranks[: curve.devices], 1).bandwidth for curve in found
         ]

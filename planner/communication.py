@@ -133,15 +133,11 @@ def send(topology: Topology, source: int, target: int, num_bytes: float, *, shar
     )
     if not topology.curves:
         return cost
-    source_type, target_type = (topology.cluster.devices[rank].type.name for rank in (source, target))
-    curves = curves_between(
-        [curve for curve in topology.curves if (curve.source, curve.target) == (source_type, target_type)],
-        "send",
-        "nodes" if path.between_nodes else "node",
-        (source_type, target_type),
-        num_ranks=2,
-        num_devices=1,
-    )
+    types = [topology.cluster.devices[rank].type.name for rank in (source, target)]
+    within: Literal["node", "nodes"] = "nodes" if path.between_nodes else "node"
+    curves = curves_between(topology.curves, "send", within, types, num_devices=1)
+    curves = tuple(curve for curve in curves if {curve.source, curve.target} == set(types))
+    curves = tuple(curve for curve in curves if [curve.source, curve.target] == types) or curves
     if not curves:
         return cost
     return _as_measured(cost, measured_seconds(curves[0], num_bytes) * alone / rate)
@@ -159,17 +155,11 @@ def _measured(
 
     Where several pairs of device types were measured the slowest decides.
     """
-    types = sorted({topology.cluster.devices[rank].type.name for member in members for rank in member.ranks})
-    num_ranks, most = sum(len(member.ranks) for member in members), max(len(member.ranks) for member in members)
+    types = [topology.cluster.devices[rank].type.name for member in members for rank in member.ranks]
+    most = max(len(member.ranks) for member in members)
     within: Literal["node", "nodes"] = "node" if len(members) == 1 else "nodes"
-    curves = curves_between(
-        topology.curves,
-        kind,
-        within,
-        types,
-        num_ranks=num_ranks,
-        num_devices=most if within == "node" else most * sharing,
-    )
+    num_devices = most if within == "node" else most * sharing
+    curves = curves_between(topology.curves, kind, within, types, num_devices=num_devices)
     if not curves:
         return None
     seconds = []

@@ -8,6 +8,7 @@ bounds, and a smaller message is never slower than a larger one. This file knows
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import exp, log, log10
@@ -76,35 +77,46 @@ def curves_between(
     within: Literal["node", "nodes"],
     types: Sequence[str],
     *,
-    num_ranks: int,
     num_devices: int,
 ) -> tuple[LinkCurve, ...]:
-    """The curves that tell of a group: for each pair of its device types the one with the nearest number of ranks, then
-    of devices in a node.
+    """The curves that tell of a group: of a collective the one whose ranks are the most alike, of sends one for each
+    pair of device types, of which the slowest decides. Empty unless every type of the group occurs in one.
 
-    Empty unless every type occurs in one. Of a group of unlike devices only pairs that were measured count.
+    A collective that was never measured among all of the types together is told by the pairs, too.
 
     Args:
         curves: of the profile.
         operation: that was timed.
         within: a node, or between nodes.
-        types: of the devices of the group.
-        num_ranks: of the group.
+        types: of the devices of the group, one for each rank.
         num_devices: of the group in each node, times the groups that share the node.
     """
-    best: dict[tuple[str, str], LinkCurve] = {}
+    wanted = Counter(types)
 
-    def distance(curve: LinkCurve) -> tuple[float, float]:
+    def unlikeness(curve: LinkCurve) -> tuple[float, int, float]:
+        ranks = _types_of(curve)
+        others = (ranks - wanted).total() + (wanted - ranks).total()
         at_ends = (curve.devices, curve.target_devices or curve.devices)
-        return abs(log(curve.ranks / num_ranks)), sum(abs(log(devices / num_devices)) for devices in at_ends)
+        return abs(log(curve.ranks / len(types))), others, sum(abs(log(devices / num_devices)) for devices in at_ends)
 
+    best: dict[tuple[str, ...], LinkCurve] = {}
     for curve in curves:
-        pair = (curve.source, curve.target)
-        if curve.operation != operation or curve.within != within or not set(pair) <= set(types):
+        if curve.operation != operation or curve.within != within or not wanted.keys() >= _types_of(curve).keys():
             continue
-        if not _points(curve)[0]:
-            continue
-        if pair not in best or distance(curve) < distance(best[pair]):
-            best[pair] = curve
-    told = {name for pair in best for name in pair}
-    return tuple(best.values()) if told >= set(types) else ()
+        key = (curve.source, curve.target) if operation == "send" else tuple(sorted(_types_of(curve)))
+        if _points(curve)[0] and (key not in best or unlikeness(curve) < unlikeness(best[key])):
+            best[key] = curve
+    together = best.get(tuple(sorted(wanted)))
+    if together is not None and operation != "send":
+        return (together,)
+    told = {name for key in best for name in key}
+    return tuple(best.values()) if told >= wanted.keys() else ()
+
+
+def _types_of(curve: LinkCurve) -> Counter[str]:
+    """The device types of the ranks that took part."""
+    if curve.types:
+        return Counter(curve.types)
+    return (
+        Counter({curve.source: curve.ranks}) if curve.source == curve.target else Counter((curve.source, curve.target))
+    )

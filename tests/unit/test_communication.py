@@ -219,6 +219,37 @@ def test_a_curve_of_fewer_ranks_is_scaled_as_the_model_is() -> None:
     assert measured[1] / measured[0] == pytest.approx(model[1] / model[0])
 
 
+def test_a_group_of_unlike_devices_is_told_by_curves_among_them() -> None:
+    a, b = device_types()["A100-SXM4-80GB"], device_types()["T4"]
+    cluster = Cluster.of([("0", a), ("1", a), ("2", b), ("3", b)], inter=INFINIBAND)
+    between: dict[str, Any] = {"within": "nodes", "devices": 1}
+    pairs = [
+        curve(**between, ranks=4, bandwidths=(9 * GB, 9 * GB)),
+        curve(**between, ranks=4, source=b.name, target=b.name, bandwidths=(3 * GB, 3 * GB)),
+    ]
+    slowest = collective(Topology.of(cluster, pairs), "all_reduce", range(4), 2**30)
+    assert slowest.seconds == pytest.approx(2**30 / (3 * GB))
+    mixed = curve(
+        **between, ranks=4, target=b.name, types=(a.name, a.name, b.name, b.name), bandwidths=(2 * GB, 2 * GB)
+    )
+    together = collective(Topology.of(cluster, [*pairs, mixed]), "all_reduce", range(4), 2**30)
+    assert together.seconds == pytest.approx(2**30 / (2 * GB))
+    alone = collective(Topology.of(cluster, pairs[:1]), "all_reduce", range(4), 2**30)
+    assert alone.algorithm == "ring"
+
+
+def test_a_send_that_was_measured_one_way_tells_of_the_other() -> None:
+    a, b = device_types()["A100-SXM4-80GB"], device_types()["T4"]
+    cluster = Cluster.of([("0", a), ("1", b)], inter=INFINIBAND)
+    there = curve(operation="send", ranks=2, devices=1, within="nodes", target=b.name, bandwidths=(1 * GB, 2 * GB))
+    back = curve(
+        operation="send", ranks=2, devices=1, within="nodes", source=b.name, target=a.name, bandwidths=(1 * GB, 4 * GB)
+    )
+    one_way, both = (Topology.of(cluster, curves) for curves in ([there], [there, back]))
+    assert send(one_way, 1, 0, 2**30).seconds == send(one_way, 0, 1, 2**30).seconds == 2**30 / (2 * GB)
+    assert send(both, 1, 0, 2**30).seconds == 2**30 / (4 * GB)
+
+
 def test_measured_sends_carry_collectives_that_were_not_measured() -> None:
     sends = curve(operation="send", ranks=2, devices=1, within="nodes", sizes=(1e3, 1e9), bandwidths=(1e7, 1e9))
     topology = of("A100-SXM4-80GB", 2, 1, INFINIBAND, curves=[sends])

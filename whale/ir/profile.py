@@ -222,7 +222,8 @@ class LinkCurve(_Record):
     """Measured bandwidth between devices, by message size.
 
     ``operation`` is what was timed: a send, or a collective of ``ranks`` ranks (whose ``sizes`` are those of
-    `Communication`). ``source`` and ``target`` are device types; ``devices`` is how many of a node take part
+    `Communication`). ``source`` and ``target`` are device types, of a group the first and the last by name, and
+    ``types`` are those of all its ranks, sorted, where they differ; ``devices`` is how many of a node take part
     (``target_devices`` of the target's node, where they are not as many);
     ``within`` a node or between nodes. ``coefficients`` are of a polynomial in log10(bytes) for GB/s, highest first;
     ``maximum`` is the largest value measured, in bytes per second; or ``sizes`` (bytes) and ``bandwidths`` (bytes per
@@ -233,6 +234,7 @@ class LinkCurve(_Record):
     ranks: Annotated[int, Field(ge=2)] = 2
     source: str
     target: str
+    types: tuple[str, ...] = ()
     devices: Annotated[int, Field(ge=1)]
     target_devices: Annotated[int, Field(ge=1)] | None = None
     within: Literal["node", "nodes"]
