@@ -5,8 +5,8 @@ posted ahead, sends are waited for only when they lag, a task waits for what it 
 shares collectives with, buckets of gradients start in one order on all ranks as soon as they are ready. Messages
 between the same two ranks follow each other; messages that name a common resource get equal parts of it. Time is
 exact up to floating point and ties are broken by the order of ranks, so the same input gives the same timeline.
-What takes longer never makes a step shorter, except where messages share a resource or reductions slow tasks down: there
-a message that comes later may leave the link to one that matters more, as it may in reality.
+What takes longer never makes a step shorter, except where messages share a resource or reductions slow tasks down:
+there a message that comes later may leave the link to one that matters more, as it may in reality.
 
 Complexity: O(n log n) for n instructions, times the number of messages that share a resource at one time. It knows
 neither plans nor how programs are made.
