@@ -8,6 +8,7 @@ knows no prices and no terminal.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
     receive; the counter ``activations`` has the bytes that a rank keeps.
     """
     events: list[dict[str, Any]] = []
+    messages: Counter[str] = Counter()  # ends of messages that are alike, in order
     for rank in timeline.ranks:
         own = timeline.of_rank(rank)
         events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
@@ -36,7 +38,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
             threads[thread] = f"{stream} {lane + 1}" if lane else stream
             events.append(_slice(event, rank, thread))
             if event.kind in ("send", "receive"):
-                events.append(_flow(event, rank, thread))
+                events.append(_flow(event, rank, thread, messages))
         events += [_metadata("thread_name", rank, thread, name) for thread, name in sorted(threads.items())]
         for seconds, held in timeline.memory[rank]:
             counter = {"name": "activations", "ph": "C", "pid": rank, "ts": _microseconds(seconds)}
@@ -74,10 +76,12 @@ def _slice(event: Event, rank: int, thread: int) -> dict[str, Any]:
     return {**found, "dur": round(end - start, 3), "args": arguments}
 
 
-def _flow(event: Event, rank: int, thread: int) -> dict[str, Any]:
-    """Return one end of a message's arrow; both ends name it alike."""
-    ends = (rank, event.peer) if event.kind == "send" else (event.peer, rank)
-    key = f"{event.stage}m{event.micro_batch} {ends[0]}-{ends[1]}"
+def _flow(event: Event, rank: int, thread: int, messages: Counter[str]) -> dict[str, Any]:
+    """Return one end of a message's arrow; both ends name it alike, as messages between two ranks keep their order."""
+    source, target = (rank, event.peer) if event.kind == "send" else (event.peer, rank)
+    key = f"{event.stage}m{event.micro_batch} {source}-{target}"
+    messages[event.kind + key] += 1
+    key += f" {messages[event.kind + key]}"
     found = {"name": "message", "cat": "message", "id": key, "pid": rank, "tid": thread}
     if event.kind == "send":
         return {**found, "ph": "s", "ts": _microseconds(event.start)}

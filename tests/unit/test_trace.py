@@ -78,6 +78,13 @@ def test_the_trace_holds_every_event_and_an_arrow_for_every_message() -> None:
     assert all(starts[key] < ends[key] for key in starts)
 
 
+def test_two_values_of_a_stage_between_the_same_ranks_have_an_arrow_each() -> None:
+    workload = chain_workload(2, 2, latency=1.0)
+    twice = workload.model_copy(update={"boundaries": workload.boundaries * 2})
+    flows = [event for event in trace_of(simulate(twice))["traceEvents"] if event["ph"] in "sf"]
+    assert len({event["id"] for event in flows}) == len(flows) / 2 == 8
+
+
 def test_the_chart_shows_each_rank_in_the_width_given() -> None:
     timeline = simulate(chain_workload(2, 2))
     assert gantt(timeline, width=20).splitlines() == [
