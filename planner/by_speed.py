@@ -7,12 +7,13 @@ order of the layout. What a replica gets is a share of the whole batch, which it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
 from whale.planner.balance import Remedy, Worker, fastest_shares
 from whale.planner.communication import send
@@ -36,7 +37,8 @@ def cuts_by_speed(stages: Stages) -> tuple[range, ...]:
     given = stages.layout.configuration
     if given.pipeline == 1 or given.virtual_stages > 1 or given.layers_per_stage is not None:
         return even_cuts(stages.profile, stages.layout)
-    remedies = ((change, cut_problem(other)) for change, other in _relieved(stages))
+    relieved = _relieved(stages, lambda other: fastest_cut(cut_problem(other), "slowest"))
+    remedies = ((change, cut_problem(other)) for change, other in relieved)
     starts = fastest_cut(cut_problem(stages), remedies=remedies).starts
     return tuple(range(*bounds) for bounds in pairwise((*starts, len(stages.profile.layers))))
 
@@ -50,9 +52,8 @@ def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
     """
     layout = stages.layout
     batch, micro_batches = layout.configuration.batch, layout.num_micro_batches
-    remedies = (
-        Remedy(change=change, total=batch, workers=_replicas(other, cuts)) for change, other in _relieved(stages)
-    )
+    relieved = _relieved(stages, lambda other: fastest_shares(batch, _replicas(other, cuts)))
+    remedies = (Remedy(change=change, total=batch, workers=_replicas(other, cuts)) for change, other in relieved)
     found = fastest_shares(batch, _replicas(stages, cuts), unit="samples", remedies=remedies)
     return tuple(share / micro_batches for share in found.units)
 
@@ -189,19 +190,31 @@ def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:
     return tuple(found)
 
 
-def _relieved(stages: Stages) -> Iterator[tuple[str, Stages]]:
-    """The same with more recomputation, more shared state, or smaller micro-batches."""
+def _relieved(stages: Stages, attempt: Callable[[Stages], object]) -> Iterator[tuple[str, Stages]]:
+    """The same with smaller micro-batches, more recomputation, or more shared state: of each the least change with
+    which *attempt* finds no lack, or else the greatest."""
     layout = stages.layout
     given = layout.configuration
-    changes: list[tuple[str, dict[str, Any]]] = []
-    if given.micro_batch > 1:
-        smaller = given.micro_batch // 2
-        changes.append((f"--micro-batch {smaller}", {"micro_batch": smaller}))
-    if given.recompute != "full":
-        changes.append(("--recompute full", {"recompute": "full"}))
-    if layout.data > 1 and given.zero < 3:
-        changes += [(f"--zero {zero}", {"zero": zero}) for zero in range(given.zero + 1, 4)]
-    for change, fields in changes:
-        configuration = replace(given, **fields)
-        changed = Layout.of(configuration, layout.cluster)
-        yield change, Stages(profile=stages.profile, layout=changed, topology=stages.topology)
+    halves = [given.micro_batch >> times for times in range(1, given.micro_batch.bit_length())]
+    recomputed = [] if given.recompute == "full" else ["full"]
+    shared = list(range(given.zero + 1, 4)) if layout.data > 1 else []
+    changes: list[list[tuple[str, dict[str, Any]]]] = [
+        [(f"--micro-batch {rows}", {"micro_batch": rows}) for rows in halves],
+        [(f"--recompute {what}", {"recompute": what}) for what in recomputed],
+        [(f"--zero {zero}", {"zero": zero}) for zero in shared],
+    ]
+    for ladder in changes:
+        for step, (change, fields) in enumerate(ladder):
+            changed = Layout.of(replace(given, **fields), layout.cluster)
+            other = Stages(profile=stages.profile, layout=changed, topology=stages.topology)
+            if step == len(ladder) - 1 or _works(attempt, other):
+                yield change, other
+                break
+
+
+def _works(attempt: Callable[[Stages], object], stages: Stages) -> bool:
+    try:
+        attempt(stages)
+    except InfeasibleError:
+        return False
+    return True

@@ -99,7 +99,21 @@ def test_what_does_not_fit_is_balanced_by_speed_alone_in_an_estimate_which_says_
     with pytest.raises(InfeasibleError) as raised:
         rows_by_speed(stages(configuration, small), (range(12),))
     assert "48 samples do not fit" in str(raised.value) and "fast:0 has 8.0 GiB" in str(raised.value)
+    assert "It would fit with --micro-batch 1 (" in str(raised.value)
+    assert "--micro-batch 6" not in str(raised.value) and "--recompute" not in str(raised.value)
     found = estimate(profile(), small, configuration)
     assert list(found.rows) == [16, 16, 8, 8]
     assert not found.prediction.fits
     assert "balanced by speed alone, because it does not fit: 48 samples" in found.assumptions[0]
+
+
+def test_a_pipeline_that_does_not_fit_is_told_the_largest_micro_batch_that_would() -> None:
+    configuration = Configuration(batch=32, micro_batch=8, pipeline=4, precision="fp32")
+    with pytest.raises(InfeasibleError) as raised:
+        cuts_by_speed(stages(configuration, cluster(8, 8)))
+    assert "no cut into 4 stages fits" in str(raised.value)
+    assert "It would fit with --micro-batch 2 (" in str(raised.value)
+    smaller = replace(configuration, micro_batch=2)
+    assert sum(map(len, cuts_by_speed(stages(smaller, cluster(8, 8))))) == 12
+    with pytest.raises(InfeasibleError):
+        cuts_by_speed(stages(replace(configuration, micro_batch=4), cluster(8, 8)))
