@@ -132,7 +132,7 @@ def step_of(model: nn.Module, whole: dict[str, Tensor], *, balanced: bool, **opt
 
 
 def data_parallel(trial: bool) -> tuple[str, Sides, float]:
-    layers, width, rows, length = (2, 64, 12, 32) if trial else (6, 256, 24, 256)
+    layers, width, rows, length = (2, 64, 12, 32) if trial else (6, 256, 48, 256)
     model, whole = gpt2(width=width, layers=layers, length=length), batch(rows, length)
     plain = DistributedDataParallel(copy.deepcopy(model))
     each, rank = rows // len(SPEEDS), dist.get_rank()
@@ -150,7 +150,7 @@ def data_parallel(trial: bool) -> tuple[str, Sides, float]:
 
 
 def tensor_parallel(trial: bool) -> tuple[str, Sides, float]:
-    layers, width, rows, length = (1, 96, 2, 32) if trial else (2, 768, 8, 256)
+    layers, width, rows, length = (1, 96, 2, 32) if trial else (2, 1536, 4, 192)
     heads = 12
     model, whole = gpt2(width=width, layers=layers, length=length, heads=heads), batch(rows, length)
     whale.annotate(model, {"": whale.split()})
@@ -162,9 +162,9 @@ def tensor_parallel(trial: bool) -> tuple[str, Sides, float]:
 
 
 def pipeline(trial: bool) -> tuple[str, Sides, float]:
-    layers, width, length, micro_batches = (8, 64, 32, 4) if trial else (12, 256, 128, 12)
-    model, whole = gpt2(width=width, layers=layers, length=length), batch(2 * micro_batches, length)
-    times = layer_times(model, {name: tensor[:2] for name, tensor in whole.items()})
+    layers, width, length, micro_batches, rows = (8, 64, 32, 4, 2) if trial else (12, 256, 128, 12, 4)
+    model, whole = gpt2(width=width, layers=layers, length=length), batch(rows * micro_batches, length)
+    times = layer_times(model, {name: tensor[:rows] for name, tensor in whole.items()})
     even = (layers // len(SPEEDS),) * len(SPEEDS)
     best = min(cuts(layers, len(SPEEDS)), key=lambda cut: ideal_seconds(cut, times, micro_batches))
     module, schedule = by_hand(copy.deepcopy(model), even, micro_batches)
@@ -183,7 +183,7 @@ def pipeline(trial: bool) -> tuple[str, Sides, float]:
     ideal = ideal_seconds(even, times, micro_batches) / ideal_seconds(best, times, micro_batches)
     shape = f"{'-'.join(map(str, best))} against {'-'.join(map(str, even))} layers"
     return (
-        f"pipeline, GPT-2 of {layers} x {width}, {micro_batches} micro-batches of 2 x {length}, {shape}",
+        f"pipeline, GPT-2 of {layers} x {width}, {micro_batches} micro-batches of {rows} x {length}, {shape}",
         sides,
         ideal,
     )
