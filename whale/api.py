@@ -17,24 +17,21 @@ from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
-from whale.compiler import Compilation, Options, compile_model, local_tensors, value_name
+from whale.assembly import assemble
+from whale.compiler import Compilation, Options, compile_model, local_tensors
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves
 from whale.graph.refusals import check_hooks
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.ir.program import Reduce
 from whale.planner.catalog import device_types
 from whale.planner.orders import SCHEDULES
 from whale.planner.place import Preference
 from whale.runtime.agreement import agree, agree_on_values, meet
-from whale.runtime.executor import Executor
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
 from whale.runtime.module import CompiledStep, ParallelModule, Shard
 from whale.runtime.random import Clock
-from whale.runtime.reduce import Bucket, Reducer
-from whale.runtime.stage import LocalStage
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "shard_dataset", "verify"]
 
@@ -297,62 +294,21 @@ class _Builder:
         return self._assemble(compilation)
 
     def _assemble(self, compilation: Compilation) -> CompiledStep:
-        rank = self.world.rank
         constants = {("constant", n): t.to(self.world.device) for n, t in compilation.captured.constants.items()}
-        tensors = {**self.tensors, **constants}
-        stages: dict[int, LocalStage] = {}
-        counts = False
-        clock = _clock_of(self.clock, self.world.size, compilation)
-        for stage in compilation.stages:
-            if rank not in stage.mesh.ranks:
-                continue
-            programs = compilation.local_programs(stage, rank, clock)
-            for local in programs:
-                bridge: Any
-                for bridge in local.bridges:
-                    bridge.group = self.groups.get(tuple(sorted(bridge.ranks)))
-            names = [
-                compilation.parameter_name(v) for v in stage.stored if v[0].name in compilation.captured.parameters
-            ]
-            outputs = tuple(value_name(v) for v in stage.sent)
-            if stage.loss is not None:
-                outputs += ("loss",)
-                at = stage.mesh.coordinates(rank)
-                counts = all(c == 0 or p.kind == "P" for c, p in zip(at, stage.loss_placements[1:], strict=True))
-            stages[stage.index] = LocalStage(
-                programs=programs,
-                outputs=outputs,
-                mutated=tuple(stage.mutated),
-                tensors=tensors,
-                parameters=[p for n in names if isinstance(p := self.parameters[n], nn.Parameter)],
-                clock=self.clock,
-            )
-        buckets = [
-            Bucket(
-                index=spec.index,
-                parameters=tuple(self.parameters[n] for n in names),  # type: ignore[misc]
-                ranks=spec.ranks,
-                stages=frozenset(spec.stages) & stages.keys(),
-                group=self.reduce_groups.get(spec.ranks),
-            )
-            for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
-            if rank in spec.ranks
-        ]
-        program = compilation.program(rank)
-        order = [instruction.bucket for instruction in program if isinstance(instruction, Reduce)]
-        buckets.sort(key=lambda b: order.index(b.index))
-        executor = Executor(
-            rank=rank,
-            program=program,
-            edges=compilation.edges,
-            stages=stages,
-            reducer=Reducer(buckets, self.world.failures) if buckets else None,
+        return assemble(
+            compilation,
+            self.world.rank,
+            compilation.program(self.world.rank),
+            tensors={**self.tensors, **constants},
+            clock=self.clock,
+            seeded=_clock_of(self.clock, self.world.size, compilation),
+            bridge_group=self.groups.get,
+            reduce_group=self.reduce_groups.get,
             failures=self.world.failures,
             device=self.world.device,
             group=self.all_ranks.get("forward"),
             backward_group=self.all_ranks.get("backward"),
         )
-        return CompiledStep(executor=executor, stages=list(stages.values()), counts_loss=counts)
 
 
 def _rows(leaves: Mapping[str, Any]) -> int | None:

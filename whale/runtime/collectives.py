@@ -150,10 +150,12 @@ def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
         return x
     pieces = [take(x, cut, rank).contiguous() for rank in range(len(cut.sizes))]
     result = torch.empty_like(pieces[index])
+    even = len({piece.numel() for piece in pieces}) == 1
+    together = torch.cat([piece.view(-1) for piece in pieces]) if even else x
     if isinstance(group, Rehearsal):
         group.note("reduce_scatter", x, *(piece.shape for piece in pieces))
-    elif len({piece.numel() for piece in pieces}) == 1:
-        _reduce_scatter_single(result.view(-1), torch.cat([p.view(-1) for p in pieces]), group=group)
+    elif even:
+        _reduce_scatter_single(result.view(-1), together, group=group)
     else:
         dist.reduce_scatter(result, pieces, group=group)
     return result

@@ -73,6 +73,7 @@ class Executor:
         backward_group: another one for what goes backward, so that on NCCL, where a group's messages between two ranks
             wait for each other, a late one cannot block the opposite direction. None is the same as ``group``.
         device: where tensors are received.
+        transport: what has ``isend`` and ``irecv``: ``torch.distributed``, unless a step is tried without other ranks.
         credit: the most values that may be on their way to this rank before the program asks for them. By default 2, or
             as many as the program keeps micro-batches; on CUDA 0, as there the program itself runs ahead of the device.
     """
@@ -89,6 +90,7 @@ class Executor:
         group: dist.ProcessGroup | None = None,
         backward_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        transport: Any = dist,
         credit: int | None = None,
     ) -> None:
         self.rank = rank
@@ -101,6 +103,7 @@ class Executor:
             "backward": backward_group if backward_group is not None else group,
         }
         self.device = torch.device(device)
+        self.transport = transport
         self.programs = {True: program, False: forward_only(program)}
         self.credit = credit if credit is not None else 0 if self.device.type == "cuda" else max(2, _most_kept(program))
         self.entering = {s: [edge for edge in edges if edge.target_stage == s] for s in stages}
@@ -341,7 +344,7 @@ class _Step:
     def send(self, instruction: Send) -> None:
         edge, direction, _, peer, box = instruction
         part = _part(self.value(instruction), box).contiguous()
-        work = dist.isend(part, peer, group=self.executor.groups[direction])
+        work = self.executor.transport.isend(part, peer, group=self.executor.groups[direction])
         if work is None:
             raise ScheduleError(f"edge {edge}: rank {self.executor.rank} is not in the group of its edges")
         self.sends.append((self.num_tasks, work, part, instruction))
@@ -394,7 +397,7 @@ class _Step:
         apart = target is None or not target.is_contiguous()
         if target is None or apart:
             target = torch.empty([stop - start for start, stop in instruction.box], dtype=dtype, device=executor.device)
-        work = dist.irecv(target, instruction.peer, group=executor.groups[instruction.direction])
+        work = executor.transport.irecv(target, instruction.peer, group=executor.groups[instruction.direction])
         arrival.parts.append((work, target if apart else None, instruction.box, instruction.peer))
 
     def take(self, edge: int, direction: Direction, micro_batch: int) -> Tensor | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,15 +60,17 @@ class Reducer:
 
     In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest
     where the program says so; `finish`. Gradients that were there before the step, from a step whose gradients are to
-    be accumulated, are put aside and added back, so they are not summed twice.
+    be accumulated, are put aside and added back, so they are not summed twice. *transport* is what has ``all_reduce``:
+    ``torch.distributed``, unless a step is tried without other ranks.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], failures: Failures) -> None:
+    def __init__(self, buckets: Sequence[Bucket], failures: Failures, transport: Any = dist) -> None:
         self.buckets = tuple(buckets)
         self._failures = failures
+        self._transport = transport
         self._pending: list[_Pending] = []
         self._next = 0
         self._armed: dict[Parameter, _Pending] = {}
@@ -202,7 +205,7 @@ class Reducer:
             total = gradients[0]
         else:
             total = pending.flat = torch.cat([gradient.view(-1) for gradient in gradients])
-        pending.work = dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
     def _order(self) -> list[int]:
         return [bucket.index for bucket in self.buckets]

@@ -1,0 +1,364 @@
+"""How many bytes of tensors a rank holds at the peak of a step, found by running the step without data or other ranks.
+
+The executor itself runs the rank's program, with fake tensors that know the kernels of the device, a transport that
+reaches nobody, and a counter of living storages. So what is kept, received, sent and reduced, and for how long, is not
+modelled but is what the code does. What an operator takes within itself, and what allocators and drivers take, is not
+seen. This file knows no cluster and no prices.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whale.assembly import assemble
+from whale.compiler import Compilation
+from whale.errors import UsageError
+from whale.graph.values import value_tensor
+from whale.ir.program import Compute, Program, project_rank
+from whale.ir.schedule import Order, peak_in_flight
+from whale.planner.orders import schedule_order
+from whale.runtime.collectives import Rehearsal
+from whale.runtime.failure import Failures
+from whale.runtime.random import Clock
+
+__all__ = ["OPTIMIZERS", "Occupancy", "Optimizer", "TaskBytes", "occupancy"]
+
+Optimizer = Literal["adamw", "sgd", "sgd_momentum", "none"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+
+_STATES: dict[Optimizer, int] = {"adamw": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
+"""Tensors of a parameter's size that the optimizer keeps for it."""
+
+_STEP_BYTES: dict[Optimizer, int] = {"adamw": 4, "sgd": 0, "sgd_momentum": 0, "none": 0}
+"""torch counts steps of Adam in a float32 for each parameter."""
+
+_TEMPORARY: dict[Optimizer, int] = {"adamw": 2, "sgd": 0, "sgd_momentum": 0, "none": 0}
+"""Tensors of the largest parameter's size that torch's loop over parameters makes and drops (a root and a quotient)."""
+
+_SMALL_BYTES = 1024
+"""The loss, its sum over ranks, and what ranks compare of their batches: a few numbers of 8 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskBytes:
+    """One micro-batch on one stage: what is kept from forward to backward, and the most that each needs beyond what
+    was there before it."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """Bytes of a rank at the peak of a step, by what they are for, and of the tasks of each of its stages.
+
+    ``parameters`` holds buffers of the model too, ``activations`` the batch and what operators need meanwhile,
+    ``buffers`` what is on its way to and from other ranks.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    tasks: Mapping[int, TaskBytes]
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def occupancy(
+    compilation: Compilation,
+    rank: int,
+    *,
+    schedule: str,
+    optimizer: Optimizer = "adamw",
+    device: torch.device | str = "cpu",
+    clock: Clock | None = None,
+) -> Occupancy:
+    """What *rank* holds at the peak of a step, the optimizer's update included.
+
+    Args:
+        compilation: of the model for training.
+        rank: whose memory is meant.
+        schedule: that the compilation was made with.
+        optimizer: whose state is counted; gradients are assumed to be dropped between steps.
+        device: whose kernels run.
+        clock: of random operators; None: they draw as the local model does.
+
+    Raises:
+        UsageError: an unknown optimizer.
+    """
+    if optimizer not in _STATES:
+        raise UsageError(f"unknown optimizer {optimizer!r}; use one of {', '.join(OPTIMIZERS)}")
+    device = torch.device(device)
+    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation, rank, clock):
+        trial = _Trial(compilation, rank, device, clock)
+        trial.run(_program(compilation, rank, schedule))
+    parameters = [t for t in trial.parameters.values() if t.requires_grad]
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    state = _STATES[optimizer] * sum(sizes) + _STEP_BYTES[optimizer] * len(sizes)
+    at_peak, live = trial.live.at_peak, trial.live.by_purpose
+    update = _TEMPORARY[optimizer] * max(sizes, default=0)
+    if live.total() + update > at_peak.total():  # after the last backward
+        at_peak = live + Counter(activations=update)
+    return Occupancy(
+        parameters=at_peak["parameters"],
+        gradients=at_peak["gradients"],
+        optimizer=state,
+        activations=at_peak["activations"] + _SMALL_BYTES,
+        buffers=at_peak["buffers"],
+        tasks=trial.tasks(),
+    )
+
+
+def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
+    """The rank's program, cut short where micro-batches are many and what is in flight repeats itself."""
+    order = _short(compilation, schedule)
+    return project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
+
+
+def _short(compilation: Compilation, schedule: str) -> Order:
+    """The order of the fewest micro-batches that keep as many in flight as all do.
+
+    Some more are walked, because messages are dropped a few tasks after they were sent: twice the credit, which is the
+    number of micro-batches in flight, and two.
+    """
+    most = peak_in_flight(compilation.order)
+    depth = max(2, *most.values())
+    sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
+    for count in range(depth, len(compilation.rows) - depth - 3 if len(set(compilation.rows)) == 1 else 0):
+        if peak_in_flight(schedule_order(schedule, len(compilation.stages), count, sets)) == most:
+            return schedule_order(schedule, len(compilation.stages), count + depth + 3, sets)
+    return compilation.order
+
+
+@contextmanager
+def _unchanged_bridges(compilation: Compilation, rank: int, clock: Clock | None) -> Iterator[None]:
+    """Give bridges back the groups that they had: local programs are shared with whoever runs them for real."""
+    stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
+    bridges: list[Any] = [
+        bridge
+        for stage in stages
+        for program in compilation.local_programs(stage, rank, clock)
+        for bridge in program.bridges
+    ]
+    before = [bridge.group for bridge in bridges]
+    try:
+        yield
+    finally:
+        for bridge, group in zip(bridges, before, strict=True):
+            bridge.group = group
+
+
+class _Nobody:
+    """A transport whose messages are done at once."""
+
+    def __init__(self, live: _Living) -> None:
+        self.live = live
+
+    def isend(self, tensor: Tensor, peer: int, group: Any) -> _Done:
+        if self.live.is_new(tensor):  # a copy made for the message
+            self.live.mark(tensor, "buffers")
+        return _Done()
+
+    def irecv(self, tensor: Tensor, peer: int, group: Any) -> _Done:
+        self.live.mark(tensor, "buffers")
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor, **options: Any) -> _Done:
+        if self.live.purpose_of(tensor) != "gradients":
+            self.live.mark(tensor, "buffers")
+        return _Done()
+
+
+class _Alone(Rehearsal):
+    """A group without other ranks. gloo sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
+
+    def note(self, op: str, x: Tensor, *shapes: Any) -> None:
+        if op == "reduce_scatter" and x.device.type == "cpu":
+            torch.empty_like(x)
+
+
+class _Done:
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Trial:
+    """One rank's step on fake tensors."""
+
+    def __init__(self, compilation: Compilation, rank: int, device: torch.device, clock: Clock | None) -> None:
+        self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
+        self.live = _Living()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self.batch: dict[str, Any] = {}
+        self.noting = _Noting()
+        self._make()
+
+    def _make(self) -> None:
+        """Everything that is there before the step: parameters, buffers, constants and the whole batch."""
+        captured = self.compilation.captured
+        shards = self.compilation.shards()
+        for name, shard in shards.items():
+            if self.rank in shard.parts:
+                shape = [sum(stop - start for start, stop in dim) for dim in shard.parts[self.rank]]
+                whole = torch.empty(shape, dtype=shard.dtype, device=self.device)
+                self.parameters[name] = nn.Parameter(whole, requires_grad=shard.trainable)
+                self.live.add(self.parameters[name], "parameters")
+                if shard.trainable:
+                    self.parameters[name].register_post_accumulate_grad_hook(self._accumulated)
+        self.tensors = {("parameter", name): parameter for name, parameter in self.parameters.items()}
+        for node in captured.graph.nodes:
+            if node.op != "placeholder" or not isinstance(node.meta.get("val"), Tensor):
+                continue
+            kind = value_tensor((node, 0))
+            if node.name in captured.parameters:
+                continue
+            tensor = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
+            if node.name in captured.inputs:
+                self.batch[captured.inputs[node.name]] = tensor
+                self.live.add(tensor, "activations")
+            elif node.name in captured.buffers:
+                self.tensors["buffer", captured.buffers[node.name]] = tensor
+                self.live.add(tensor, "parameters")
+            else:
+                self.tensors["constant", node.name] = tensor
+                self.live.add(tensor, "parameters")
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.live.mark(parameter.grad, "gradients")
+
+    def run(self, program: Program) -> None:
+        step = assemble(
+            self.compilation,
+            self.rank,
+            program,
+            tensors=self.tensors,
+            clock=self.clock or Clock(0),
+            seeded=self.clock,
+            bridge_group=lambda ranks: _Alone("", ranks, []) if len(ranks) > 1 else None,
+            reduce_group=lambda ranks: object(),
+            failures=Failures(self.rank),
+            device=self.device,
+            transport=_Nobody(self.live),
+        )
+        step.executor.programs[True] = self.noting = _Noting(program)
+        self.noting.live = self.live
+        with warnings.catch_warnings(), self.live:
+            warnings.simplefilter("ignore")
+            for stage in step.stages:
+                stage.begin(self.batch)
+            step.executor.run(True)
+            for stage in step.stages:
+                stage.finish()
+
+    def tasks(self) -> dict[int, TaskBytes]:
+        """What the tasks of each stage took: the most of all micro-batches."""
+        noted = self.noting.noted
+        return {
+            stage: TaskBytes(kept=noted["kept", stage], forward_peak=noted["F", stage], backward_peak=noted["B", stage])
+            for stage in {stage for _, stage in noted}
+        }
+
+
+class _Noting(tuple[Any, ...]):
+    """A program that notes, while it is walked, what each of its tasks took."""
+
+    live: _Living
+
+    def __iter__(self) -> Iterator[Any]:
+        self.noted: Counter[tuple[str, int]] = Counter()
+        for instruction in super().__iter__():
+            before = self.live.now
+            self.live.begin_task()
+            yield instruction
+            if isinstance(instruction, Compute):
+                kind = "F" if instruction.kind == "F" else "B"
+                self._note((kind, instruction.stage), self.live.task_peak - before)
+                if kind == "F":
+                    self._note(("kept", instruction.stage), self.live.now - before)
+
+    def _note(self, key: tuple[str, int], size: int) -> None:
+        self.noted[key] = max(self.noted[key], size)
+
+
+class _Living(TorchDispatchMode):
+    """Counts the storages that live, by purpose: those that it is told of, and those that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.task_peak = 0
+        self.by_purpose: Counter[str] = Counter()
+        self.at_peak: Counter[str] = Counter()
+        self._known: dict[int, Any] = {}
+        self._purpose: dict[int, str] = {}
+        self._newest = 0
+
+    def begin_task(self) -> None:
+        """Forget the peak of the task before."""
+        self.task_peak = self.now
+
+    def add(self, tensor: Tensor, purpose: str = "activations") -> None:
+        """Count a tensor's storage until it is gone."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self.now -= size
+            self.by_purpose[self._purpose.pop(key)] -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+        self._purpose[key] = purpose
+        self._newest = key
+        self.now += size
+        self.by_purpose[purpose] += size
+        self.task_peak = max(self.task_peak, self.now)
+        if self.now > self.at_peak.total():
+            self.at_peak = self.by_purpose.copy()
+
+    def mark(self, tensor: Tensor, purpose: str) -> None:
+        """Say what a tensor is for."""
+        self.add(tensor)
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self.by_purpose[self._purpose[key]] -= size
+        self.by_purpose[purpose] += size
+        self._purpose[key] = purpose
+
+    def purpose_of(self, tensor: Tensor) -> str | None:
+        """What a tensor is for."""
+        return self._purpose.get(tensor.untyped_storage()._cdata)
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is the last that was made."""
+        return tensor.untyped_storage()._cdata == self._newest
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.prim.device.default:
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.add(leaf)
+        return result
