@@ -139,11 +139,20 @@ def _replica(stages: Stages, cuts: Sequence[range], replica: int) -> Worker:
     layout = stages.layout
     depth, micro_batches = layout.configuration.pipeline, layout.num_micro_batches
 
+    alike = [
+        (tuple(stages.profile.layers[layer] for layer in part), _key(stages, replica, (index % depth,)))
+        for index, part in enumerate(cuts)
+    ]
+    first_of = {key: index for index, key in reversed(list(enumerate(alike)))}
+
     @cache
     def seconds(samples: int) -> float:
         """By the formula that `whale.planner.cuts` minimises."""
-        costs = [stages.cost(part, index % depth, replica, samples / micro_batches) for index, part in enumerate(cuts)]
-        times = [cost.forward + cost.backward for cost in costs]
+        costs = {
+            key: stages.cost(cuts[index], index % depth, replica, samples / micro_batches)
+            for key, index in first_of.items()
+        }
+        times = [costs[key].forward + costs[key].backward for key in alike]
         devices = [sum(times[stage::depth]) for stage in range(depth)]
         return (micro_batches - 1) * max(devices) + sum(devices)
 
