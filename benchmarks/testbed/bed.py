@@ -37,6 +37,9 @@ __all__ = ["RankFailed", "Run", "Testbed", "TimedOut", "clean", "missing"]
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """What is run, and the Debian package that it is in."""
 
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+"""Those of root that a container usually lacks, and their bits (linux/capability.h)."""
+
 MOST_OF_CORES = 0.8
 """Above this part of the machine's cores the scheduler, and no longer the quotas, decides how fast a device is."""
 
@@ -300,13 +303,16 @@ def missing() -> list[str]:
     if sys.platform != "linux":
         return [f"Linux, not {sys.platform}"]
     problems = [] if os.geteuid() == 0 else ["root (run it with sudo)"]
+    if not problems and (denied := [name for name, bit in CAPABILITIES.items() if not _has_capability(bit)]):
+        problems.append(f"{' and '.join(denied)} (a container needs --privileged)")
     lacking: dict[str, list[str]] = {}
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             lacking.setdefault(package, []).append(tool)
     problems += [f"{' and '.join(tools)} (package {package})" for package, tools in lacking.items()]
-    if _hierarchy() is None:
-        problems.append("the cgroup controllers cpu and memory (mount them, or leave the container)")
+    hierarchy = _hierarchy()
+    if hierarchy is None or not all(os.access(root, os.W_OK) for root in hierarchy.roots):
+        problems.append("the cgroup controllers cpu and memory, writable (mount them, or leave the container)")
     return problems
 
 
@@ -335,6 +341,11 @@ def _hierarchy() -> Hierarchy | None:
     with contextlib.suppress(OSError):
         return find_hierarchy(Path("/proc/self/mountinfo").read_text())
     return None
+
+
+def _has_capability(bit: int) -> bool:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return bool(int(status["CapEff"], 16) >> bit & 1)
 
 
 def _start_time(pid: int) -> str:

@@ -172,5 +172,8 @@ def test_what_is_missing_is_named_all_at_once(monkeypatch: pytest.MonkeyPatch) -
         assert part in problems
     with pytest.raises(UsageError, match="needs root"):
         bed.Testbed(Description.parse(FILE))
+    monkeypatch.setattr(bed.os, "geteuid", lambda: 0, raising=False)
+    monkeypatch.setattr(bed, "_has_capability", lambda bit: bit != 12)
+    assert missing()[0] == "CAP_NET_ADMIN (a container needs --privileged)"
     monkeypatch.setattr(bed.sys, "platform", "darwin")
     assert missing() == ["Linux, not darwin"]
