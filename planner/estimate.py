@@ -18,7 +18,7 @@ from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Redu
 from whale.planner.by_speed import boundless, cuts_by_speed, rows_by_speed
 from whale.planner.communication import send
 from whale.planner.configuration import Configuration, Layout, even_cuts
-from whale.planner.memory import FRAGMENTATION, FRAMEWORK_BYTES
+from whale.planner.memory import FRAGMENTATION, framework_bytes
 from whale.planner.simulate import simulate
 from whale.planner.stages import OVERLAP_SLOWDOWN, StageCost, Stages
 from whale.planner.timeline import Timeline
@@ -31,6 +31,10 @@ STEP_OVERHEAD_SECONDS = 3e-3
 
 RELATIVE_ERROR = {"modelled": 0.15, "measured": 0.10}
 """Nine of ten predictions of benchmarks/published.py are nearer than this."""
+
+
+Costs = dict[tuple[int, int], StageCost]
+"""By stage of the schedule and replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +145,7 @@ def _kinds_of_replicas(layout: Layout, rows: tuple[float, ...]) -> list[int]:
     return list(found.values())
 
 
-def _workload(
-    stages: Stages, cuts: tuple[range, ...], replicas: list[int], costs: dict[tuple[int, int], StageCost]
-) -> Workload:
+def _workload(stages: Stages, cuts: tuple[range, ...], replicas: list[int], costs: Costs) -> Workload:
     """The step of one rank for each stage of the pipeline and each kind of replica."""
     layout, given = stages.layout, stages.layout.configuration
     depth = given.pipeline
@@ -212,17 +214,15 @@ def _link(stages: Stages, source: int, target: int, here: int, there: int, repli
     if layout.cluster.node_of(b) is not node and node.inter is not None:
         sharing = max(1, len(layout.devices_of(here, replica)) // node.inter.num_adapters)
     cost = send(stages.topology, a, b, max(1, num_bytes), sharing=sharing)
-    gather = 0.0
-    if given.tensor > 1 and not given.sequence_parallel:
+    latency = cost.latency
+    if given.tensor > 1 and num_bytes and not given.sequence_parallel:
         group = layout.tensor_group(there, replica)
-        gather = stages.price("all_gather", group, num_bytes * given.tensor, stages.sharing(group, layout.data))
-    return LinkTime(
-        source=source, target=target, latency=cost.latency + gather, bandwidth=max(1, num_bytes) / cost.transfer
-    )
+        latency += stages.price("all_gather", group, num_bytes * given.tensor, stages.sharing(group, layout.data))
+    return LinkTime(source=source, target=target, latency=latency, bandwidth=max(1, num_bytes) / cost.transfer)
 
 
 def _reductions(
-    stages: Stages, cuts: tuple[range, ...], replicas: list[int], costs: dict[tuple[int, int], StageCost]
+    stages: Stages, cuts: tuple[range, ...], replicas: list[int], costs: Costs
 ) -> tuple[list[Reduction], list[float]]:
     """The sums of gradients at the end of the step, and for every stage seconds after the update that gather weights.
 
@@ -258,7 +258,7 @@ def _memory(
     stages: Stages,
     cuts: tuple[range, ...],
     replicas: list[int],
-    costs: dict[tuple[int, int], StageCost],
+    costs: Costs,
     timeline: Timeline,
 ) -> tuple[DeviceMemory, ...]:
     """The first device of every stage and kind of replica."""
@@ -282,7 +282,7 @@ def _memory(
                     activations=round(max(0.0, peak - working)),
                     workspace=round(min(peak, working)),
                     buffers=round(peak * FRAGMENTATION),
-                    framework=round(FRAMEWORK_BYTES),
+                    framework=round(framework_bytes(len(layout.order))),
                 )
             )
     return tuple(found)

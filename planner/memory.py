@@ -14,18 +14,30 @@ from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Sa
 from whale.planner.compute import Recompute, num_scores, variant_of
 from whale.planner.precision import Precision
 
-__all__ = ["StateBytes", "gradient_bytes", "kept_bytes", "state_bytes", "working_bytes"]
+__all__ = [
+    "FRAGMENTATION",
+    "StateBytes",
+    "framework_bytes",
+    "gradient_bytes",
+    "kept_bytes",
+    "state_bytes",
+    "working_bytes",
+]
 
 Zero = Literal[0, 1, 2, 3]
 """What data-parallel devices share: nothing, optimizer states, gradients too, weights too."""
 
-FRAMEWORK_BYTES = 1.2e9
-"""CUDA context, NCCL's channels and cuBLAS's workspaces of a process: about 0.5, 0.4 and 0.3 GB (typical; recalled)."""
+FRAMEWORK_BYTES = 1.0e9
+"""What a process takes on a device before anything is stored: CUDA context and the workspaces of cuBLAS (typical;
+recalled)."""
 
-FRAGMENTATION = 0.06
+COMMUNICATION_BYTES = 2.0e9
+"""What it takes besides once devices communicate: NCCL's channels for every group, and buckets. Calibrated on Sailor's
+runs, whose peaks are those of the device."""
+
+FRAGMENTATION = 0.08
 """What the caching allocator reserves beyond the activations that are alive: calibrated on the runs with a measured
 peak of published_calibration.csv and of Sailor."""
-
 
 _CHEAP = frozenset({"rms_norm", "layer_norm", "silu", "gelu", "mul", "dropout"})
 """What selective recomputation makes again where attention is fused, by the operator that made it: all that takes
@@ -52,6 +64,11 @@ class StateBytes:
     def total(self) -> float:
         """Their sum."""
         return self.parameters + self.gradients + self.optimizer
+
+
+def framework_bytes(num_devices: int) -> float:
+    """What a process takes on its device before anything is stored, alone or among others."""
+    return FRAMEWORK_BYTES + (COMMUNICATION_BYTES if num_devices > 1 else 0.0)
 
 
 def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:
