@@ -24,7 +24,7 @@ from whale.planner.by_speed import rows_by_speed
 from whale.planner.catalog import device_types
 from whale.planner.configuration import Configuration, Layout
 from whale.planner.estimate import Estimate, estimate
-from whale.planner.memory import FRAMEWORK_BYTES, state_bytes
+from whale.planner.memory import framework_bytes, state_bytes
 from whale.planner.precision import precision_named
 from whale.planner.simulate import simulate
 from whale.planner.stages import OVERLAP_SLOWDOWN, Stages
@@ -376,7 +376,7 @@ def tables(folder: Path | None) -> list[str]:
     logits = 2 * ASSUMED["ResNet50"].batch * 1_000_000 * 4 / 2**30
     found.append(
         f"Data parallel with 1,000,000 classes: the classifier's state takes {state:.1f} GiB, the logits and their "
-        f"gradient {logits:.1f}, and the framework {FRAMEWORK_BYTES / 2**30:.1f}, of 32: no room for the trunk.\n"
+        f"gradient {logits:.1f}, and the framework {framework_bytes(8) / 2**30:.1f}, of 32: no room for the trunk.\n"
     )
 
     bert, batch = models["BERT-large"], ASSUMED["BERT-large"].batch

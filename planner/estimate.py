@@ -261,7 +261,7 @@ def _memory(
     costs: Costs,
     timeline: Timeline,
 ) -> tuple[DeviceMemory, ...]:
-    """The first device of every stage and kind of replica."""
+    """The device with least memory of every stage and kind of replica."""
     layout, depth = stages.layout, stages.layout.configuration.pipeline
     found = []
     for kind, replica in enumerate(replicas):
@@ -270,7 +270,8 @@ def _memory(
             state = stages.state(layers)
             working = max(costs[index, replica].working for index in range(stage, layout.num_stages, depth))
             peak = timeline.peak_bytes(kind * depth + stage)
-            device = layout.cluster.devices[layout.rank(stage=stage, replica=replica)]
+            together = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
+            device = min(together, key=lambda device: device.memory_bytes)
             found.append(
                 DeviceMemory(
                     rank=device.rank,
