@@ -1,8 +1,10 @@
 """Does a step take what its plan predicts? Plans of a GPT and a ResNet on devices of two and three speeds and two rates
 of links, all on the testbed.
 
-    sudo python benchmarks/prediction.py               # about ten minutes, on a machine that does nothing else
-    sudo python benchmarks/prediction.py --trial       # small models and quotas: only to see that it runs
+    sudo python benchmarks/prediction.py --folder profiles   # on a machine that does nothing else
+    sudo python benchmarks/prediction.py --trial             # small models and quotas: only to see that it runs
+
+With ``--only`` and one folder it runs testbed by testbed, ten minutes each: what the folder has is not measured again.
 
 On each testbed ``whale profile`` measures devices, links and the models' layers; ``whale plan`` makes the plans, with
 their predictions, before any of them has run; then the plans run as they are, their steps in turn in the same
@@ -36,6 +38,7 @@ from live_bytes import LiveBytes, living
 from testbed import Description, Testbed
 
 import whale
+from whale.ir.profile import ModelProfile
 
 LAYOUTS = Path(__file__).with_name("layouts.py")
 WHALE = (sys.executable, "-m", "whale")
@@ -85,9 +88,12 @@ BEDS = {
             Case("resnet", "dp"),
         ),
     ),
-    "three": Bed((0.6, 0.4, 0.2), "200 Mbit/s", (Case("gpt", "dp"), Case("gpt", "pp3", 12), Case("resnet", "dp"))),
-    "two": Bed((0.8, 0.4), "1 Gbit/s", (Case("gpt", "tp"), Case("gpt", "pp2", 8))),
+    "three": Bed((0.75, 0.5, 0.25), "200 Mbit/s", (Case("gpt", "dp"), Case("gpt", "pp3", 12), Case("resnet", "dp"))),
+    "two": Bed((0.5, 0.25), "1 Gbit/s", (Case("gpt", "tp"), Case("gpt", "pp2", 8))),
 }
+MEASURED = {"gpt": ("1,2", "2,3,4,6,8,12,24"), "resnet": ("1", "8,16,24")}
+"""Of each model the tensor degrees, and the rows of micro-batches that the plans above may have."""
+
 TRIAL = {"gpt": {"width": 64, "length": 32}, "resnet": {"side": 16}}
 HEAD = ("testbed", "plan", "predicted", "measured", "error", "noise", "bytes predicted / counted, all ranks")
 
@@ -96,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="predicted against measured steps on emulated devices")
     parser.add_argument("--repeats", type=int, default=8, help="timed steps of each plan")
     parser.add_argument("--only", choices=list(BEDS), help="this testbed alone")
+    parser.add_argument("--folder", help="keep profiles and plans there, and go on from what it has")
     parser.add_argument("--trial", action="store_true", help="small models and quotas: the times mean nothing")
     parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
     parser.add_argument("--cases", help=argparse.SUPPRESS)  # for the ranks: what to run, as JSON
@@ -106,7 +113,7 @@ def main() -> None:
     rows: list[tuple[str, ...]] = []
     errors: list[float] = []
     for name in [options.only] if options.only else BEDS:
-        for case, predicted, found in on_a_bed(BEDS[name], options):
+        for case, predicted, found in on_a_bed(name, options):
             error = abs(predicted["seconds"] / found["seconds"] - 1) if predicted else None
             errors += [] if error is None else [error]
             rows.append(row(BEDS[name], case, predicted, error, found))
@@ -136,27 +143,34 @@ def row(
 # --- on the testbed
 
 
-def on_a_bed(bed: Bed, options: argparse.Namespace) -> list[tuple[Case, Mapping[str, Any] | None, Mapping[str, Any]]]:
+def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping[str, Any] | None, Mapping[str, Any]]]:
     """Profile, plan and run; for each case the prediction (None without ``whale plan``) and what came."""
-    description = bed.description(0.4 if options.trial else 1)
-    with tempfile.TemporaryDirectory() as given, Testbed(description) as testbed:
-        folder = Path(given)
-        cluster = folder / "cluster.toml"
+    bed, trial = BEDS[name], options.trial
+    description = bed.description(0.4 if trial else 1)
+    with tempfile.TemporaryDirectory() as temporary, Testbed(description) as testbed:
+        folder = Path(options.folder or temporary)
+        folder.mkdir(exist_ok=True)
+        cluster = folder / f"{name}.toml"
         cluster.write_text(description.cluster_file())
         environment = {**os.environ, "PYTHONPATH": str(LAYOUTS.parents[1]), "CLUSTER": str(cluster)}
         plans = {}
         if subprocess.run([*WHALE, "plan", "--help"], capture_output=True, env=environment).returncode == 0:
+            profiles = {}
             for model in dict.fromkeys(case.model for case in bed.cases):
-                limit = "30" if options.trial else "60"
-                command = [*WHALE, "profile", *_model(model, options.trial), "--time-limit", limit]
-                command += ["--cluster", str(cluster), "-o", str(folder / f"{model}.json")]
-                testbed.run(command, timeout_seconds=400, environment=environment, show=False)
-            plans = {case.name: make_plan(folder, case, options.trial, environment) for case in bed.cases}
+                profiles[model] = started_profile(folder, name, model)
+                degrees, rows = MEASURED[model]
+                command = [*WHALE, "profile", *_model(model, trial), "--degrees", degrees, "--rows", rows, "--parallel"]
+                command += ["--time-limit", "180", "--cluster", str(cluster), "-o", str(profiles[model])]
+                testbed.run(command, timeout_seconds=600, environment=environment, show=False)
+            for case in bed.cases:
+                plans[case.name] = make_plan(
+                    folder / f"{name}-{case.name}.plan.json", case, cluster, profiles[case.model], trial, environment
+                )
         cases = [
             {
                 **asdict(case),
                 "settings": TRIAL[case.model] if options.trial else {},
-                "plan": str(folder / f"{case.name}.json") if plans else None,
+                "plan": str(folder / f"{name}-{case.name}.plan.json") if plans else None,
             }
             for case in bed.cases
         ]
@@ -178,11 +192,21 @@ def _model(model: str, trial: bool) -> list[str]:
     ]
 
 
-def make_plan(folder: Path, case: Case, trial: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+def started_profile(folder: Path, bed: str, model: str) -> Path:
+    """The profile of a model on a testbed; devices that another testbed had too are not measured again, links are."""
+    path = folder / f"{bed}-{model}.profile.json"
+    for other in folder.glob(f"*-{model}.profile.json"):
+        if not path.exists():
+            path.write_text(ModelProfile.load(other).model_copy(update={"links": ()}).dumps())
+    return path
+
+
+def make_plan(
+    plan: Path, case: Case, cluster: Path, profile: Path, trial: bool, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """``whale plan``, outside of the testbed; what it predicts of the step and of each rank."""
-    plan = folder / f"{case.name}.json"
     command = [*WHALE, "plan", *_model(case.model, trial), "--set", f"layout={case.layout}"]
-    command += ["--cluster", str(folder / "cluster.toml"), "--profile", str(folder / f"{case.model}.json")]
+    command += ["--cluster", str(cluster), "--profile", str(profile)]
     command += ["--micro-batches", str(case.micro_batches), "-o", str(plan)]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     prediction = whale.Plan.load(plan).prediction
