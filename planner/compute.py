@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil, prod
@@ -128,6 +128,7 @@ def layer_seconds(
     expert_degree: int = 1,
     optimizer_shards: int = 1,
     accumulate: bool = True,
+    num_micro_batches: int = 1,
 ) -> LayerSeconds:
     """How long a layer takes for a micro-batch of *rows* rows (a fraction where context parallelism cuts rows).
 
@@ -143,14 +144,19 @@ def layer_seconds(
         expert_degree: devices over which experts are divided.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
         accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
+        num_micro_batches: of a step, of which the first adds nothing up, where that was measured.
 
     Raises:
         UsageError: the profile has neither times nor kernels for this degree or device.
     """
     number = precision_named(precision)
-    measured = _measured_seconds(kind, device, tensor_degree, rows, recompute)
-    if measured is not None and not kind.variants:
-        return measured
+    times = _nearest_times(kind, device, tensor_degree)
+    measured = None
+    if times is not None:
+        adding = (num_micro_batches - 1) / num_micro_batches if accumulate else 0.0
+        measured = _measured_seconds(times, tensor_degree, rows, recompute, adding)
+        if times.includes_communication or not kind.variants:
+            return measured
     variant = variant_of(kind, tensor_degree)
     parameters = variant.parameters - variant.expert_parameters * (1 - 1 / expert_degree)
     silicon = silicon_of(device)
@@ -160,7 +166,7 @@ def layer_seconds(
     if recompute == "full":
         backward_collectives = forward_collectives + backward_collectives
     if measured is not None:
-        return measured
+        return replace(measured, forward_collectives=forward_collectives, backward_collectives=backward_collectives)
     fused = attention_is_fused(device, number) if fused_attention is None else fused_attention
 
     def seconds(kernels: Iterable[Kernel], *, backward: bool) -> tuple[float, float, float]:
@@ -442,17 +448,22 @@ def _collectives(communications: Iterable[Communication], rows: float, precision
 # --- measured times ---------------------------------------------------------------------------------------------------
 
 
-def _measured_seconds(
-    kind: LayerKind, device: DeviceType, tensor_degree: int, rows: float, recompute: Recompute
-) -> LayerSeconds | None:
-    """From times measured on this type of device; between degrees, and outside of them, work is taken as divided."""
+def _nearest_times(kind: LayerKind, device: DeviceType, tensor_degree: int) -> MeasuredTimes | None:
+    """Those of this type of device, at the degree or the one next to it."""
     known = [times for times in kind.measured if times.device_type == device.name]
-    if not known:
-        return None
-    times = min(known, key=lambda times: (abs(times.tensor_degree - tensor_degree), times.tensor_degree))
+    return min(known, key=lambda t: (abs(t.tensor_degree - tensor_degree), t.tensor_degree), default=None)
+
+
+def _measured_seconds(
+    times: MeasuredTimes, tensor_degree: int, rows: float, recompute: Recompute, adding: float
+) -> LayerSeconds:
+    """From measured times; at other degrees work is taken as divided. *adding* is the share of the micro-batches whose
+    gradients are added to others."""
     share = times.tensor_degree / tensor_degree
     forward = _at(times, _never_falling(times.forward), rows) * share
     backward = _at(times, _never_falling(times.backward), rows) * share + (forward if recompute == "full" else 0.0)
+    if times.accumulation:
+        backward += _at(times, times.accumulation, rows) * share * adding
     return LayerSeconds(
         forward=forward,
         backward=backward,

@@ -184,6 +184,7 @@ class Stages:
                 expert_degree=given.expert,
                 optimizer_shards=self.layout.data * given.context if given.zero else 1,
                 accumulate=given.zero < 2,
+                num_micro_batches=self.layout.num_micro_batches,
             )
         return self._layers[key]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
 from whale.planner.catalog import device_types
 from whale.planner.compute import layer_seconds, matmul_seconds
 
@@ -59,3 +59,39 @@ def test_full_recomputation_adds_a_forward_to_the_backward() -> None:
     )
     plain, full = (layer_seconds(kind, A100, rows=4, recompute=how) for how in ("none", "full"))
     assert abs(full.backward - plain.backward - plain.forward) < 1e-4
+
+
+def test_times_measured_without_collectives_leave_them_to_be_priced() -> None:
+    sum_of_rows = Communication(kind="all_reduce", size=Amount(elements=Affine(0, 10)))
+    variant = LayerVariant(tensor_degree=2, forward_communications=(sum_of_rows,))
+    alone, together = (
+        MeasuredTimes(
+            device_type=A100.name,
+            tensor_degree=2,
+            rows=(1,),
+            forward=(1.0,),
+            backward=(2.0,),
+            update=(0.0,),
+            includes_communication=includes,
+        )
+        for includes in (False, True)
+    )
+    for times, num_collectives in ((alone, 1), (together, 0)):
+        kind = LayerKind(name="h", variants=(variant,), measured=(times,))
+        spent = layer_seconds(kind, A100, tensor_degree=2, rows=1, precision="fp32")
+        assert (spent.forward, len(spent.forward_collectives)) == (1.0, num_collectives)
+
+
+def test_gradients_are_added_up_by_all_micro_batches_but_the_first() -> None:
+    times = MeasuredTimes(
+        device_type=A100.name,
+        tensor_degree=1,
+        rows=(1,),
+        forward=(1.0,),
+        backward=(2.0,),
+        update=(0.0,),
+        accumulation=(0.4,),
+    )
+    kind = LayerKind(name="h", measured=(times,))
+    spent = [layer_seconds(kind, A100, rows=1, num_micro_batches=count).backward for count in (1, 4)]
+    assert spent == [2.0, 2.3]

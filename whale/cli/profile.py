@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,17 +22,92 @@ if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
 
 
+def _counts(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Whole numbers from 1, with commas between them."""
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.strip().isdecimal() and 1 <= int(part) <= 10**6 for part in parts):
+        raise click.BadParameter(f"{value!r}: write whole numbers from 1, such as 1,2,4", ctx, parameter)
+    return tuple(sorted({int(part) for part in parts}))
+
+
+_MODEL_OPTIONS = (
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; repeatable."),
+    click.option("--batch", "batch_size", type=click.IntRange(min=1), metavar="N", help="Samples in the global batch."),
+    click.option("--degrees", callback=_counts, metavar="N,...", help="Tensor degrees."),
+)
+
+
+def _model_options(function: Callable[..., object]) -> Callable[..., object]:
+    for option in reversed(_MODEL_OPTIONS):
+        function = option(function)
+    return function
+
+
 @click.group(invoke_without_command=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write there; go on from there.")
+@click.option("--model", "spec", metavar="SPEC", help="Time its layers: file.py:callable, or hf:<model_type>.")
+@_model_options
+@click.option("--rows", callback=_counts, metavar="N,...", help="Rows of micro-batches [powers of 2 up to the batch].")
+@click.option("--cluster", metavar="FILE", help="A cluster file that names the devices: rank r is device r.")
+@click.option("--time-limit", type=click.FloatRange(min=0.1), default=120.0, metavar="SECONDS", help="[120]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
+@click.option("--parallel", is_flag=True, help="Types of devices at the same time: they do not disturb each other.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile and not a table of it.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of a profile, and stop.")
 @verbosity_options
 @click.pass_context
-def profile(ctx: click.Context, schema: bool) -> None:
-    """Measure machines and models, or import what others measured."""
+def profile(ctx: click.Context, as_json: bool, schema: bool, **given: Any) -> None:
+    """Measure devices and links and, with --model, a model's layers on each type of device.
+
+    On several ranks: torchrun --nproc-per-node 2 -m whale profile -o profile.json
+
+    With -o, what FILE has is not measured again, so that a run that was interrupted, or had too little time, goes on
+    when it is started again.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
     if schema:
         from whale.ir.profile import ModelProfile
 
         click.echo(json.dumps(ModelProfile.model_json_schema(), indent=2, sort_keys=True))
-        ctx.exit()
+        return
+    from whale.cli.profile_measure import measure
+
+    made = measure(**given)
+    if made is not None:
+        from whale.cli.profile_measure import as_text
+
+        click.echo(made.dumps() if as_json else as_text(made), nl=not as_json)
+
+
+@profile.command("model")
+@click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
+@_model_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile there.")
+@click.option("--kernels", is_flag=True, help="List the kernels of every layer too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile and not a table of it.")
+@verbosity_options
+def model_(
+    spec: str,
+    settings: tuple[str, ...],
+    batch_size: int | None,
+    degrees: tuple[int, ...] | None,
+    output: Path | None,
+    kernels: bool,
+    as_json: bool,
+) -> None:
+    """What a model computes, keeps and communicates, layer by layer. Nothing is measured, nothing allocated."""
+    from whale.cli.model_loader import load_model, parse_settings
+    from whale.cli.profile_text import format_profile
+    from whale.strategies.profile import profile_model
+
+    loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
+    made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees or (1, 2, 4, 8), name=loaded.name)
+    if output is not None:
+        write_profile(made, output)
+    click.echo(made.dumps() if as_json else format_profile(made, kernels=kernels), nl=not as_json)
 
 
 @profile.command("import")

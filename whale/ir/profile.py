@@ -163,7 +163,9 @@ class MeasuredTimes(_Record):
     """Seconds of one kind of layer on one device type, measured with the communication of its tensor group or without.
 
     ``rows`` ascend; ``forward``, ``backward`` and ``update`` (the optimizer's step) have one entry for each.
-    ``spread`` is the relative distance between the quartiles of forward and backward together, where it is known.
+    ``accumulation`` is by how much longer a later micro-batch's backward takes than the first of a step, which
+    ``backward`` is: it adds to gradients that are there. ``spread`` is the relative distance between the quartiles of
+    a step, where it is known.
     """
 
     device_type: str
@@ -172,14 +174,16 @@ class MeasuredTimes(_Record):
     forward: tuple[NonNegative, ...]
     backward: tuple[NonNegative, ...]
     update: tuple[NonNegative, ...]
+    accumulation: tuple[NonNegative, ...] = ()
     spread: tuple[NonNegative, ...] = ()
     includes_communication: bool = False
 
     @model_validator(mode="after")
     def _has_an_entry_for_each(self) -> Self:
         _check_ascending("rows", self.rows)
-        for name in ("forward", "backward", "update", "spread"):
-            _check_length(name, getattr(self, name), "rows", self.rows, may_be_empty=name == "spread")
+        for name in ("forward", "backward", "update", "accumulation", "spread"):
+            optional = name in ("accumulation", "spread")
+            _check_length(name, getattr(self, name), "rows", self.rows, may_be_empty=optional)
         return self
 
 

@@ -1,0 +1,207 @@
+"""Layers with data: what one device of a tensor group runs of a model, layer by layer, as the executor would run it.
+
+Every layer of the chain gets parameters of its own, in memory of its own, so that weights come from where they come
+from in a step; layers that share a parameter share it. Collectives are not made: a tensor of the right size takes the
+place of their result. Times nothing, and knows no devices but the one that it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from whale.graph.capture import Batch, batch_leaves
+from whale.graph.values import needs_grad, value_tensor
+from whale.runtime.collectives import Rehearsal
+from whale.runtime.random import Clock
+from whale.runtime.stage import LocalProgram, LocalStage
+from whale.strategies.layers import LayeredModel
+from whale.strategies.lowering import PlacedStage
+
+__all__ = ["RunnableLayer", "runnable_layers"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunnableLayer:
+    """One layer of the chain, ready to run on a micro-batch.
+
+    Attributes:
+        kind: of the layer.
+        stage: runs its forward, from as many values as there are in ``received``.
+        received: stand-ins for what earlier layers send, and whether a gradient goes back to each.
+        flows: for each output of the forward whether a gradient comes back; the loss is among them.
+        batch: what the stage reads of the global batch.
+        parameters: those that it trains, in the order in which it uses them; what layers share is the same object.
+    """
+
+    kind: int
+    stage: LocalStage
+    received: tuple[tuple[Tensor, bool], ...]
+    flows: tuple[bool, ...]
+    batch: Mapping[str, Tensor]
+    parameters: tuple[nn.Parameter, ...]
+
+
+def runnable_layers(
+    layered: LayeredModel,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    degree: int,
+    rows: int,
+    positions: Sequence[int],
+    device: torch.device,
+) -> list[RunnableLayer]:
+    """The layers at *positions* of the chain, on the first of *degree* devices, for micro-batches of *rows* rows.
+
+    Args:
+        layered: the captured model, for these rows among others.
+        model: whose values are taken, where it has any; else some of a usual size.
+        batch: a batch like the example; its rows are repeated until there are enough.
+        degree: devices over which the layers are split.
+        rows: of a micro-batch.
+        positions: of the layers, ascending.
+        device: on which to run.
+
+    Raises:
+        InfeasibleError: a layer cannot be split over so many.
+    """
+    made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    programs: dict[int, LocalProgram] = {}
+    leaves = _repeated(batch, sum(layered.rows), device)
+    generator = torch.Generator(device).manual_seed(0)
+    found = []
+    for position in positions:
+        layer = layered.chain.layers[position]
+        placed = layered.place(layer.kind, degree)
+        program = programs.setdefault(layer.kind, layered.program(layer.kind, degree, rows))
+        first = next(other for other in layered.chain.layers if other.kind == layer.kind)
+        names = dict(zip(first.parameters, layer.parameters, strict=True))
+        tensors = _tensors(layered, placed, model, names, made, generator, device)
+        read = [tensors["parameter", name] for name in first.parameters]
+        parameters = tuple(t for t in read if isinstance(t, nn.Parameter) and t.requires_grad)
+        found.append(
+            RunnableLayer(
+                kind=layer.kind,
+                stage=_stage(placed, program, tensors, parameters),
+                received=_received(placed, layered.rows.index(rows), generator, device),
+                flows=(*(needs_grad(value) for value in placed.sent), *[True] * (placed.loss is not None)),
+                batch=leaves,
+                parameters=parameters,
+            )
+        )
+    return found
+
+
+def _stage(
+    placed: PlacedStage,
+    program: LocalProgram,
+    tensors: Mapping[tuple[str, str], Tensor],
+    parameters: tuple[nn.Parameter, ...],
+) -> LocalStage:
+    for bridge in program.bridges:
+        if len(bridge.ranks) > 1:  # type: ignore[arg-type]
+            bridge.group = _Silent(bridge.ranks)  # type: ignore[assignment, arg-type]
+    outputs = tuple(f"sent {index}" for index in range(len(placed.sent)))
+    return LocalStage(
+        programs=[program],
+        outputs=outputs + (("loss",) if placed.loss is not None else ()),
+        mutated=tuple(placed.mutated),
+        tensors=tensors,
+        parameters=parameters,
+        clock=Clock(0),
+    )
+
+
+class _Silent(Rehearsal):
+    """A group whose collectives are not made, and not noted either."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__("", tuple(ranks), [])
+
+    def note(self, op: str, x: Tensor, *shapes: Sequence[int]) -> None:
+        """Nothing."""
+
+
+def _tensors(
+    layered: LayeredModel,
+    placed: PlacedStage,
+    model: nn.Module,
+    names: Mapping[str, str],
+    made: dict[tuple[str, tuple[int, ...]], Tensor],
+    generator: torch.Generator,
+    device: torch.device,
+) -> dict[tuple[str, str], Tensor]:
+    """Parameters, buffers and constants of a layer under the names that the first of its kind has for them."""
+    captured = layered.captured
+    at = placed.mesh.coordinates(placed.mesh.ranks[0])
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for node in captured.graph.nodes:
+        value = (node, 0)
+        if node.op != "placeholder" or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        kind = value_tensor(value)
+        if node.name in captured.parameters and captured.parameters[node.name] in names and value in placed.stored:
+            name = captured.parameters[node.name]
+            shape = placed.layout.local_shape(value, placed.stored[value], (0, *at))
+            key = (names[name], tuple(shape))
+            if key not in made:
+                source = model.get_parameter(names[name])
+                made[key] = nn.Parameter(
+                    _values(source, shape, kind.dtype, generator, device), requires_grad=source.requires_grad
+                )
+            tensors["parameter", name] = made[key]
+        elif node.name in captured.buffers:
+            name = captured.buffers[node.name]
+            tensors["buffer", name] = _values(model.get_buffer(name), kind.shape, kind.dtype, generator, device)
+        elif node.name in captured.constants:
+            constant = captured.constants[node.name]
+            tensors["constant", node.name] = _values(constant, kind.shape, kind.dtype, generator, device)
+    return tensors
+
+
+def _values(
+    source: Tensor, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """The first part of a tensor that has this shape; where there are no values, ones for vectors and some around
+    zero, as large as keeps a product's size, for matrices."""
+    if not source.is_meta:
+        return source.detach()[tuple(slice(0, size) for size in shape)].to(device, dtype, copy=True).contiguous()
+    if not dtype.is_floating_point:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    if len(shape) < 2:
+        return torch.ones(tuple(shape), dtype=dtype, device=device)
+    fan_in = max(1, source.numel() // source.shape[0])
+    return torch.randn(tuple(shape), generator=generator, device=device).mul_(fan_in**-0.5).to(dtype)
+
+
+def _received(
+    placed: PlacedStage, micro_batch: int, generator: torch.Generator, device: torch.device
+) -> tuple[tuple[Tensor, bool], ...]:
+    at = placed.mesh.coordinates(placed.mesh.ranks[0])
+    found = []
+    for value in placed.received:
+        shape = placed.layout.local_shape(value, placed.stored[value], (micro_batch, *at))
+        dtype = value_tensor(value).dtype
+        if dtype.is_floating_point:
+            x = torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
+        else:
+            x = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        found.append((x, needs_grad(value)))
+    return tuple(found)
+
+
+def _repeated(batch: Batch, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """The batch with so many rows, its own again and again; zeros where it has no data."""
+    leaves = {name: x for name, x in batch_leaves(batch).items() if isinstance(x, Tensor)}
+    first = next((x for x in leaves.values() if x.dim()), None)
+    found = {}
+    for name, x in leaves.items():
+        x = torch.zeros_like(x, device=device) if x.is_meta else x.to(device)
+        if first is not None and x.dim() and x.shape[0] == first.shape[0]:
+            x = x[torch.arange(rows, device=device) % x.shape[0]]
+        found[name] = x
+    return found

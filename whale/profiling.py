@@ -1,0 +1,534 @@
+"""Measure machines, and a model's layers on them, on the ranks of one launch, within a time limit.
+
+What is to be measured is a list of items that all ranks make alike, in one order. Rank 0 says, item by item, how long
+it may take; the ranks of an item measure it, the first of them reports, and rank 0 puts the result into the profile
+and the profile into its file: an interrupted run is resumed by running it again, since items that the profile has are
+not measured again. Ranks wait for each other at the store and not in collectives, so that they do not disturb what is
+being measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from itertools import combinations
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.errors import PlanMismatchError, WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.profile import LayerKind, LinkCurve, MeasuredRate, MeasuredTimes, ModelProfile
+from whale.runtime import probe
+from whale.runtime.launch import World, groups
+from whale.strategies.layers import LayeredModel
+from whale.strategies.runnable import runnable_layers
+
+__all__ = ["Item", "Place", "Sizes", "layer_items", "machine_items", "measure_items", "places_of"]
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+MOST_SECONDS = 1.0
+"""For an item of weight 1: five windows."""
+PARTS = ("forward", "backward", "update", "accumulation", "spread")
+"""Of measured times of a layer, in the order in which they are passed on."""
+MICRO_BATCHES = 4
+"""Of the steps in which layers are timed: of a step's backwards one sets gradients and three add to them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank runs: its type of device, its node, and the memory of the device in bytes."""
+
+    rank: int
+    device_type: str
+    node: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What sizes to measure: sides of matrices by number type, bytes of a copy and of messages."""
+
+    matmul: tuple[tuple[str, tuple[int, ...]], ...]
+    copy: int
+    messages: tuple[int, ...]
+
+    @classmethod
+    def of(cls, device: torch.device) -> Sizes:
+        """The usual ones: large enough on each kind of device for its best rate, and to be out of its caches."""
+        if device.type == "cuda":
+            sides = (512, 1024, 2048, 4096, 8192)
+            dtypes = ("float32", "tfloat32", "float16", "bfloat16")
+            messages = tuple(2 ** (10 + 3 * step) for step in range(7))  # 1 KiB to 256 MiB
+            return cls(matmul=tuple((dtype, sides) for dtype in dtypes), copy=2**30, messages=messages)
+        return cls(
+            matmul=(("float32", (128, 256, 512, 1024)), ("float64", (512,)), ("bfloat16", (512,))),
+            copy=2**28,
+            messages=(2**10, 2**14, 2**18, 2**21, 2**24),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One thing to measure.
+
+    Attributes:
+        name: as people are told.
+        ranks: that measure it together; the first reports.
+        weight: its share of the time, in proportion to the others.
+        known: whether a profile has it.
+        run: measure it for about so many seconds; returns what JSON can hold.
+        merged: a profile with what was returned.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    known: Callable[[ModelProfile], bool]
+    run: Callable[[float], Any]
+    merged: Callable[[ModelProfile, Any], ModelProfile]
+    weight: float = 1.0
+
+
+# --- who is where -----------------------------------------------------------------------------------------------------
+
+
+def places_of(world: World, cluster: Cluster | None) -> tuple[Place, ...]:
+    """Where every rank runs: as the cluster says, of which rank r is device r, or as the ranks themselves found out.
+
+    Raises:
+        PlanMismatchError: the cluster has another number of devices than there are ranks.
+    """
+    if cluster is not None and len(cluster.devices) != world.size:
+        raise PlanMismatchError(
+            f"the cluster has {len(cluster.devices)} devices, but {world.size} processes were started; use torchrun "
+            f"with {len(cluster.devices)} in total, or another cluster file"
+        )
+    if cluster is not None:
+        return tuple(
+            Place(rank=d.rank, device_type=d.type.name, node=d.node, memory_bytes=d.memory_bytes)
+            for d in cluster.devices
+        )
+    board = _Board(world)
+    board.put(f"place/{world.rank}", [_device_name(world.device), socket.gethostname(), _memory_bytes(world.device)])
+    found = [board.get(f"place/{rank}") for rank in range(world.size)]
+    return tuple(
+        Place(rank=rank, device_type=name, node=node, memory_bytes=memory)
+        for rank, (name, node, memory) in enumerate(found)
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    """The driver's name in the form of the catalog, such as ``A100-SXM4-80GB``; ``cpu`` for a processor."""
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    return "-".join(name.replace("NVIDIA ", "").replace("GeForce ", "").split())
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[Item]:
+    """Links, then devices: each type of device on its first rank, each kind of pair and group on its first ranks."""
+    pairs, sets = _pairs(places), _sets(places)
+    made = groups([*pairs, *sets], timeout_seconds=world.failures.timeout_seconds)
+    items = []
+    for pair in pairs:
+        items += [_send(world, places, pair, made[pair], size) for size in sizes.messages]
+    for ranks in sets:
+        items += [
+            _collective(world, places, operation, ranks, made[ranks], size)
+            for operation in OPERATIONS
+            for size in sizes.messages
+        ]
+    for place in {place.device_type: place for place in reversed(places)}.values():
+        items.append(_rate(world, place, "memory", "float32", (sizes.copy,)))
+        items += [_rate(world, place, "matmul", dtype, (side,) * 3) for dtype, sides in sizes.matmul for side in sides]
+    return items
+
+
+def _pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
+    """The first pair of ranks of each kind: of these two types, within a node or between nodes."""
+    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for one, other in combinations(places, 2):
+        found.setdefault(_kind((one, other)), (one.rank, other.rank))
+    return list(found.values())
+
+
+def _sets(places: Sequence[Place]) -> list[tuple[int, ...]]:
+    """The first group of each kind among: powers of two of a node's devices, a device of each node, all devices."""
+    nodes: dict[str, list[Place]] = {}
+    for place in places:
+        nodes.setdefault(place.node, []).append(place)
+    groups_of = [members[:count] for members in nodes.values() for count in (*_powers(len(members)), len(members))]
+    groups_of += [[members[0] for members in nodes.values()], list(places)]
+    found: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    for members in groups_of:
+        if len(members) > 1:
+            found.setdefault(_kind(members), tuple(place.rank for place in members))
+    return list(dict.fromkeys(found.values()))
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(1, most.bit_length()) if 2**power < most]
+
+
+def _kind(members: Sequence[Place]) -> tuple[Any, ...]:
+    """What tells groups apart: types, and how many there are of each on each node."""
+    by_node: dict[str, list[str]] = {}
+    for place in members:
+        by_node.setdefault(place.node, []).append(place.device_type)
+    return tuple(sorted(tuple(sorted(types)) for types in by_node.values()))
+
+
+def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ...]) -> Item:
+    side = dims[0]
+
+    def run(seconds: float) -> list[float]:
+        if kind == "memory":
+            measured = probe.copy_seconds(side, device=world.device, seconds=seconds)
+            return [side / measured.seconds, measured.spread]
+        measured = probe.matmul_seconds(side, dtype, device=world.device, seconds=seconds)
+        return [2 * side**3 / measured.seconds, measured.spread]
+
+    def known(profile: ModelProfile) -> bool:
+        return any(
+            (rate.device_type, rate.kind, rate.dtype, rate.dims) == (place.device_type, kind, dtype, dims)
+            for rate in profile.rates
+        )
+
+    def merged(profile: ModelProfile, found: list[float]) -> ModelProfile:
+        rate = MeasuredRate(
+            device_type=place.device_type,
+            kind=kind,  # type: ignore[arg-type]
+            dtype=dtype,
+            dims=dims,
+            rate=found[0],
+            spread=found[1],
+        )
+        figure = "memory_bandwidth" if kind == "memory" else dtype
+        figures = {"memory_bytes": float(place.memory_bytes)} | profile.device_types.get(place.device_type, {})
+        figures[figure] = max(figures.get(figure, 0.0), found[0])
+        return profile.model_copy(
+            update={
+                "rates": (*profile.rates, rate),
+                "device_types": {**profile.device_types, place.device_type: figures},
+            }
+        )
+
+    size = f"{side / 2**20:g} MiB" if kind == "memory" else f"{side} x {side}"
+    return Item(
+        name=f"{kind} {dtype} {size} on {place.device_type}",
+        ranks=(place.rank,),
+        known=known,
+        run=run,
+        merged=merged,
+    )
+
+
+def _send(world: World, places: Sequence[Place], pair: tuple[int, int], group: Any, size: int) -> Item:
+    def run(seconds: float) -> float:
+        rank, peer = pair if world.rank == pair[0] else pair[::-1]
+        measured = probe.send_seconds(size, rank, peer, group, device=world.device, seconds=seconds)
+        return measured.seconds
+
+    return _link_item(places, "send", pair, size, run)
+
+
+def _collective(
+    world: World, places: Sequence[Place], operation: str, ranks: tuple[int, ...], group: Any, size: int
+) -> Item:
+    def run(seconds: float) -> float:
+        measured = probe.collective_seconds(
+            operation, size, ranks, world.rank, group, device=world.device, seconds=seconds
+        )
+        return measured.seconds
+
+    return _link_item(places, operation, ranks, size, run)
+
+
+def _link_item(
+    places: Sequence[Place], operation: str, ranks: tuple[int, ...], size: int, run: Callable[[float], float]
+) -> Item:
+    members = [places[rank] for rank in ranks]
+    types = sorted(place.device_type for place in members)
+    nodes = [place.node for place in members]
+    identity: dict[str, Any] = {
+        "operation": operation,
+        "ranks": len(ranks),
+        "source": types[0],
+        "target": types[-1],
+        "types": tuple(types) if len(set(types)) > 1 else (),
+        "devices": max(nodes.count(node) for node in nodes),
+        "within": "node" if len(set(nodes)) == 1 else "nodes",
+    }
+
+    def mine(curve: LinkCurve) -> bool:
+        return all(getattr(curve, name) == value for name, value in identity.items()) and not curve.coefficients
+
+    def known(profile: ModelProfile) -> bool:
+        return any(size in curve.sizes for curve in profile.links if mine(curve))
+
+    def merged(profile: ModelProfile, seconds: float) -> ModelProfile:
+        old = next((curve for curve in profile.links if mine(curve)), None)
+        points = dict(zip(old.sizes, old.bandwidths, strict=True)) if old else {}
+        points[float(size)] = size / seconds
+        new = LinkCurve(
+            **identity,
+            sizes=tuple(sorted(points)),
+            bandwidths=tuple(points[at] for at in sorted(points)),
+            maximum=max(points.values()),
+        )
+        links = [new if curve is old else curve for curve in profile.links]
+        return profile.model_copy(update={"links": tuple(links if old else [*links, new])})
+
+    return Item(
+        name=f"{operation} of {size} bytes among {len(ranks)}: {', '.join(types)}, {identity['within']}",
+        ranks=ranks,
+        known=known,
+        run=run,
+        merged=merged,
+    )
+
+
+# --- a model's layers -------------------------------------------------------------------------------------------------
+
+
+def layer_items(
+    world: World,
+    places: Sequence[Place],
+    profile: ModelProfile,
+    capture: Callable[[], Mapping[int, LayeredModel]],
+    model: nn.Module,
+    batch: Any,
+    *,
+    rows: Sequence[int],
+) -> list[Item]:
+    """The layers of *model* on each type of device, on its first rank, at every tensor degree that the profile knows.
+
+    *capture* cuts the model into layers for micro-batches of these rows; it is called where there is something to
+    measure, once.
+    """
+    captured = cache(capture)
+    degrees = sorted({variant.tensor_degree for kind in profile.kinds for variant in kind.variants})
+    firsts = {place.device_type: place for place in reversed(places)}.values()
+    return [
+        _layers(world, place, profile, captured, model, batch, degree, count)
+        for degree in degrees
+        for count in rows
+        for place in sorted(firsts, key=lambda place: place.rank)
+    ]
+
+
+def _layers(
+    world: World,
+    place: Place,
+    chain: ModelProfile,
+    captured: Callable[[], Mapping[int, LayeredModel]],
+    model: nn.Module,
+    batch: Any,
+    degree: int,
+    rows: int,
+) -> Item:
+    positions = _positions(chain, degree, rows, place.memory_bytes)
+
+    def run(seconds: float) -> list[list[float]]:
+        layers = runnable_layers(
+            captured()[rows], model, batch, degree=degree, rows=rows, positions=positions, device=world.device
+        )
+        found = probe.layer_seconds(layers, device=world.device, seconds=seconds, micro_batches=MICRO_BATCHES)
+        by_kind: dict[int, list[probe.LayerSeconds]] = {}
+        for layer, times in zip(layers, found, strict=True):
+            by_kind.setdefault(layer.kind, []).append(times)
+        return [
+            [
+                mean(times.forward for times in by_kind[kind]),
+                mean(times.first_backward for times in by_kind[kind]),
+                mean(times.update for times in by_kind[kind]),
+                max(0.0, mean(times.backward - times.first_backward for times in by_kind[kind])),
+                by_kind[kind][0].spread,
+            ]
+            for kind in range(len(chain.kinds))
+        ]
+
+    def times_of(kind: LayerKind) -> MeasuredTimes | None:
+        return next((t for t in kind.measured if (t.device_type, t.tensor_degree) == (place.device_type, degree)), None)
+
+    def known(profile: ModelProfile) -> bool:
+        return all((times := times_of(kind)) is not None and rows in times.rows for kind in profile.kinds)
+
+    def merged(profile: ModelProfile, found: list[list[float]]) -> ModelProfile:
+        kinds = []
+        for kind, numbers in zip(profile.kinds, found, strict=True):
+            old = times_of(kind)
+            points = {} if old is None else {at: _parts(old, index) for index, at in enumerate(old.rows)}
+            points[rows] = tuple(numbers)
+            columns: Any = zip(*(points[at] for at in sorted(points)), strict=True)
+            named: dict[str, Any] = dict(zip(PARTS, columns, strict=True))
+            new = MeasuredTimes(
+                device_type=place.device_type,
+                tensor_degree=degree,
+                rows=tuple(sorted(points)),
+                **named,
+            )
+            others = [times for times in kind.measured if times is not old]
+            measured = sorted([*others, new], key=lambda times: (times.device_type, times.tensor_degree))
+            kinds.append(kind.model_copy(update={"measured": tuple(measured)}))
+        return profile.model_copy(update={"kinds": tuple(kinds)})
+
+    return Item(
+        name=f"layers at tensor degree {degree}, {rows} rows, on {place.device_type}",
+        ranks=(place.rank,),
+        known=known,
+        run=run,
+        merged=merged,
+        weight=4.0,
+    )
+
+
+def _parts(times: MeasuredTimes, index: int) -> tuple[float, ...]:
+    return tuple(values[index] if (values := getattr(times, part)) else 0.0 for part in PARTS)
+
+
+def _positions(chain: ModelProfile, degree: int, rows: int, memory_bytes: int) -> list[int]:
+    """The layers to run: all, or as many of each kind as leave half of the memory free, at least one."""
+    number_bytes = 4.0  # float32, the widest that is usual
+    costs = []
+    for kind in chain.kinds:
+        variant = next((v for v in kind.variants if v.tensor_degree == degree), None)
+        kept = sum(saved.size.total(rows, number_bytes) for saved in variant.saved) if variant else 0.0
+        costs.append((variant.parameters * 4 * number_bytes if variant else 0.0) + kept)
+    most = max(chain.layers.count(kind) for kind in range(len(chain.kinds)))
+    while most > 1 and sum(costs[kind] * min(most, chain.layers.count(kind)) for kind in range(len(costs))) > (
+        memory_bytes / 2
+    ):
+        most -= 1
+    seen: Counter[int] = Counter()
+    positions = []
+    for position, layer in enumerate(chain.layers):
+        seen[layer] += 1
+        if seen[layer] <= most:
+            positions.append(position)
+    return positions
+
+
+# --- doing it ---------------------------------------------------------------------------------------------------------
+
+
+class _Board:
+    """Where ranks leave each other notes: the store of the launch, or a table of one process."""
+
+    def __init__(self, world: World, patience_seconds: float = 600.0) -> None:
+        self.world, self.patience_seconds = world, patience_seconds
+        self.own: dict[str, Any] = {}
+        # All ranks make their boards in one order, so that the same number means the same board.
+        self.number = world.store.add(f"profile/boards/{world.rank}", 1) if world.store is not None else 0
+
+    def put(self, key: str, value: Any) -> None:
+        if self.world.store is None:
+            self.own[key] = value
+        else:
+            self.world.store.set(f"profile/{self.number}/{key}", json.dumps(value))
+
+    def get(self, key: str) -> Any:
+        store = self.world.store
+        if store is None:
+            return self.own[key]
+        try:
+            store.wait([f"profile/{self.number}/{key}"], timedelta(seconds=self.patience_seconds))
+            return json.loads(store.get(f"profile/{self.number}/{key}"))
+        except RuntimeError as error:
+            raise self.world.failures.lost(f"{key} of the profile", (), error) from error
+
+
+def measure_items(
+    world: World,
+    items: Sequence[Item],
+    profile: ModelProfile,
+    *,
+    time_limit: float,
+    most_seconds: float = MOST_SECONDS,
+    parallel: bool = False,
+    write: Callable[[ModelProfile], None] = lambda profile: None,
+    tell: Callable[[str], None] = lambda message: None,
+) -> tuple[ModelProfile, int]:
+    """Measure what the profile does not have yet; returns the new one, and how many items there was no time for.
+
+    Called by all ranks with the same items; the profile that rank 0 gives is the one that counts, and only rank 0
+    writes and tells, after each item. What cannot be measured, such as a layer for which memory is too small, is told
+    and passed over. An item of weight 1 gets *most_seconds* at most. *parallel* lets items that follow each other run
+    at the same time where they have no rank in common.
+    """
+    board = _Board(world, patience_seconds=time_limit + 120)
+    end = time.monotonic() + time_limit
+    left = 0
+    for index, together in enumerate(_rounds(items, parallel)):
+        if world.rank == 0:
+            missing = [item for item in together if not item.known(profile)]
+            free = end - time.monotonic()
+            remaining = [item for item in items if not item.known(profile)]
+            seconds = _seconds(missing, remaining, free, most_seconds)
+            left += len(missing) if not seconds else 0
+            board.put(f"round/{index}", [seconds, [together.index(item) for item in missing]])
+        seconds, chosen = board.get(f"round/{index}")
+        if not seconds:
+            continue
+        for number in chosen:
+            if world.rank in together[number].ranks:
+                found = _try(together[number], seconds)
+                if world.rank == together[number].ranks[0]:
+                    board.put(f"result/{index}/{number}", found)
+        for number in chosen if world.rank == 0 else ():
+            found = board.get(f"result/{index}/{number}")
+            if "failure" in found:
+                tell(f"not measured: {together[number].name}: {found['failure']}")
+                continue
+            profile = together[number].merged(profile, found["value"])
+            write(profile)
+            tell(f"measured: {together[number].name}")
+    return profile, left
+
+
+def _rounds(items: Sequence[Item], parallel: bool) -> list[list[Item]]:
+    """Items that run at the same time, in the order in which they were given."""
+    rounds: list[list[Item]] = []
+    for item in items:
+        busy = {rank for other in rounds[-1] for rank in other.ranks} if rounds else set()
+        if parallel and rounds and not busy & set(item.ranks):
+            rounds[-1].append(item)
+        else:
+            rounds.append([item])
+    return rounds
+
+
+def _seconds(now: Sequence[Item], remaining: Sequence[Item], free: float, most_seconds: float) -> float:
+    """For the items of a round: their share of the time that is left, by weight; 0 where there is none."""
+    if not now or free <= 0:
+        return 0.0
+    weight = max(item.weight for item in now)
+    return min(free * weight / sum(item.weight for item in remaining), most_seconds * weight)
+
+
+def _try(item: Item, seconds: float) -> dict[str, Any]:
+    """What was measured; why not, where it was this rank's alone."""
+    try:
+        return {"value": item.run(seconds)}
+    except (RuntimeError, WhaleError) as error:
+        if len(item.ranks) > 1:
+            raise
+        return {"failure": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}

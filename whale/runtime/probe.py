@@ -1,0 +1,444 @@
+"""Measure: how long a device, a link or a layer takes, robustly, on CPU and CUDA alike.
+
+A measurement is a median of windows of wall time. A window is long against the period in which a scheduler hands out
+a CPU quota (10 to 100 ms), so that a throttled device is measured as slow as it is; ranks of one measurement agree on
+how often they repeat, so that none waits for a call that does not come. This file knows tensors and process groups;
+what is measured, and for whom, is for its callers to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale.errors import UsageError
+from whale.ir.placement import Cut, Segment
+from whale.runtime import collectives
+from whale.runtime.stage import LocalStage
+
+__all__ = [
+    "Chain",
+    "Layer",
+    "LayerSeconds",
+    "Measured",
+    "collective_seconds",
+    "copy_seconds",
+    "layer_seconds",
+    "matmul_seconds",
+    "measure",
+    "send_seconds",
+    "summary",
+]
+
+WINDOW_SECONDS = 0.2
+"""Twenty periods of 10 ms: over such windows the rate under a CPU quota of 50% spread by 3% (of 100 ms: by 11%)."""
+MAX_WINDOWS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds of one run: the median of windows; ``spread`` is the distance between their quartiles, as a share of
+    it."""
+
+    seconds: float
+    spread: float
+
+
+def summary(values: Sequence[float]) -> Measured:
+    """The median of some measurements, and how far apart their quartiles are.
+
+    >>> summary([1.0, 3.0, 2.0])
+    Measured(seconds=2.0, spread=0.5)
+    """
+    middle = median(values)
+    ordered = sorted(values)
+    low, high = (_quantile(ordered, share) for share in (0.25, 0.75))
+    return Measured(seconds=middle, spread=(high - low) / middle if middle > 0 else 0.0)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def measure(
+    run: Callable[[], object],
+    *,
+    device: torch.device,
+    seconds: float,
+    agree: Callable[[float], float] = lambda estimate: estimate,
+) -> Measured:
+    """Run something again and again for about so many seconds.
+
+    Two runs come first, of which the second tells how many make a window; where a third of the time is less than a
+    run, windows are of one run, at least one.
+
+    Args:
+        run: what to time; it may start work on the device without waiting for it.
+        device: that works.
+        seconds: to spend, about.
+        agree: makes the estimates of all ranks that run this together one.
+    """
+    run()
+    estimate = max(1e-7, agree(_wall(run, 1, device)))
+    repeats = ceil(min(WINDOW_SECONDS, seconds / 3) / estimate)
+    num_windows = min(max(1, int(seconds / (repeats * estimate))), MAX_WINDOWS)
+    return summary([_wall(run, repeats, device) / repeats for _ in range(num_windows)])
+
+
+def _wall(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+    finish(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    finish(device)
+    return time.perf_counter() - begin
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def matmul_seconds(size: int, dtype: str, *, device: torch.device, seconds: float) -> Measured:
+    """Seconds of a product of two square matrices; ``tfloat32`` is float32 that may use tensor cores."""
+    kind = torch.float32 if dtype == "tfloat32" else getattr(torch, dtype)
+    left, right = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
+    out = torch.empty(size, size, device=device, dtype=kind)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = dtype == "tfloat32"
+    try:
+        return measure(lambda: torch.mm(left, right, out=out), device=device, seconds=seconds)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def copy_seconds(num_bytes: int, *, device: torch.device, seconds: float) -> Measured:
+    """Seconds of a copy that reads half of the bytes from memory and writes the other half."""
+    source = torch.ones(num_bytes // 8, device=device)
+    target = torch.empty_like(source)
+    return measure(lambda: target.copy_(source), device=device, seconds=seconds)
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def send_seconds(
+    num_bytes: int,
+    rank: int,
+    peer: int,
+    group: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    seconds: float,
+) -> Measured:
+    """Seconds of a message between two ranks: half of there and back, which the lower of the two begins."""
+    mine, theirs = (torch.zeros(max(1, num_bytes // 4), device=device) for _ in range(2))
+
+    def there_and_back() -> None:
+        order = (True, False) if rank < peer else (False, True)
+        for sends in order:
+            work = (dist.isend if sends else dist.irecv)(mine if sends else theirs, peer, group=group)
+            if work is not None:
+                work.wait()
+
+    both = measure(there_and_back, device=device, seconds=seconds, agree=_largest(group, device))
+    return Measured(seconds=both.seconds / 2, spread=both.spread)
+
+
+def collective_seconds(
+    operation: str,
+    num_bytes: int,
+    ranks: Sequence[int],
+    rank: int,
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    seconds: float,
+) -> Measured:
+    """Seconds of a collective as the bridges between placements make it, its copies included.
+
+    *num_bytes* is the whole tensor: what an all-reduce reduces, an all-gather returns, a reduce-scatter reads, an
+    all-to-all exchanges on one rank.
+    """
+    world, index = len(ranks), list(ranks).index(rank)
+    side = max(1, num_bytes // 4 // world) * world  # elements, in equal parts
+    cut = _even(0, side, world)
+
+    def whole() -> Tensor:
+        return torch.zeros(side, device=device)
+
+    match operation:
+        case "all_reduce":
+            x = whole()
+            run: Callable[[], object] = lambda: collectives.all_reduce(x, group)  # noqa: E731
+        case "all_gather":
+            x = whole()[: side // world].clone()
+            run = lambda: collectives.all_gather(x, cut, index, group)  # noqa: E731
+        case "reduce_scatter":
+            x = whole()
+            run = lambda: collectives.reduce_scatter(x, cut, index, group)  # noqa: E731
+        case "all_to_all":
+            x = whole().view(1, side)  # one row of each rank's, cut by columns: each gets all rows of its columns
+            source, target = _even(0, world, world), _even(1, side, world)
+            run = lambda: collectives.all_to_all(x, source, target, index, group)  # noqa: E731
+        case _:
+            raise UsageError(f"unknown collective {operation!r}")
+    return measure(run, device=device, seconds=seconds, agree=_largest(group, device))
+
+
+def _even(dim: int, extent: int, world: int) -> Cut:
+    return Cut(dim=dim, segments=(Segment(1, extent, 1),), sizes=(extent // world,) * world)
+
+
+def _largest(group: dist.ProcessGroup | None, device: torch.device) -> Callable[[float], float]:
+    def agree(estimate: float) -> float:
+        agreed = torch.tensor([estimate], dtype=torch.float64, device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        return float(agreed.item())
+
+    return agree
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class Layer(Protocol):
+    """A layer that can be run; see ``whale.strategies.runnable``."""
+
+    @property
+    def stage(self) -> LocalStage:
+        """Runs its forward."""
+        ...
+
+    @property
+    def received(self) -> Sequence[tuple[Tensor, bool]]:
+        """Stand-ins for what it receives, and whether a gradient goes back."""
+        ...
+
+    @property
+    def flows(self) -> Sequence[bool]:
+        """For each output whether a gradient comes back."""
+        ...
+
+    @property
+    def batch(self) -> Mapping[str, Tensor]:
+        """What its stage reads of the global batch."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What it trains."""
+        ...
+
+
+Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+_Kept = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""What a layer received, and what it computed."""
+MAX_STEPS = 1_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """One micro-batch through one layer.
+
+    ``first_backward`` is of the first micro-batch of a step, which sets gradients, ``backward`` of a later one, which
+    adds to them. ``update`` is the layer's share of the optimizer's step by its parameters; ``spread`` is a step's.
+    """
+
+    forward: float
+    first_backward: float
+    backward: float
+    update: float
+    spread: float
+
+
+def layer_seconds(
+    layers: Sequence[Layer],
+    *,
+    device: torch.device,
+    seconds: float,
+    micro_batches: int = 4,
+    optimizer: Optimizer = torch.optim.AdamW,
+) -> list[LayerSeconds]:
+    """Seconds of each layer, from training steps of the chain that they make.
+
+    A step is what the executor runs: each micro-batch forward through all layers and backward through all, gradients
+    added up, then the optimizer, and gradients are let go. Every layer is a graph of its own; what it hands to the next
+    is what the one before computed, where that has the right shape. So caches, the allocator and the memory are in the
+    state in which a step has them, and the layers' times sum up to the step's.
+    """
+    chain = Chain(layers, device=device, micro_batches=micro_batches, optimizer=optimizer)
+    chain.step()  # makes the states of the optimizers, and warms up
+    estimate = max(1e-7, _wall(chain.step, 1, device))
+    steps = [chain.step() for _ in range(min(max(2, ceil(seconds / estimate)), MAX_STEPS))]
+    return _layer_seconds(layers, steps, ceil(WINDOW_SECONDS / estimate), micro_batches)
+
+
+class Chain:
+    """Layers, one after another, that can be trained step by step while every part of a step is timed."""
+
+    FORWARD, FIRST_BACKWARD, BACKWARD = range(3)
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        device: torch.device,
+        micro_batches: int = 4,
+        optimizer: Optimizer = torch.optim.AdamW,
+    ) -> None:
+        self.layers, self.micro_batches = tuple(layers), micro_batches
+        parameters = {id(parameter): parameter for layer in layers for parameter in layer.parameters}
+        self.optimizer = optimizer(list(parameters.values())) if parameters else None
+        self.clock = _Clock(device)
+
+    def step(self) -> tuple[list[list[float]], float]:
+        """Run a step; for each layer the seconds of its forwards, first backward and later backwards, and those of the
+        optimizer."""
+        times = [[0.0] * 3 for _ in self.layers]
+        update = [0.0]
+        for layer in self.layers:
+            layer.stage.begin(layer.batch)
+        for micro_batch in range(self.micro_batches):
+            kept = self._forward(times)
+            self._backward(kept, times, self.BACKWARD if micro_batch else self.FIRST_BACKWARD)
+        for layer in self.layers:
+            layer.stage.finish()
+        if self.optimizer is not None:
+            self.clock.start()
+            self.optimizer.step()
+            self.clock.stop(update, 0)
+            self.optimizer.zero_grad()
+        self.clock.settle()
+        return times, update[0]
+
+    def _forward(self, times: Sequence[list[float]]) -> list[_Kept]:
+        kept: list[_Kept] = []
+        values: Sequence[Tensor] = ()
+        for layer, spent in zip(self.layers, times, strict=True):
+            given = tuple(
+                _usable(values, index, x).requires_grad_(needs) for index, (x, needs) in enumerate(layer.received)
+            )
+            self.clock.start()
+            outputs = layer.stage.forward(0, given)
+            self.clock.stop(spent, self.FORWARD)
+            kept.append((given, outputs))
+            values = [output.detach() for output in outputs]
+        return kept
+
+    def _backward(self, kept: list[_Kept], times: Sequence[list[float]], index: int) -> None:
+        gradients: Sequence[Tensor | None] = ()
+        for layer, spent in zip(reversed(self.layers), reversed(times), strict=True):
+            given, outputs = kept.pop()
+            pairs = [
+                (output, _seed(output, gradients, place))
+                for place, (output, flows) in enumerate(zip(outputs, layer.flows, strict=True))
+                if flows and output.requires_grad
+            ]
+            del outputs
+            self.clock.start()
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            self.clock.stop(spent, index)
+            gradients = [x.grad for x in given]
+
+
+def _usable(values: Sequence[Tensor], index: int, stand_in: Tensor) -> Tensor:
+    """What the layer before computed, if it is what is received; else the stand-in."""
+    if index < len(values) and values[index].shape == stand_in.shape and values[index].dtype == stand_in.dtype:
+        return values[index]
+    return stand_in.detach()
+
+
+def _seed(root: Tensor, gradients: Sequence[Tensor | None], index: int) -> Tensor:
+    gradient = gradients[index] if index < len(gradients) else None
+    return gradient if gradient is not None and gradient.shape == root.shape else torch.ones_like(root)
+
+
+class _Clock:
+    """Adds up the seconds of stretches of work: wall time on a CPU, events on CUDA, which do not disturb its queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pending: list[tuple[torch.cuda.Event, torch.cuda.Event, list[float], int]] = []
+        self.began: float | torch.cuda.Event = 0.0
+
+    def start(self) -> None:
+        self.began = time.perf_counter() if self.device.type != "cuda" else self._event()
+
+    def stop(self, into: list[float], index: int) -> None:
+        if isinstance(self.began, float):
+            into[index] += time.perf_counter() - self.began
+        else:
+            self.pending.append((self.began, self._event(), into, index))
+
+    def settle(self) -> None:
+        """Wait for the device, and add what its events say."""
+        finish(self.device)
+        for start, end, into, index in self.pending:
+            into[index] += start.elapsed_time(end) / 1e3
+        self.pending.clear()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _layer_seconds(
+    layers: Sequence[Layer],
+    steps: Sequence[tuple[Sequence[Sequence[float]], float]],
+    per_window: int,
+    micro_batches: int,
+) -> list[LayerSeconds]:
+    """The median over windows of so many steps tells how long a step takes; of which every part takes its share of all
+    steps together, since a part alone is short against the period of a CPU quota."""
+    totals = [sum(map(sum, times)) + update for times, update in steps]
+    windows = [totals[start : start + per_window] for start in range(0, len(totals) - per_window + 1, per_window)]
+    found = summary([sum(window) / len(window) for window in windows or [totals]])
+    scale = found.seconds / sum(totals)
+    counts = (micro_batches, 1, max(1, micro_batches - 1))
+    sizes = _sizes(layers)
+    update = sum(update for _, update in steps) * scale / (sum(sizes) or 1)
+    result = []
+    for index, size in enumerate(sizes):
+        parts = [sum(times[index][part] for times, _ in steps) * scale / counts[part] for part in range(3)]
+        forward, first_backward, backward = parts
+        if micro_batches == 1:
+            backward = first_backward
+        result.append(
+            LayerSeconds(
+                forward=forward,
+                first_backward=first_backward,
+                backward=backward,
+                update=update * size,
+                spread=found.spread,
+            )
+        )
+    return result
+
+
+def _sizes(layers: Sequence[Layer]) -> list[int]:
+    """Elements that each layer trains; what layers share counts for the first."""
+    seen: set[int] = set()
+    sizes = []
+    for layer in layers:
+        own = [parameter for parameter in layer.parameters if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        sizes.append(sum(parameter.numel() for parameter in own))
+    return sizes
