@@ -23,7 +23,7 @@ from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, L
 from whale.strategies.kernels import Kept, KernelRun, Trace, Traffic, trace
 from whale.strategies.layers import LayeredModel, default_dtype, layered
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.regions import attention_cores, expert_operators, expert_ways
+from whale.strategies.regions import PRODUCTS, attention_cores, expert_matrices, expert_operators, expert_ways
 
 __all__ = ["profile_model"]
 
@@ -182,7 +182,7 @@ class _KindCosts:
         experts = expert_operators(stage.nodes)
         exchanges = self._exchanges([t.forward for t in traces], stage)
         regions = _Regions(attention_cores(first.captured.graph), experts)
-        trainable, whole_experts, frozen = _parameters(first, stage, experts)
+        trainable, whole_experts, frozen = _parameters(first, stage)
         return LayerVariant(
             tensor_degree=degree,
             forward=self._kernels([t.forward for t in traces], regions),
@@ -283,10 +283,11 @@ class _Regions:
     def in_core(self, kept: Kept) -> bool:
         """Whether only the core's own backward wants a tensor: what it is made from and what it gives are kept for
         others too."""
-        if kept.source not in self.cores:
+        if kept.source is None or kept.source not in self.cores:
             return False
-        leaves = any(user not in self.cores for user in kept.source.users)
-        return not (kept.visible and leaves)
+        if not kept.visible:  # but a copy of an operand, which a product needed in another layout
+            return kept.source.target not in PRODUCTS
+        return all(user in self.cores for user in kept.source.users)
 
 
 def _origin(node: fx.Node | None) -> str:
@@ -309,13 +310,13 @@ def _exchanged(call: CollectiveCall) -> int:
     return sum(prod(shape) for shape in call.shapes)
 
 
-def _parameters(model: LayeredModel, stage: PlacedStage, experts: frozenset[fx.Node]) -> tuple[int, int, int]:
+def _parameters(model: LayeredModel, stage: PlacedStage) -> tuple[int, int, int]:
     """Elements on one device: trainable, those of experts among them, and what is kept but not trained."""
     captured = model.captured
     at = (0, *stage.mesh.coordinates(0))
     trainable = of_experts = 0
     frozen: dict[Value, int] = {}
-    matrices = {value for node in experts for value in operands(node)}
+    matrices = expert_matrices(stage.nodes)
     for value, placements in stage.stored.items():
         if value[0].name in captured.parameters:
             count = prod(stage.layout.local_shape(value, placements, at))

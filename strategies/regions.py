@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from whale.graph.values import operands
+from whale.graph.values import Value, operands, resolve
 from whale.runtime.experts import grouped_product
 
-__all__ = ["attention_cores", "expert_operators", "expert_ways"]
+__all__ = ["PRODUCTS", "attention_cores", "expert_matrices", "expert_operators", "expert_ways"]
 
 aten = torch.ops.aten
 
 _FUSED = {aten.scaled_dot_product_attention.default}
-_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
+PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
 _SOFTMAX = {aten.softmax.int, aten._softmax.default}
 _BETWEEN = {
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
@@ -47,7 +47,7 @@ def _towards_product(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Nod
     stack: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(n, ()) for n in step(softmax)]
     while stack:
         node, way = stack.pop()
-        if node.target in _PRODUCTS:
+        if node.target in PRODUCTS:
             path |= {node, *way}
         elif node.target in _BETWEEN and len(way) < 8:
             stack += [(n, (*way, node)) for n in step(node)]
@@ -81,3 +81,15 @@ def expert_ways(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]
             before.update(source for source, _ in operands(node))
     bring = {operands(node)[0]: node for node in products if node not in after}
     return list(bring.values()), [node for node in products if node not in before]
+
+
+def expert_matrices(nodes: Sequence[fx.Node]) -> frozenset[Value]:
+    """The parameters that products with experts read, maybe in another layout."""
+    found = set()
+    for node in nodes:
+        if node.target is grouped_product:
+            value = operands(node)[1]
+            while value[0].op != "placeholder" and len(value[0].all_input_nodes) == 1:
+                value = resolve(value[0].all_input_nodes[0])
+            found.add(value)
+    return frozenset(found)

@@ -26,7 +26,9 @@ __all__ = ["ungroup"]
 aten = torch.ops.aten
 
 _SORTS = {aten.sort.default, aten.sort.stable}
-_KERNELS = {"transformers.grouped_mm_fallback", "aten._grouped_mm"}
+_KERNELS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+"""Names of ``(x, matrices, ends)``, of PyTorch, transformers and whoever writes one: the rows up to each end times the
+matrix of that place."""
 _COUNTS = {"aten.histc", "aten.bincount"}
 
 
@@ -96,7 +98,7 @@ class _Sorted:
         if any(self._is(source, "counts") for source in node.all_input_nodes):
             plain = {aten._to_copy.default, aten.cumsum.default}
             return ("ends" if target is aten.cumsum.default else "counts") if target in plain else ""
-        if target_name(node) in _KERNELS:
+        if target_name(node).rpartition(".")[2] in _KERNELS:
             x, matrices, ends = args[:3]
             sorted_rows = self.dims.get(x) == (0,) and matrices not in self.kind and self._is(ends, "ends")  # type: ignore[arg-type]
             if not sorted_rows or len(ends.meta["val"]) != len(matrices.meta["val"]):  # type: ignore[union-attr]

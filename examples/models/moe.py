@@ -8,8 +8,46 @@ The experts are grouped matrix products: no token is dropped, and every matrix i
 
 import torch
 from llama import Llama, batch_of
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def groups(x, ends):
+    return x.tensor_split(ends[:-1].long().cpu())
+
+
+@torch.library.custom_op("examples::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Rows up to each end times the matrix of that place; `F.grouped_mm` for all number types, not only bfloat16."""
+    if x.dtype == torch.bfloat16:
+        return F.grouped_mm(x, matrices, offs=ends)
+    return torch.cat([rows @ matrix for rows, matrix in zip(groups(x, ends), matrices, strict=True)])
+
+
+@torch.library.custom_op("examples::grouped_outer", mutates_args=())
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """For each matrix of `grouped_mm` the gradient, from its rows and those of the result's gradient."""
+    return torch.stack([a.T @ b for a, b in zip(groups(x, ends), groups(y, ends), strict=True)])
+
+
+grouped_mm.register_fake(lambda x, matrices, ends: x.new_empty(len(x), matrices.shape[-1]))
+grouped_outer.register_fake(lambda x, y, ends: x.new_empty(len(ends), x.shape[1], y.shape[1]))
+
+
+def keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def backward(ctx, grad):
+    x, matrices, ends = ctx.saved_tensors
+    return (
+        grouped_mm(grad.contiguous(), matrices.transpose(1, 2), ends),
+        grouped_outer(x, grad.contiguous(), ends),
+        None,
+    )
+
+
+grouped_mm.register_autograd(backward, setup_context=keep)
 
 
 class Experts(nn.Module):
@@ -28,13 +66,13 @@ class Experts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         ordered, order = chosen.flatten().sort()  # the tokens' choices, expert by expert
         ends = torch.histc(ordered.float(), self.experts, min=0, max=self.experts - 1).cumsum(0, dtype=torch.int32)
-        y = F.grouped_mm(tokens[order // self.top_k], self.up, offs=ends)
+        y = grouped_mm(tokens[order // self.top_k], self.up, ends)
         if self.gated:
             gate, y = y.chunk(2, dim=-1)
             y = F.silu(gate) * y
         else:
             y = F.gelu(y)
-        y = F.grouped_mm(y, self.down, offs=ends) * weights.flatten()[order].unsqueeze(-1)
+        y = grouped_mm(y, self.down, ends) * weights.flatten()[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return y[back].view(-1, self.top_k, x.shape[-1]).sum(1).view_as(x)

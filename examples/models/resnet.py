@@ -1,16 +1,16 @@
 """ResNet: bottleneck blocks of convolutions and batch norms, and Wide-ResNet by a setting.
 
-    whale verify --model examples/models/resnet.py:resnet --set layers=26 --set classes=10 --set size=32
+    whale verify --model examples/models/resnet.py:resnet --set layers=14 --set classes=10 --set size=32
 
-``layers`` are 50, 101 or 152 (or 26, two blocks wherever there are more: for tests). ``width`` multiplies the channels
-inside blocks: 2 is Wide-ResNet-50-2.
+``layers`` are 50, 101 or 152, or 14 or 26 for tests: one or two blocks where there are more. ``width`` multiplies the
+channels inside blocks: 2 is Wide-ResNet-50-2.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-BLOCKS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 class Normed(nn.Module):

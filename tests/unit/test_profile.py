@@ -1,0 +1,258 @@
+"""Profiles of models, against numbers counted by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from whale.cli.model_loader import load_model
+from whale.cli.profile_text import format_profile
+from whale.errors import UsageError
+from whale.ir.profile import Communication, LayerVariant, ModelProfile
+from whale.strategies.profile import profile_model
+
+HIDDEN, SEQ, HEADS, VOCAB = 64, 16, 4, 4096
+GPT: dict[str, Any] = {"layers": 3, "hidden": HIDDEN, "seq": SEQ, "heads": HEADS, "vocab": VOCAB}
+
+
+def profiled(name: str, *, degrees: tuple[int, ...] = (1,), **settings: Any) -> ModelProfile:
+    loaded = load_model(f"examples/models/{name}.py:{name}", settings, device="meta")
+    return profile_model(loaded.model, loaded.batch, tensor_degrees=degrees)
+
+
+@cache
+def gpt() -> ModelProfile:
+    return profiled("gpt", degrees=(1, 2, 4, 8), **GPT)
+
+
+def layer(profile: ModelProfile, degree: int = 1, path: str = "layers.0") -> LayerVariant:
+    kind = profile.kinds[profile.layers[profile.paths.index(path)]]
+    return next(variant for variant in kind.variants if variant.tensor_degree == degree)
+
+
+def kept_elements(variant: LayerVariant, rows: int = 1) -> float:
+    return sum(saved.size.elements(rows) for saved in variant.saved)
+
+
+def masks(variant: LayerVariant) -> float:
+    return sum(saved.size.bytes(1) for saved in variant.saved if saved.origin == "dropout")
+
+
+# --- the chain --------------------------------------------------------------------------------------------------------
+
+
+def chain(profile: ModelProfile) -> list[tuple[str, int]]:
+    """Names of the kinds as they follow each other, with how many of each."""
+    found: list[tuple[str, int]] = []
+    for kind in profile.chain():
+        count = found.pop()[1] if found and found[-1][0] == kind.name else 0
+        found.append((kind.name, count + 1))
+    return found
+
+
+def test_equal_layers_are_of_one_kind() -> None:
+    assert chain(gpt()) == [("tokens + positions", 1), ("layers.0", 3), ("norm + head", 1)]
+    assert gpt().paths == ("tokens", "layers.0", "layers.1", "layers.2", "norm")
+    assert gpt().tied == (((0, 4), VOCAB * HIDDEN),)
+    assert gpt().row_tokens == SEQ
+
+
+def test_an_encoder_decoder_is_a_chain() -> None:
+    profile = profiled("t5", **{**GPT, "layers": 2})
+    between = "encoder_norm + tokens + decoder_bias"
+    assert [name for name, _ in chain(profile)] == [
+        "tokens + encoder_bias", "encoder.0", between, "decoder.0", "decoder_norm",
+    ]  # fmt: skip
+    encoder, middle, decoder = (profile.kinds[i].output.elements(1) for i in (1, 2, 3))
+    assert encoder == SEQ * HIDDEN + HEADS * SEQ * SEQ  # the hidden state, and the bias of positions as it comes by
+    assert middle == decoder == encoder + SEQ * HIDDEN  # and what the encoder has made of its sequence
+
+
+def test_blocks_of_a_resnet_are_layers() -> None:
+    profile = profiled("resnet", layers=14, size=32, classes=10, width=0.25)
+    assert profile.paths == ("stem.convolution", *(f"layers.{i}" for i in range(4)), "head")
+    assert profile.row_tokens == 1
+    for kind in profile.kinds[1:-1]:
+        assert {kernel.kind for kernel in kind.variants[0].forward} == {"convolution", "memory"}
+
+
+def hugging_face(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.AutoConfig.for_model(name, **settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(2, SEQ, dtype=torch.long, device="meta")
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "path"),
+    [
+        ("gpt2", {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 128}, "transformer.h.0"),
+        ("llama", {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+                   "vocab_size": 128}, "model.layers.0"),
+        ("mixtral", {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+                     "num_key_value_heads": 2, "vocab_size": 128, "num_local_experts": 4}, "model.layers.0"),
+    ],
+)  # fmt: skip
+def test_models_of_hugging_face_are_chains_of_their_blocks(name: str, settings: Any, path: str) -> None:
+    model, batch = hugging_face(name, **settings)
+    profile = profile_model(model, batch, tensor_degrees=(1,))
+    assert [count for _, count in chain(profile)] == [1, 3, 1]
+    assert profile.kinds[1].name == path
+    assert total_parameters(profile) == sum(p.numel() for p in model.parameters())
+    attention = [kernel for kernel in layer(profile, path=path).forward if kernel.kind == "attention"]
+    assert [kernel.causal for kernel in attention] == [True]
+    if name == "mixtral":
+        variant = layer(profile, path=path)
+        assert variant.expert_parameters == 4 * 3 * 64 * 96
+        assert [k.dims[0](1) for k in variant.forward if k.kind == "grouped_matmul"] == [4, 4]
+
+
+# --- what a layer of GPT costs ----------------------------------------------------------------------------------------
+
+
+def total_parameters(profile: ModelProfile) -> float:
+    shared = sum(elements * (len(layers) - 1) for layers, elements in profile.tied)
+    return sum(kind.variants[0].parameters for kind in profile.chain()) - shared
+
+
+def test_parameters_are_the_models() -> None:
+    loaded = load_model("examples/models/gpt.py:gpt", GPT, device="meta")
+    assert total_parameters(gpt()) == sum(p.numel() for p in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_parameters_of_a_layer_are_divided_but_for_norms_and_biases_of_sums(degree: int) -> None:
+    divided = 12 * HIDDEN**2 + 7 * HIDDEN  # matrices, and the biases of what is cut by columns
+    assert layer(gpt(), degree).parameters == divided // degree + 6 * HIDDEN
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_operations_of_a_layer(degree: int, rows: int) -> None:
+    products = 24 * SEQ * HIDDEN**2 * rows / degree
+    scores = 4 * SEQ**2 * HIDDEN * rows / degree
+    variant = layer(gpt(), degree)
+    assert sum(kernel.flops(rows) for kernel in variant.forward) == products + scores
+    assert sum(kernel.flops(rows) for kernel in variant.backward) == 2 * products + 2.5 * scores
+    (attention,) = (kernel for kernel in variant.forward if kernel.kind == "attention")
+    assert [size(rows) for size in attention.dims] == [rows * HEADS / degree, SEQ, SEQ, HIDDEN / HEADS]
+    assert attention.causal and attention.attention and attention.split == (degree > 1)
+    for kernel in (*variant.forward, *variant.backward):
+        if kernel.kind == "matmul":
+            batch, m, n, k = (size(rows) for size in kernel.dims)
+            assert kernel.flops(rows) == 2 * batch * m * n * k
+            assert kernel.split == (degree > 1)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_layer_with_fused_attention_keeps_34_bytes_a_feature_without_scores(degree: int) -> None:
+    """Korthikanti et al. 2022, equation 2, without the 5 a s / h of scores: 10 + 24 / t, of which 2 are masks."""
+    variant = layer(gpt(), degree)
+    assert 2 * kept_elements(variant) + masks(variant) == SEQ * HIDDEN * (10 + 24 / degree)
+    assert [saved.size.elements(1) for saved in variant.saved if saved.input] == [SEQ * HIDDEN]
+    whole = sum(2 * s.size.elements(1) for s in variant.saved if not s.split) + masks(variant)
+    assert degree == 1 or whole == 10 * SEQ * HIDDEN
+    statistic = [saved.size.bytes(1) for saved in variant.saved if saved.attention]
+    assert statistic == [4 * HEADS * SEQ / degree]
+
+
+def spelt_out(block: Any, x: Tensor) -> Tensor:
+    """GPT's attention in operators, as it was before it was fused."""
+    rows, length, hidden = x.shape
+    q, k, v = (part.view(rows, length, block.heads, -1).transpose(1, 2) for part in block.qkv(x).split(hidden, dim=-1))
+    future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(future, float("-inf"))
+    weights = nn.functional.dropout(scores.softmax(-1), block.dropout, block.training)
+    return block.project((weights @ v).transpose(1, 2).reshape(rows, length, hidden))
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_attention_that_is_spelt_out_keeps_its_scores_too(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Korthikanti et al. 2022, equation 2: s h (10 + 24 / t) + 5 a s^2 / t bytes."""
+    loaded = load_model("examples/models/gpt.py:gpt", GPT, device="meta")
+    monkeypatch.setattr(type(loaded.model.layers[0]), "attention", spelt_out)  # type: ignore[index]
+    variant = layer(profile_model(loaded.model, loaded.batch, tensor_degrees=(degree,)), degree)
+    core = [saved for saved in variant.saved if saved.attention]
+    assert sum(2 * s.size.elements(1) for s in core) == 4 * HEADS * SEQ**2 / degree
+    assert sum(s.size.bytes(1) for s in core) == HEADS * SEQ**2 / degree
+    rest = [saved for saved in variant.saved if not saved.attention]
+    elements = sum(2 * s.size.elements(1) for s in rest)
+    dropped = sum(s.size.bytes(1) for s in rest if s.origin == "dropout")
+    assert elements + dropped == SEQ * HIDDEN * (10 + 24 / degree)
+    marked = [kernel.name for kernel in variant.forward if kernel.attention]
+    assert marked.count("aten.bmm") == 2 and "aten._softmax" in marked and "aten.native_dropout" in marked
+    assert not any(kernel.attention for kernel in variant.forward if kernel.name == "aten.addmm")
+
+
+def test_collectives_of_a_layer_are_megatrons() -> None:
+    for degree in (2, 4):
+        variant = layer(gpt(), degree)
+        for found in (variant.forward_communications, variant.backward_communications):
+            assert [(c.kind, c.group, c.size.total(3, 2)) for c in found] == [
+                ("all_reduce", "tensor", 3 * SEQ * HIDDEN * 2)
+            ] * 2
+    assert layer(gpt(), 1).forward_communications == ()
+
+
+def test_a_degree_that_is_not_possible_is_left_out_with_the_reason() -> None:
+    assert [variant.tensor_degree for variant in gpt().kinds[1].variants] == [1, 2, 4]
+    ((degree, reason),) = gpt().refused
+    assert degree == 8
+    assert "has 4 heads" in reason
+
+
+def test_experts_are_marked_and_their_rows_exchanged() -> None:
+    profile = profiled("moe", degrees=(1, 2), **GPT, experts=8, top_k=2, ffn=96)
+    for degree in (1, 2):
+        variant = layer(profile, degree)
+        assert variant.expert_parameters == 8 * 3 * HIDDEN * 96 / degree
+        products = [kernel for kernel in variant.forward if kernel.kind == "grouped_matmul"]
+        assert sum(kernel.flops(1) for kernel in products) == 2 * 2 * SEQ * 3 * HIDDEN * 96 / degree
+        assert all(kernel.expert for kernel in products)
+        assert not any(kernel.expert for kernel in variant.forward if kernel.kind in ("matmul", "attention"))
+        rows = Communication(kind="all_to_all", group="expert", size=variant_size(2 * SEQ * HIDDEN))
+        for found in (variant.forward_communications, variant.backward_communications):
+            assert [c for c in found if c.group == "expert"] == [rows, rows]
+
+
+def variant_size(elements: int) -> Any:
+    from whale.ir.profile import Affine, Amount
+
+    return Amount(elements=Affine(0, elements))
+
+
+# --- laws -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_model_gives_the_same_bytes() -> None:
+    again = profiled("gpt", degrees=(1, 2, 4, 8), **GPT)
+    assert again.model_dump_json() == gpt().model_dump_json()
+
+
+class Contrast(nn.Module):
+    """Compares every row with every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.left(x) @ self.right(x).T, torch.arange(len(x), device=x.device))
+
+
+def test_what_does_not_grow_by_the_row_is_refused() -> None:
+    with pytest.raises(UsageError, match="not by the row"):
+        profile_model(Contrast(), torch.zeros(4, 8))
+
+
+def test_a_profile_as_text_names_its_layers() -> None:
+    text = format_profile(gpt(), kernels=True)
+    assert "3 x layers.0" in text
+    assert "not at tensor degree 8" in text
+    assert "aten.scaled_dot_product_attention" in text
