@@ -27,7 +27,7 @@ import torch
 from whale.cli.model_loader import load_model
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.catalog import device_types, device_types_with
+from whale.planner.catalog import built_in_links, device_types, device_types_with
 from whale.planner.configuration import Configuration
 from whale.planner.estimate import Estimate, estimate
 from whale.planner.profile_import import import_sailor
@@ -106,6 +106,10 @@ def cluster_of(row: dict[str, str]) -> Cluster:
     inter = Link(bandwidth=network[1], latency=30e-6 if slow else 5e-6, adapters=network[2])
     num = whole(row, "num_gpus")
     intra = type_.intra_node
+    if intra and 1 < num < whole(row, "gpus_per_node"):  # a part of a node: of a cube of links only those between these
+        kind = built_in_links()[type_.name][0]
+        share = kind.share_of_links(num, whole(row, "gpus_per_node")) / kind.share_of_links(num, num)
+        intra = Link(bandwidth=intra.bandwidth * share, latency=intra.latency)
     given = re.search(r"NVLink (\d+) GB/s \(4 GPUs\)", row["interconnect_intra"])
     if given:
         intra = Link(bandwidth=float(given[1]) * 1e9, latency=3e-6)
@@ -189,10 +193,14 @@ def published(models: Models) -> Iterator[Point]:
             float(row["target_step_s"]),
             found,
             float(memory) * unit if memory else None,
+            allocated="torchtitan" in row["source"] or "Alpa" in row["source"],
         )
 
 
-def _point(name: str, group: str, measured: float, found: Estimate, memory: float | None) -> Point:
+def _point(
+    name: str, group: str, measured: float, found: Estimate, memory: float | None, *, allocated: bool = False
+) -> Point:
+    """*allocated*: the memory is what the allocator reports, without what driver and NCCL take beside it."""
     seconds = found.prediction.step_seconds
     parts = [
         f"{part} {spent / seconds:.0%}"
@@ -205,7 +213,9 @@ def _point(name: str, group: str, measured: float, found: Estimate, memory: floa
         measured=measured,
         predicted=seconds,
         measured_bytes=memory,
-        predicted_bytes=max(device.total for device in found.prediction.memory) if memory else None,
+        predicted_bytes=max(device.total - allocated * device.framework for device in found.prediction.memory)
+        if memory
+        else None,
         breakdown=", ".join(parts),
     )
 

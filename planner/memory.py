@@ -31,7 +31,7 @@ FRAMEWORK_BYTES = 1.0e9
 """What a process takes on a device before anything is stored: CUDA context and the workspaces of cuBLAS (typical;
 recalled)."""
 
-COMMUNICATION_BYTES = 2.0e9
+COMMUNICATION_BYTES = 2.3e9
 """What it takes besides once devices communicate: NCCL's channels for every group, and buckets. Calibrated on Sailor's
 runs, whose peaks are those of the device."""
 

@@ -29,6 +29,7 @@ class Silicon:
         bandwidth: share of the memory bandwidth that a kernel over large tensors reaches.
         launch: seconds in which the host of such devices launches an operator of an eager training step, Python and
             autograd included; hosts of one time are much alike.
+        calibrated: whether published training runs on such chips stand behind the figures.
         cache_bytes: of the last-level cache, in which a kernel finds what the one before it wrote.
     """
 
@@ -38,22 +39,51 @@ class Silicon:
     attention: float = 0.5
     bandwidth: float = 0.8
     launch: float = 75e-6
+    calibrated: bool = False
     cache_bytes: float = 0.0
 
+
+_HOST_OF_2023 = 60e-6
+"""Seconds of a launch: calibrated on the runs on GH200 that do not get faster with less work. Older hosts' (the default
+of `Silicon.launch`) are those of vTrain's and Megatron's on A100."""
 
 _FAMILIES = {
     "kepler": Silicon(multiprocessors=13, matmul=0.7, vector=0.7),
     "pascal": Silicon(multiprocessors=56, matmul=0.8, vector=0.85),
-    "volta": Silicon(multiprocessors=80, matmul=0.75, vector=0.97, cache_bytes=6e06),
-    "turing": Silicon(multiprocessors=68, matmul=0.6, vector=0.95, cache_bytes=5e06),
-    "ampere": Silicon(multiprocessors=108, matmul=0.79, vector=0.85, attention=0.42, cache_bytes=4e07),
-    "ada": Silicon(multiprocessors=128, matmul=0.8, vector=0.8, cache_bytes=7e07),
-    "hopper": Silicon(multiprocessors=132, matmul=0.69, vector=0.8, bandwidth=0.77, cache_bytes=5e07, launch=60e-6),
-    "blackwell": Silicon(multiprocessors=148, matmul=0.7, vector=0.8, cache_bytes=1e08, launch=60e-6),
+    "volta": Silicon(multiprocessors=80, matmul=0.79, vector=0.97, calibrated=True, cache_bytes=6e6),
+    "turing": Silicon(multiprocessors=68, matmul=0.6, vector=0.95, cache_bytes=5.5e6),
+    "ampere": Silicon(
+        multiprocessors=108, matmul=0.79, vector=0.85, attention=0.35, bandwidth=0.75, calibrated=True, cache_bytes=40e6
+    ),
+    "ada": Silicon(multiprocessors=128, matmul=0.8, vector=0.8, attention=0.4, cache_bytes=72e6),
+    "hopper": Silicon(
+        multiprocessors=132,
+        matmul=0.69,
+        vector=0.8,
+        attention=0.54,
+        bandwidth=0.7,
+        launch=_HOST_OF_2023,
+        calibrated=True,
+        cache_bytes=50e6,
+    ),
+    "blackwell": Silicon(
+        multiprocessors=148,
+        matmul=0.67,
+        vector=0.8,
+        attention=0.54,
+        bandwidth=0.7,
+        launch=_HOST_OF_2023,
+        cache_bytes=126e6,
+    ),
     "other": Silicon(multiprocessors=1, matmul=0.7, vector=0.8),
 }
+"""Multiprocessors and caches are the makers' figures. ``matmul``, ``bandwidth`` and ``attention`` of Volta, Ampere and
+Hopper are calibrated on published_calibration.csv, ``vector`` of Volta and Turing on the layers that Sailor measured
+in float32 (`benchmarks/published.py`). Blackwell's ``matmul`` is the share that the best measured product reaches
+(1745 of 2250 TFLOP/s, Stas Bekman's tables) times Hopper's ratio of training to that; the others' are assumed."""
 
-# Chips by the beginning of their name in the catalog: family, and what differs from it.
+# Chips by the beginning of their name in the catalog: family, and what differs from it. Where a best measured product
+# is known, ``matmul`` is 0.86 of its share, as on Hopper; power below the family's lowers it.
 _CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("K80", "kepler", {}),
     ("P100", "pascal", {}),
@@ -62,38 +92,47 @@ _CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("QuadroP4000", "pascal", {"multiprocessors": 14}),
     ("V100", "volta", {}),
     ("TitanV", "volta", {}),
+    # 70 W: calibrated on AMP's runs, whose stack is old too
     ("T4", "turing", {"multiprocessors": 40, "matmul": 0.2, "vector": 0.5, "bandwidth": 0.55}),
-    ("TitanRTX", "turing", {"multiprocessors": 72}),
+    # half of the rate of the table where sums are kept in float32 (the notes of gpus.csv)
+    ("TitanRTX", "turing", {"multiprocessors": 72, "matmul": 0.45}),
     ("QuadroRTX8000", "turing", {"multiprocessors": 72}),
-    ("RTX2080Ti", "turing", {}),
-    ("RTX2080", "turing", {"multiprocessors": 46}),
-    ("RTX2060", "turing", {"multiprocessors": 30}),
+    ("RTX2080Ti", "turing", {"matmul": 0.45}),
+    ("RTX2080", "turing", {"multiprocessors": 46, "matmul": 0.45}),
+    ("RTX2060", "turing", {"multiprocessors": 30, "matmul": 0.45}),
     ("A100", "ampere", {}),
+    ("A100-PCIe", "ampere", {"matmul": 0.74}),
     ("A800", "ampere", {}),
-    ("A30", "ampere", {"multiprocessors": 56}),
-    ("A10", "ampere", {"multiprocessors": 72}),
+    ("A30", "ampere", {"multiprocessors": 56, "matmul": 0.65}),
+    ("A10", "ampere", {"multiprocessors": 72, "matmul": 0.6}),
+    ("A10G", "ampere", {"multiprocessors": 80}),
     ("A40", "ampere", {"multiprocessors": 84}),
     ("A6000", "ampere", {"multiprocessors": 84}),
     ("A5000", "ampere", {"multiprocessors": 64}),
     ("RTX3090", "ampere", {"multiprocessors": 82}),
     ("RTX4090", "ada", {}),
-    ("RTX6000Ada", "ada", {"multiprocessors": 142}),
+    ("RTX6000Ada", "ada", {"multiprocessors": 142, "matmul": 0.55}),
     ("L40", "ada", {"multiprocessors": 142}),
-    ("L4", "ada", {"multiprocessors": 58, "matmul": 0.5}),
-    ("H100-PCIe", "hopper", {"multiprocessors": 114}),
-    ("H100-SXM5-96GB", "hopper", {"matmul": 0.44}),
+    ("L40S", "ada", {"multiprocessors": 142, "matmul": 0.6}),
+    ("L4", "ada", {"multiprocessors": 58, "matmul": 0.45}),
+    ("H100-PCIe", "hopper", {"multiprocessors": 114, "matmul": 0.55}),
+    ("H100-NVL", "hopper", {"matmul": 0.55}),
+    ("H100-SXM5-96GB", "hopper", {"matmul": 0.44}),  # 500 W: calibrated on torchtitan's runs
     ("H100", "hopper", {}),
     ("H800", "hopper", {}),
     ("H20", "hopper", {"multiprocessors": 78, "matmul": 0.9}),
+    ("H200", "hopper", {}),
     ("GH200", "hopper", {}),
     ("B200", "blackwell", {}),
     ("B300", "blackwell", {}),
     ("GB200", "blackwell", {}),
     ("GB300", "blackwell", {}),
-    ("MI300X", "other", {"matmul": 0.5}),
-    ("MI325X", "other", {"matmul": 0.6}),
-    ("MI355X", "other", {"matmul": 0.65}),
-    ("Gaudi2", "other", {"matmul": 0.9}),
+    ("MI250X", "other", {"matmul": 0.5}),
+    ("MI300X", "other", {"matmul": 0.44}),
+    ("MI325X", "other", {"matmul": 0.52}),
+    ("MI355X", "other", {"matmul": 0.54}),
+    ("Gaudi2", "other", {"matmul": 0.83}),
+    ("Gaudi3", "other", {"matmul": 0.64}),
 )
 
 

@@ -161,7 +161,8 @@ def test_every_known_device_gets_a_sane_prediction(name: str, precision: str) ->
 
 
 def test_a_slower_network_never_makes_a_step_shorter() -> None:
-    for how in ({"zero": 0}, {"zero": 1}, {"zero": 3}, {"pipeline": 2}):
+    ways: tuple[dict[str, Any], ...] = ({"zero": 0}, {"zero": 1}, {"zero": 3}, {"pipeline": 2})
+    for how in ways:
         times = [seconds(machines(16, inter=rate), **how) for rate in (100e9, 10e9, 1e9)]
         assert times == sorted(times)
 
@@ -180,7 +181,8 @@ def test_zero_never_takes_more_memory_and_gains_with_replicas() -> None:
 
 
 def test_more_devices_never_need_more_memory_each() -> None:
-    for how in ({"tensor": 2}, {"pipeline": 2, "batch": 64}, {"tensor": 2, "pipeline": 2}):
+    ways: tuple[dict[str, Any], ...] = ({"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2})
+    for how in ways:
         assert fullest(machines(8), **how) <= fullest(machines(8))
 
 
@@ -212,7 +214,7 @@ def test_interleaving_shortens_the_bubble() -> None:
 
 
 def test_spelt_out_attention_takes_longer_and_keeps_its_scores() -> None:
-    how = {"precision": "fp16", "micro_batch": 8}
+    how: dict[str, Any] = {"precision": "fp16", "micro_batch": 8}
     fused, spelt = (predicted(machines(1), attention=way, **how).prediction for way in ("fused", "unfused"))
     assert spelt.step_seconds > fused.step_seconds
     block_ = model().kinds[1]

@@ -1,0 +1,86 @@
+"""``whale estimate``: a profile in, a table or JSON out, and what is wrong said in the options' names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from whale.cli.app import app
+
+PROFILE = str(Path(__file__).parents[1] / "golden" / "gpt_22b_profile.json")
+DEGREES = ("--batch", "4", "--micro-batch", "4", "--tp", "8", "--recompute", "full", "--precision", "fp16")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> str:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[[nodes]]\ndevices = 8\ndevice = "A100-SXM4-80GB"\n', encoding="utf-8")
+    return str(file)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["estimate", *arguments])
+
+
+def test_json_has_the_step_its_interval_its_parts_and_the_memory(cluster: str) -> None:
+    result = run("--profile", PROFILE, "--cluster", cluster, *DEGREES, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    low, high = found["step_seconds_interval"]
+    assert low < found["step_seconds"] < high
+    assert sum(found["breakdown"].values()) == pytest.approx(found["step_seconds"])
+    assert found["fits"] is True
+    assert found["memory_bytes"] == found["memory"]["total"] <= found["memory"]["capacity"]
+    assert found["tokens_per_second"] == pytest.approx(4 * 2048 / found["step_seconds"])
+    assert 0.3 < found["mfu"] < 0.6
+
+
+def test_text_is_a_table_with_units_and_a_verdict(cluster: str) -> None:
+    result = run("--profile", PROFILE, "--cluster", cluster, *DEGREES)
+    for part in ("step ", " s  (", "tokens/s", "MFU", "TFLOP/s", "GiB", "fits", "communication", "optimizer"):
+        assert part in result.stdout
+
+
+def test_what_does_not_fit_is_said_and_is_no_error(cluster: str) -> None:
+    result = run("--profile", PROFILE, "--cluster", cluster, "--batch", "64", "--micro-batch", "64", "--tp", "8")
+    assert result.exit_code == 0
+    assert "DOES NOT FIT" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "--model"),
+        (("--profile", PROFILE, "--model", "model.py:build"), "either --model"),
+        (("--profile", PROFILE, "--set", "layers=2"), "--set"),
+        (("--profile", PROFILE, "--tp", "3"), "--tp 3"),
+        (("--profile", PROFILE, "--layers-per-stage", "1,x"), "12,14"),
+        (("--profile", PROFILE, "--precision", "fp7"), "fp7"),
+        (("--profile", PROFILE, "--zero", "4"), "--zero"),
+    ],
+)
+def test_a_wrong_option_is_named_and_ends_with_two(cluster: str, arguments: tuple[str, ...], says: str) -> None:
+    result = run("--cluster", cluster, "--batch", "8", *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_an_unknown_device_is_an_error_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[[nodes]]\ndevices = 8\ndevice = "A101"\n', encoding="utf-8")
+    result = run("--profile", PROFILE, "--cluster", str(file), "--batch", "8")
+    assert result.exit_code == 3
+    assert "cluster.toml:3" in result.stderr
+
+
+def test_a_profile_needs_no_torch(cluster: str) -> None:
+    code = "import sys; from whale.cli.app import app; app(sys.argv[1:], standalone_mode=False)"
+    code += "; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "estimate", "--profile", PROFILE, "--cluster", cluster, *DEGREES, "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.rstrip().endswith("False")
