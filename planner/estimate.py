@@ -91,7 +91,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     source: Literal["measured", "modelled"] = (
         "measured" if all(cost.measured for cost in costs.values()) else "modelled"
     )
-    error = _relative_error(cluster, measured=measured)
+    error = _relative_error(cluster, measured=source == "measured")
     flops = 3 * configuration.batch * sum(_forward_flops(stages, kind) for kind in profile.layers)
     peak = sum(stages.precision.rate(device.type)[0] for device in cluster.devices)
     breakdown = {str(part): spent for part, spent in timeline.breakdown.items()}

@@ -53,7 +53,13 @@ _FAMILIES = {
     "volta": Silicon(multiprocessors=80, matmul=0.79, vector=0.97, calibrated=True, cache_bytes=6e6),
     "turing": Silicon(multiprocessors=68, matmul=0.6, vector=0.95, cache_bytes=5.5e6),
     "ampere": Silicon(
-        multiprocessors=108, matmul=0.79, vector=0.85, attention=0.35, bandwidth=0.75, calibrated=True, cache_bytes=40e6
+        multiprocessors=108,
+        matmul=0.79,
+        vector=0.85,
+        attention=0.35,
+        bandwidth=0.75,
+        calibrated=True,
+        cache_bytes=40e6,
     ),
     "ada": Silicon(multiprocessors=128, matmul=0.8, vector=0.8, attention=0.4, cache_bytes=72e6),
     "hopper": Silicon(
