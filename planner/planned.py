@@ -12,11 +12,11 @@ from whale.errors import InfeasibleError, PlanMismatchError, UsageError
 from whale.ir.cluster import Device
 from whale.ir.plan import Plan, PlanStage
 from whale.ir.strategy import Strategy
-from whale.ir.virtual_device import MeshAxis, RegionRoles, VirtualDevice
+from whale.ir.virtual_device import MeshAxis, RegionRoles, Role, VirtualDevice
 from whale.planner.mesh import lay_out
 from whale.planner.place import Assignment, StagePlacement, StageRequest, axes_of, outer_degree, selected
 
-__all__ = ["place_as_planned"]
+__all__ = ["axis_role", "place_as_planned"]
 
 
 def place_as_planned(
@@ -123,7 +123,7 @@ def _place(
     return StagePlacement(device=device, roles=roles)
 
 
-def axis_role(roles: RegionRoles, position: int) -> str:
+def axis_role(roles: RegionRoles, position: int) -> Role:
     """What a plan calls the role of an axis: ``split`` where any region is split along it."""
     return "split" if any(of_region[position] == "split" for of_region in roles.values()) else "replicate"
 

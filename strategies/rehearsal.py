@@ -40,6 +40,7 @@ __all__ = [
     "calls_as_text",
     "check_stage",
     "forward_without_data",
+    "like_ranks",
     "rehearse",
     "rehearsing",
     "stage_calls",
@@ -72,12 +73,8 @@ def stage_calls(
     if all(axis.size == 1 for axis in stage.mesh.axes):
         return {}
     micro_batches = [rows.index(count) for count in dict.fromkeys(rows)]
-    likes: dict[object, list[int]] = {}
-    placements = _all_placements(stage)
-    for member in stage.mesh.ranks:
-        likes.setdefault(_shares(stage, placements, micro_batches, member), []).append(member)
     found: dict[int, dict[int, TaskCalls]] = {m: {} for m in micro_batches}
-    for members in likes.values():
+    for members in like_ranks(stage, rows):
         actor = rank if rank in members else members[0]
         local = programs(stage, actor)
         for m in micro_batches:
@@ -85,6 +82,16 @@ def stage_calls(
             for member in members:
                 found[m][member] = _of_rank(calls, stage, actor, member)
     return {m: dict(sorted(calls.items())) for m, calls in found.items()}
+
+
+def like_ranks(stage: PlacedStage, rows: Sequence[int]) -> list[list[int]]:
+    """The ranks of a stage, those together whose programs are equal but for their places in the mesh."""
+    micro_batches = [rows.index(count) for count in dict.fromkeys(rows)]
+    placements = _all_placements(stage)
+    likes: dict[object, list[int]] = {}
+    for member in stage.mesh.ranks:
+        likes.setdefault(_shares(stage, placements, micro_batches, member), []).append(member)
+    return list(likes.values())
 
 
 def check_stage(stage: int, calls: StageCalls) -> None:

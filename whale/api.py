@@ -20,7 +20,7 @@ from whale.arguments import check_choice, check_count, check_number, check_type,
 from whale.assembly import assemble
 from whale.compiler import Compilation, Options, compile_model, local_tensors
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
-from whale.graph.capture import batch_leaves
+from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.refusals import check_hooks
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -127,7 +127,7 @@ def parallelize(
     if plan is not None:
         if cluster is not None:
             plan.check_cluster(described)
-        plan.check_batch(_rows(leaves))
+        plan.check_batch(batch_rows(leaves))
     if isinstance(model, nn.Module):
         _check_one_place(model, launch.device)
     initial: InitialValues | None = None
@@ -309,11 +309,6 @@ class _Builder:
             group=self.all_ranks.get("forward"),
             backward_group=self.all_ranks.get("backward"),
         )
-
-
-def _rows(leaves: Mapping[str, Any]) -> int | None:
-    """The rows of a batch: the length of the first dim of its first tensor that has one."""
-    return next((len(x) for x in leaves.values() if isinstance(x, Tensor) and x.dim() > 0), None)
 
 
 def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:

@@ -247,7 +247,7 @@ def compile_model(
         )
     if options.plan is not None and stored is None:
         options.plan.check_model(model_hash(captured))
-    assignment = _assign(cut, cluster, options, _main_dtype(model))
+    assignment = _assign(cut, cluster, options, main_dtype(model))
     if assignment.idle_ranks:
         warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the annotations leave them out", stacklevel=3)
     report = Report()
@@ -294,7 +294,8 @@ def _assign(cut: Partition, cluster: Cluster, options: Options, dtype: str) -> A
     return assignment
 
 
-def _main_dtype(model: nn.Module) -> str:
+def main_dtype(model: nn.Module) -> str:
+    """The number type of a model's first floating parameter, as clusters name it; float64 counts as float32."""
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     name = str(first.dtype).removeprefix("torch.") if first is not None else "float32"
     return name if name != "float64" else "float32"

@@ -19,6 +19,7 @@ import click
 import whale
 from whale.cli.doctor import doctor
 from whale.cli.estimate import estimate
+from whale.cli.plan import plan
 from whale.cli.profile import profile
 from whale.cli.simulate import simulate
 from whale.cli.verify import verify
@@ -94,6 +95,7 @@ def app() -> None:
 
 app.add_command(doctor)
 app.add_command(estimate)
+app.add_command(plan)
 app.add_command(profile)
 app.add_command(simulate)
 app.add_command(verify)

@@ -64,6 +64,12 @@ def batch_leaves(batch: Batch) -> dict[str, Any]:
     return {f"args[{i}]": item for i, item in enumerate(items)}
 
 
+def batch_rows(batch: Batch) -> int | None:
+    """The rows of a batch: the length of the first dim of its first tensor that has one."""
+    leaves = batch_leaves(batch).values()
+    return next((len(x) for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0), None)
+
+
 class _Loss(nn.Module):
     """The model followed by the choice of its loss."""
 

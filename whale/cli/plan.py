@@ -1,0 +1,207 @@
+"""``whale plan``: an annotated model and a cluster in, a balanced plan with its prediction out.
+
+The decisions are ``whale.planning``'s; this file loads what they need, shows what they are and why, and prints last the
+command that runs the plan. The schema is printed without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from whale.cli.model_loader import load_model, parse_settings
+from whale.cli.options import note, verbosity_options
+from whale.errors import UsageError
+
+if TYPE_CHECKING:
+    from whale.ir.cluster import Cluster
+    from whale.ir.plan import Plan
+    from whale.planning import Planned
+
+GIB = 2**30
+_AT_LEAST_1 = click.IntRange(min=1)
+OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "none")
+
+
+@click.command()
+@click.option("--model", "spec", metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
+@click.option("--cluster", "cluster_file", metavar="FILE", help="The machines.")
+@click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="Measured times.")
+@click.option("--batch", "batch_size", type=_AT_LEAST_1, metavar="N", help="Rows of the global batch [the example's].")
+@click.option("--micro-batches", type=_AT_LEAST_1, default=1, metavar="M", help="Micro-batches in a step [1].")
+@click.option("--schedule", default="1f1b", metavar="NAME", help="The pipeline schedule [1f1b].")
+@click.option("--stages", type=_AT_LEAST_1, metavar="N", help="Cut an unannotated model into so many stages.")
+@click.option("--replicas", type=_AT_LEAST_1, metavar="R", help="With --stages: whole pipelines side by side.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of a plan, and stop.")
+@verbosity_options
+def plan(
+    spec: str | None,
+    settings: tuple[str, ...],
+    cluster_file: str | None,
+    profile_file: Path | None,
+    batch_size: int | None,
+    micro_batches: int,
+    schedule: str,
+    stages: int | None,
+    replicas: int | None,
+    optimizer: Any,
+    output: Path | None,
+    as_json: bool,
+    schema: bool,
+) -> None:
+    """Decide which ranks run what, in which shares, and predict the step.
+
+    The annotations of the model say what may be decided; --stages cuts a model without any. Nothing is allocated and
+    no process is started. Without --profile the times of layers are modelled from the figures of the devices.
+    """
+    from whale.ir.plan import Plan
+
+    if schema:
+        click.echo(json.dumps(Plan.published_schema(), indent=2, sort_keys=True))
+        return
+    if spec is None or cluster_file is None:
+        raise UsageError("whale plan needs --model and --cluster (or --schema)")
+    if replicas is not None and stages is None:
+        raise UsageError("--replicas is for --stages; an annotated model says its replicas itself")
+    from whale.ir.cluster import Cluster
+    from whale.ir.profile import ModelProfile
+    from whale.planner.catalog import device_types, device_types_with
+    from whale.planner.orders import SCHEDULES
+
+    if schedule not in SCHEDULES:
+        raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
+    profile = ModelProfile.load(profile_file) if profile_file is not None else None
+    catalog = device_types_with(profile) if profile is not None else device_types()
+    cluster = Cluster.load(cluster_file, catalog=catalog)
+    loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
+
+    from whale.annotations import module_scopes
+    from whale.compiler import Options, main_dtype
+    from whale.graph.capture import batch_rows
+    from whale.planning import cut_into_stages, make_plan
+    from whale.prediction import PRECISIONS, Costs
+    from whale.strategies.profile import profile_model
+
+    rows = batch_rows(loaded.batch)
+    if rows is None:
+        raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
+    scopes = module_scopes(loaded.model)
+    if profile is None:
+        note(f"profiling {loaded.name}")
+        split = any(scope.strategy.kind == "split" for path in scopes.values() for scope in path)
+        degrees = [degree for degree in (1, 2, 4, 8) if degree == 1 or (split and degree <= len(cluster.devices))]
+        profile = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name)
+    precision = PRECISIONS[main_dtype(loaded.model)]
+    annotations = None
+    if stages is not None:
+        if scopes:
+            raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
+        annotations = cut_into_stages(
+            profile,
+            cluster,
+            batch=rows,
+            micro_batches=micro_batches,
+            num_stages=stages,
+            replicas=replicas or max(1, len(cluster.devices) // stages),
+            precision=precision,
+            schedule=schedule,
+        )
+    note(f"compiling {loaded.name} for {len(cluster.devices)} devices")
+    found = make_plan(
+        loaded.model,
+        loaded.batch,
+        Costs(profile=profile, cluster=cluster, precision=precision, device="cuda" if _accelerated(cluster) else "cpu"),
+        Options(micro_batches=micro_batches, schedule=schedule),
+        rows=rows,
+        name=loaded.name,
+        annotations=annotations,
+        optimizer=optimizer,
+    )
+    if output is not None:
+        _write(found.plan, output)
+    click.echo(found.plan.dumps() if as_json else as_text(found, cluster, output), nl=not as_json)
+
+
+def _accelerated(cluster: Cluster) -> bool:
+    """Whether the devices are accelerators: those of the catalog are, those called cpu are not."""
+    return not any(device.type.name.lower().startswith("cpu") for device in cluster.devices)
+
+
+def _write(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise UsageError(f"-o {path} cannot be written: {error.strerror}") from error
+    note(f"wrote {path}")
+
+
+def as_text(found: Planned, cluster: Cluster, path: Path | None) -> str:
+    """The stages, the step, the reasons, and the command."""
+    from whale.cli.tables import text_table
+    from whale.planner.gantt import milliseconds
+
+    plan, prediction, workload = found.plan, found.predicted.prediction, found.predicted.workload
+    memory = {device.rank: device for device in prediction.memory}
+    stages = []
+    for index, (stage, work) in enumerate(zip(plan.stages, workload.stages, strict=True)):
+        axes = [f"{axis.name} {axis.size}{_shares(axis.shares)}" for axis in stage.axes or ()]
+        tasks = [ahead + back for ahead, back in zip(work.forward, work.backward, strict=True)]
+        fullest = max((memory[rank] for rank in stage.ranks), key=lambda device: device.total / device.capacity)
+        types = dict.fromkeys(cluster.devices[rank].type.name for rank in stage.ranks)
+        stages.append(
+            [
+                str(index),
+                _ranks(stage.ranks),
+                ", ".join(types),
+                "; ".join(axes) or "one device",
+                milliseconds(max(tasks)),
+                f"{fullest.total / GIB:.2f} GiB ({fullest.total / fullest.capacity:.0%})",
+            ]
+        )
+    low, high = prediction.step_seconds_interval
+    lines = [
+        text_table("", ["stage", "ranks", "devices", "mesh", "a micro-batch", "fullest device"], stages),
+        "",
+        f"{plan.schedule}, {plan.micro_batches} micro-batches of {(plan.batch or 0) // plan.micro_batches} rows",
+        f"step {milliseconds(prediction.step_seconds)} ({milliseconds(low)} to {milliseconds(high)}, "
+        f"{prediction.source}), {(plan.batch or 0) / prediction.step_seconds:.1f} rows/s, "
+        f"bubble {prediction.bubble:.1%}",
+        "of which "
+        + ", ".join(f"{part} {milliseconds(spent)}" for part, spent in prediction.breakdown.items() if spent > 0),
+    ]
+    if found.even is not None and found.even is not found.predicted:
+        even = found.even.prediction.step_seconds
+        lines.append(f"even shares: {milliseconds(even)}, {even / prediction.step_seconds:.2f} times as long")
+    lines += [*(f"why: {reason}" for reason in found.reasons), "", command(plan, cluster, path)]
+    return "\n".join(lines)
+
+
+def command(plan: Plan, cluster: Cluster, path: Path | None) -> str:
+    """What runs the plan, one process a device."""
+    counts = {len(node.ranks) for node in cluster.nodes}
+    if len(counts) == 1:
+        nodes = f"--nnodes {len(cluster.nodes)} " if len(cluster.nodes) > 1 else ""
+        start = f"torchrun {nodes}--nproc-per-node {counts.pop()}"
+    else:
+        start = f"torchrun (as many processes on each node as it has devices: {plan.world_size} in total)"
+    return f"{start} train.py    # with whale.parallelize(model, batch, plan={str(path or 'plan.json')!r})"
+
+
+def _shares(shares: tuple[float, ...]) -> str:
+    if not shares:
+        return ""
+    shown = ":".join(f"{share:g}" for share in shares[:8])
+    return f" ({shown}{':...' if len(shares) > 8 else ''})"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    from whale.ir.ranks import write_ranks
+
+    return ", ".join(map(str, write_ranks(ranks)))
