@@ -25,7 +25,7 @@ from whale.planner.stages import OVERLAP_SLOWDOWN, StageCost, Stages
 from whale.planner.timeline import Timeline
 from whale.planner.topology import Topology
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "estimate", "relative_error"]
 
 STEP_OVERHEAD_SECONDS = 3e-3
 """What a step takes besides: the loss, the loop. From Sailor's runs of 1 and 32 micro-batches."""
@@ -91,7 +91,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     source: Literal["measured", "modelled"] = (
         "measured" if all(cost.measured for cost in costs.values()) else "modelled"
     )
-    error = _relative_error(cluster, measured=source == "measured")
+    error = relative_error(cluster, measured=source == "measured")
     flops = 3 * configuration.batch * sum(_forward_flops(stages, kind) for kind in profile.layers)
     peak = sum(stages.precision.rate(device.type)[0] for device in cluster.devices)
     breakdown = {str(part): spent for part, spent in timeline.breakdown.items()}
@@ -118,7 +118,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     )
 
 
-def _relative_error(cluster: Cluster, *, measured: bool) -> float:
+def relative_error(cluster: Cluster, *, measured: bool) -> float:
     """Half of the interval, as a part of the step time; unlike devices err apart, so theirs add up."""
     types = {device.type.name: device.type for device in cluster.devices}
     calibrated = measured or all(silicon_of(type_).calibrated for type_ in types.values())

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod, sqrt
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -37,7 +37,7 @@ from whale.ir.workload import (
 from whale.occupancy import Occupancy, Optimizer, occupancy
 from whale.planner.communication import collective, send
 from whale.planner.compute import LayerSeconds, layer_seconds
-from whale.planner.estimate import RELATIVE_ERROR
+from whale.planner.estimate import relative_error
 from whale.planner.precision import precision_named
 from whale.planner.simulate import simulate
 from whale.planner.timeline import Timeline
@@ -81,12 +81,14 @@ class Part:
 class Costs:
     """Prices of a model's layers and messages on a cluster.
 
-    ``device`` is ``cpu`` or ``cuda``: whether processes run ahead of what they launch.
+    ``micro_batches`` are those of a step. ``device`` is ``cpu`` or ``cuda``: whether processes run ahead of what they
+    launch.
     """
 
     profile: ModelProfile
     cluster: Cluster
     precision: str
+    micro_batches: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     _layers: dict[Any, LayerSeconds] = field(default_factory=dict)
 
@@ -101,8 +103,7 @@ class Costs:
         type_ = self.cluster.devices[rank].type
         key = (kind, type_.name, part)
         if key not in self._layers:
-            found = _at_fraction(self.profile.kinds[kind], type_, part, self.precision)
-            self._layers[key] = found
+            self._layers[key] = self._at_fraction(self.profile.kinds[kind], type_, part)
         return self._layers[key]
 
     def includes_communication(self, kind: int, rank: int, part: Part) -> bool:
@@ -114,28 +115,34 @@ class Costs:
         nearest = min(measured, key=lambda times: abs(times.tensor_degree - 1 / part.fraction))
         return nearest.includes_communication
 
+    def _at_fraction(self, kind: LayerKind, device: DeviceType, part: Part) -> LayerSeconds:
+        """Between the tensor degrees that the profile knows seconds are linear in the fraction that a device holds."""
+        if part.rows == 0:
+            return LayerSeconds(forward=0.0, backward=0.0, weights=0.0, update=0.0)
+        measured = {times.tensor_degree for times in kind.measured if times.device_type == device.name}
+        degrees = sorted(measured or {variant.tensor_degree for variant in kind.variants})
+        exact = next((degree for degree in degrees if abs(degree * part.fraction - 1) < 1e-9), None)
 
-def _at_fraction(kind: LayerKind, device: DeviceType, part: Part, precision: str) -> LayerSeconds:
-    """Between the tensor degrees that the profile knows seconds are linear in the fraction that a device holds."""
-    if part.rows == 0:
-        return LayerSeconds(forward=0.0, backward=0.0, weights=0.0, update=0.0)
-    measured = {times.tensor_degree for times in kind.measured if times.device_type == device.name}
-    degrees = sorted(measured or {variant.tensor_degree for variant in kind.variants})
-    exact = next((degree for degree in degrees if abs(degree * part.fraction - 1) < 1e-9), None)
+        def at(degree: int) -> LayerSeconds:
+            return layer_seconds(
+                kind,
+                device,
+                tensor_degree=degree,
+                rows=part.rows,
+                precision=self.precision,
+                num_micro_batches=self.micro_batches,
+            )
 
-    def at(degree: int) -> LayerSeconds:
-        return layer_seconds(kind, device, tensor_degree=degree, rows=part.rows, precision=precision)
-
-    if exact is not None:
-        return at(exact)
-    if len(degrees) < 2:
-        return _blend(at(degrees[0]), at(degrees[0]), part.fraction * degrees[0], 0.0)
-    above = max((degree for degree in degrees if 1 / degree >= part.fraction), default=degrees[0])
-    below = min((degree for degree in degrees if degree > above), default=degrees[-1])
-    if below == above:
-        above = degrees[-2]
-    share = (part.fraction - 1 / below) / (1 / above - 1 / below)
-    return _blend(at(above), at(below), share, 1 - share)
+        if exact is not None:
+            return at(exact)
+        if len(degrees) < 2:
+            return _blend(at(degrees[0]), at(degrees[0]), part.fraction * degrees[0], 0.0)
+        above = max((degree for degree in degrees if 1 / degree >= part.fraction), default=degrees[0])
+        below = min((degree for degree in degrees if degree > above), default=degrees[-1])
+        if below == above:
+            above = degrees[-2]
+        share = (part.fraction - 1 / below) / (1 / above - 1 / below)
+        return _blend(at(above), at(below), share, 1 - share)
 
 
 def _blend(one: LayerSeconds, other: LayerSeconds, share: float, rest: float) -> LayerSeconds:
@@ -238,8 +245,7 @@ def predict(
     memory = tuple(_memory(costs.cluster, rank, held[rank]) for rank in sorted(held))
     seconds = timeline.step_seconds
     source: Literal["measured", "modelled"] = "measured" if measured else "modelled"
-    unlike = len({device.type.name for device in costs.cluster.devices}) > 1
-    error = RELATIVE_ERROR[source] * (sqrt(2) if unlike else 1)
+    error = relative_error(costs.cluster, measured=measured)
     flops = 3.0 * sum(compilation.rows) * sum(map(_forward_flops, costs.profile.chain()))
     peak = sum(precision_named(costs.precision).rate(device.type)[0] for device in costs.cluster.devices)
     prediction = Prediction(

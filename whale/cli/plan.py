@@ -117,7 +117,13 @@ def plan(
     found = make_plan(
         loaded.model,
         loaded.batch,
-        Costs(profile=profile, cluster=cluster, precision=precision, device="cuda" if _accelerated(cluster) else "cpu"),
+        Costs(
+            profile=profile,
+            cluster=cluster,
+            precision=precision,
+            micro_batches=micro_batches,
+            device="cuda" if _accelerated(cluster) else "cpu",
+        ),
         Options(micro_batches=micro_batches, schedule=schedule),
         rows=rows,
         name=loaded.name,
