@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.errors import PlanMismatchError, WhaleError
+from whale.errors import PlanMismatchError, UsageError, WhaleError, WorkerError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import LayerKind, LinkCurve, MeasuredRate, MeasuredTimes, ModelProfile
 from whale.runtime import probe
@@ -33,11 +33,13 @@ from whale.runtime.launch import World, groups
 from whale.strategies.layers import LayeredModel
 from whale.strategies.runnable import runnable_layers
 
-__all__ = ["Item", "Place", "Sizes", "layer_items", "machine_items", "measure_items", "places_of"]
+__all__ = ["Item", "Place", "Sizes", "from_first", "layer_items", "machine_items", "measure_items", "places_of"]
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MOST_SECONDS = 1.0
 """For an item of weight 1: five windows."""
+PREPARATION_SECONDS = 900.0
+"""For how long ranks wait for the slowest to load and capture a model, which runs on throttled devices too."""
 PARTS = ("forward", "backward", "update", "accumulation", "spread")
 """Of measured times of a layer, in the order in which they are passed on."""
 MICRO_BATCHES = 4
@@ -88,6 +90,7 @@ class Item:
         known: whether a profile has it.
         run: measure it for about so many seconds; returns what JSON can hold.
         merged: a profile with what was returned.
+        prepare: what takes time of its own before; the ranks do it all at once, and not on the clock.
     """
 
     name: str
@@ -96,6 +99,7 @@ class Item:
     run: Callable[[float], Any]
     merged: Callable[[ModelProfile, Any], ModelProfile]
     weight: float = 1.0
+    prepare: Callable[[], object] = lambda: None
 
 
 # --- who is where -----------------------------------------------------------------------------------------------------
@@ -156,10 +160,18 @@ def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[I
             for operation in OPERATIONS
             for size in sizes.messages
         ]
-    for place in {place.device_type: place for place in reversed(places)}.values():
+    for place in _firsts(places):
         items.append(_rate(world, place, "memory", "float32", (sizes.copy,)))
         items += [_rate(world, place, "matmul", dtype, (side,) * 3) for dtype, sides in sizes.matmul for side in sides]
     return items
+
+
+def _firsts(places: Sequence[Place]) -> list[Place]:
+    """The first rank of each type of device."""
+    firsts: dict[str, Place] = {}
+    for place in places:
+        firsts.setdefault(place.device_type, place)
+    return list(firsts.values())
 
 
 def _pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
@@ -326,12 +338,11 @@ def layer_items(
     """
     captured = cache(capture)
     degrees = sorted({variant.tensor_degree for kind in profile.kinds for variant in kind.variants})
-    firsts = {place.device_type: place for place in reversed(places)}.values()
     return [
         _layers(world, place, profile, captured, model, batch, degree, count)
         for degree in degrees
         for count in rows
-        for place in sorted(firsts, key=lambda place: place.rank)
+        for place in _firsts(places)
     ]
 
 
@@ -346,6 +357,13 @@ def _layers(
     rows: int,
 ) -> Item:
     positions = _positions(chain, degree, rows, place.memory_bytes)
+
+    def prepare() -> None:
+        model_at_rows = captured()[rows]
+        if model_at_rows.hash != chain.model_hash:
+            raise UsageError(f"the profile is of another model ({chain.name!r}): measure into another file")
+        for kind in dict.fromkeys(chain.layers):
+            model_at_rows.place(kind, degree)
 
     def run(seconds: float) -> list[list[float]]:
         layers = runnable_layers(
@@ -398,6 +416,7 @@ def _layers(
         run=run,
         merged=merged,
         weight=4.0,
+        prepare=prepare,
     )
 
 
@@ -428,6 +447,28 @@ def _positions(chain: ModelProfile, degree: int, rows: int, memory_bytes: int) -
 
 
 # --- doing it ---------------------------------------------------------------------------------------------------------
+
+
+def from_first(world: World, make: Callable[[], ModelProfile]) -> ModelProfile:
+    """What rank 0 makes, on all ranks; the others wait for it.
+
+    Raises:
+        WorkerError: rank 0 failed to make it.
+    """
+    board = _Board(world, patience_seconds=PREPARATION_SECONDS)
+    if world.rank == 0:
+        try:
+            made = make()
+        except Exception as error:
+            board.put("failure", f"rank 0: {error}")
+            board.put("made", "")
+            raise
+        board.put("made", made.dumps())
+        return made
+    text = board.get("made")
+    if not text:
+        raise WorkerError(str(board.get("failure")))
+    return ModelProfile.parse(text)
 
 
 class _Board:
@@ -469,12 +510,20 @@ def measure_items(
 ) -> tuple[ModelProfile, int]:
     """Measure what the profile does not have yet; returns the new one, and how many items there was no time for.
 
-    Called by all ranks with the same items; the profile that rank 0 gives is the one that counts, and only rank 0
-    writes and tells, after each item. What cannot be measured, such as a layer for which memory is too small, is told
-    and passed over. An item of weight 1 gets *most_seconds* at most. *parallel* lets items that follow each other run
-    at the same time where they have no rank in common.
+    Called by all ranks with the same items, which they prepare before the time begins. The profile that rank 0 gives is
+    the one that counts, and only rank 0 writes and tells, after each item. What cannot be measured, such as a layer for
+    which memory is too small, is told and passed over. An item of weight 1 gets *most_seconds* at most. *parallel* lets
+    items that follow each other run at the same time where they have no rank in common.
     """
-    board = _Board(world, patience_seconds=time_limit + 120)
+    board = _Board(world, patience_seconds=time_limit + PREPARATION_SECONDS)
+    if world.rank == 0:
+        board.put("known", [item.known(profile) for item in items])
+    for item, known in zip(items, board.get("known"), strict=True):
+        if world.rank in item.ranks and not known:
+            item.prepare()
+    board.put(f"ready/{world.rank}", True)
+    for rank in range(world.size):
+        board.get(f"ready/{rank}")
     end = time.monotonic() + time_limit
     left = 0
     for index, together in enumerate(_rounds(items, parallel)):

@@ -5,7 +5,6 @@ Loaded only when it runs, because it loads torch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -42,18 +41,15 @@ def measure(
     parallel: bool,
 ) -> ModelProfile | None:
     """Measure on all ranks; rank 0 writes the file and returns the profile, the others return None."""
-    begin = time.monotonic()
     if spec is None and (settings or batch_size or degrees or rows):
         raise UsageError("--set, --batch, --degrees and --rows say how to time a model's layers; add --model")
     described = None if cluster is None else Cluster.load(cluster, catalog=device_types())
-    found = ModelProfile.load(output) if output is not None and output.exists() else None
     loaded = None if spec is None else load_model(spec, parse_settings(settings), batch_size=batch_size)
     world = initialize(device_type=device, timeout_seconds=max(120.0, time_limit))
     places = profiling.places_of(world, described)
+    start = profiling.from_first(world, partial(_start, output, loaded, degrees or _powers(world.size)))
     items = []
-    start = found or ModelProfile(name="machines", layers=(), kinds=())
     if loaded is not None:
-        start = _chain(loaded, degrees or _powers(world.size), start, output)
         wanted = rows or _powers(_num_rows(loaded))
         items += profiling.layer_items(
             world, places, start, partial(_capture, loaded, wanted), loaded.model, loaded.batch, rows=wanted
@@ -63,7 +59,7 @@ def measure(
         world,
         items,
         start,
-        time_limit=time_limit - (time.monotonic() - begin),
+        time_limit=time_limit,
         parallel=parallel,
         write=(lambda now: None) if output is None else (lambda now: write_profile(now, output)),
         tell=note,
@@ -75,19 +71,29 @@ def measure(
     return made
 
 
-def _chain(loaded: LoadedModel, degrees: tuple[int, ...], start: ModelProfile, output: Path | None) -> ModelProfile:
-    """The model's profile with what was measured of it, and of machines, before."""
+def _start(output: Path | None, loaded: LoadedModel | None, degrees: tuple[int, ...]) -> ModelProfile:
+    """What is known before: what the file has, and the model's profile, which is captured where the file has none at
+    these degrees."""
+    found = ModelProfile.load(output) if output is not None and output.exists() else None
+    if loaded is None:
+        return found or ModelProfile(name="machines", layers=(), kinds=())
+    if found is not None and found.kinds:
+        known = {variant.tensor_degree for variant in found.kinds[0].variants} | {degree for degree, _ in found.refused}
+        if set(degrees) <= known:
+            return found
     made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name)
-    if start.kinds and start.model_hash != made.model_hash:
+    if found is None:
+        return made
+    if found.kinds and found.model_hash != made.model_hash:
         raise InputFileError(
-            f"is the profile of another model ({start.name!r}); choose another file with -o, or remove it",
+            f"is the profile of another model ({found.name!r}); choose another file with -o, or remove it",
             path=str(output),
         )
     kinds = [
         kind.model_copy(update={"measured": old.measured})
-        for kind, old in zip(made.kinds, start.kinds or made.kinds, strict=True)
+        for kind, old in zip(made.kinds, found.kinds or made.kinds, strict=True)
     ]
-    brought = {name: getattr(start, name) for name in ("device_types", "links", "rates")}
+    brought = {name: getattr(found, name) for name in ("device_types", "links", "rates")}
     return made.model_copy(update={"kinds": tuple(kinds), **brought})
 
 
