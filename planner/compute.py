@@ -246,14 +246,17 @@ def kernel_seconds(
     expert_degree: int = 1,
     backward: bool = False,
 ) -> float:
-    """Seconds of one of a kernel's ``count`` runs on the device, launches of the host apart."""
+    """Seconds of one of a kernel's ``count`` runs on the device, launches of the host apart.
+
+    Expert parallelism divides the weights of experts, not the rows: a device's experts get those of all others.
+    """
     silicon = silicon_of(device)
-    moved = (kernel.read.total(rows, precision.element_bytes) + kernel.written.total(rows, precision.element_bytes)) / (
-        divisor * expert_degree
-    )
+    size = precision.element_bytes
+    weights = (kernel.read.total(0, size) + kernel.written.total(0, size)) * (1 - 1 / expert_degree)
+    moved = (kernel.read.total(rows, size) + kernel.written.total(rows, size) - weights) / divisor
     cached = min(moved, silicon.cache_bytes) * (1 - 1 / CACHE_SPEEDUP)
     memory = (moved - cached) / (device.memory_bandwidth * silicon.bandwidth)
-    flops = kernel.flops(rows) / (divisor * expert_degree)
+    flops = kernel.flops(rows) / divisor
     dims = tuple(max(dim(rows), 1e-9) for dim in kernel.dims)
     match kernel.kind:
         case "matmul" | "grouped_matmul" if len(dims) == 4:
@@ -268,10 +271,10 @@ def kernel_seconds(
         case "attention":
             rate, dtype = precision.rate(device, attention=True)
             share = silicon.vector * 0.5 if dtype == "float32" else silicon.attention
-            size = dims[3] if len(dims) == 4 else 128
+            head = dims[3] if len(dims) == 4 else 128
             half = 0.5 if kernel.causal else 1.0  # what is masked is skipped
             slowdown = 1.25 if backward else 1.0  # its backward is less efficient than its forward
-            compute = flops * half * slowdown / (rate * share * size / (size + 24))
+            compute = flops * half * slowdown / (rate * share * head / (head + 24))
         case "memory":
             compute = flops / (device.speed("float32") * silicon.vector)
         case _:

@@ -107,12 +107,12 @@ def kept_bytes(
     fused_attention: bool,
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
-    expert_degree: int = 1,
 ) -> float:
     """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group.
 
     Full recomputation keeps the input of a layer. Selective recomputation does without the core of the attention where
-    that is spelt out, and without norms and pointwise results where it is fused.
+    that is spelt out, and without norms and pointwise results where it is fused. Expert parallelism leaves as much: a
+    device's experts get the rows of all others.
     """
     if not kind.variants:
         return 0.0 if kind.activations is None else kind.activations.total(rows, precision.element_bytes)
@@ -131,7 +131,6 @@ def kept_bytes(
     total = 0.0
     for value in saved:
         share = tensor_degree if sequence_parallel and not value.split else 1
-        share *= expert_degree if value.expert else 1
         total += value.size.total(rows, precision.element_bytes) / share
     return total
 
@@ -144,7 +143,6 @@ def working_bytes(
     precision: Precision,
     fused_attention: bool,
     sequence_parallel: bool = False,
-    expert_degree: int = 1,
     recompute: Recompute = "none",
 ) -> float:
     """What the backward of a layer needs beside what was kept: what it computes again, and its largest gradients."""
@@ -154,7 +152,6 @@ def working_bytes(
         "precision": precision,
         "fused_attention": fused_attention,
         "sequence_parallel": sequence_parallel,
-        "expert_degree": expert_degree,
     }
     kept = kept_bytes(kind, recompute=recompute, **arguments)  # type: ignore[arg-type]
     whole = kept_bytes(kind, recompute="none", **arguments)  # type: ignore[arg-type]

@@ -209,7 +209,6 @@ class Stages:
             "precision": self.precision,
             "fused_attention": self.fused(device),
             "sequence_parallel": given.sequence_parallel,
-            "expert_degree": given.expert,
         }
 
     def _exposed(
