@@ -19,6 +19,7 @@ import click
 import whale
 from whale.cli.doctor import doctor
 from whale.cli.estimate import estimate
+from whale.cli.explain import diff, explain
 from whale.cli.plan import plan
 from whale.cli.profile import profile
 from whale.cli.simulate import simulate
@@ -94,7 +95,9 @@ def app() -> None:
 
 
 app.add_command(doctor)
+app.add_command(diff)
 app.add_command(estimate)
+app.add_command(explain)
 app.add_command(plan)
 app.add_command(profile)
 app.add_command(simulate)

@@ -1,0 +1,318 @@
+"""Why a step takes what it takes, and what would make it shorter: found by simulating its workload again, changed.
+
+Every change is one that a user can make; what it gives is the simulator's answer and no rule of thumb. Numbers that the
+workload does not hold are taken in proportion: half the rows take half the time, a stage on one device more takes
+n / (n + 1). Knows neither model nor cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from whale.errors import WhaleError
+from whale.ir.plan import Plan
+from whale.ir.workload import Prediction, StageWork, Workload
+from whale.planner.orders import SCHEDULES
+from whale.planner.simulate import simulate
+from whale.planner.timeline import Timeline
+
+__all__ = ["Change", "Difference", "Explanation", "Wait", "difference", "explain"]
+
+_SCHEDULE = "schedule "
+LEAST_GAIN = 0.005
+"""A change that saves less of the step is not worth a line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Seconds of a step in which ``rank`` waits for ``peer`` (-1: for nobody in particular), and as what part."""
+
+    rank: int
+    peer: int
+    part: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something to do, and the step that it should give; ``fits`` None where memory is not known."""
+
+    what: str
+    step_seconds: float
+    fits: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A step, explained.
+
+    Attributes:
+        step_seconds: as simulated.
+        bound: what takes most of it, in a sentence.
+        rank: that works longest, of which the breakdown is.
+        breakdown: its seconds by part of the step.
+        busiest: the stage whose tasks take longest, and their seconds in the step.
+        waits: the longest, longest first.
+        changes: those that fit and save most, best first.
+        others: changes that were tried and save nothing, or do not fit.
+    """
+
+    step_seconds: float
+    bound: str
+    rank: int
+    breakdown: Mapping[str, float]
+    busiest: tuple[int, float]
+    waits: tuple[Wait, ...]
+    changes: tuple[Change, ...]
+    others: tuple[Change, ...]
+
+
+def explain(workload: Workload, prediction: Prediction | None = None, *, num_changes: int = 3) -> Explanation:
+    """Explain the step of a workload.
+
+    Args:
+        workload: of a plan.
+        prediction: of the same plan; its memory says whether a change fits.
+        num_changes: the most that are proposed.
+    """
+    timeline = simulate(workload)
+    tried = []
+    for what, changed in _changes(workload):
+        try:
+            found = simulate(changed)
+        except WhaleError:
+            continue  # a schedule that does not fit the stages
+        fits = _fits(prediction, timeline, found) if prediction is not None else None
+        tried.append(Change(what=what, step_seconds=found.step_seconds, fits=fits))
+    tried.sort(key=lambda change: change.step_seconds)
+    least = timeline.step_seconds * (1 - LEAST_GAIN)
+    good = [change for change in tried if change.fits is not False and change.step_seconds < least]
+    schedules = [change for change in good if change.what.startswith(_SCHEDULE)]
+    good = [change for change in good if change not in schedules[1:]]  # the best one is enough
+    stage_seconds = [workload.micro_batches * _longest(stage) for stage in workload.stages]
+    busiest = max(range(len(stage_seconds)), key=lambda index: stage_seconds[index])
+    rank = max(timeline.ranks, key=lambda one: (_at_work(timeline, one), one))
+    return Explanation(
+        step_seconds=timeline.step_seconds,
+        bound=_bound(workload, timeline, rank, busiest, stage_seconds[busiest]),
+        rank=rank,
+        breakdown={str(part): seconds for part, seconds in timeline.breakdowns[rank].items()},
+        busiest=(busiest, stage_seconds[busiest]),
+        waits=_waits(timeline),
+        changes=tuple(good[:num_changes]),
+        others=tuple(change for change in tried if change not in good[:num_changes]),
+    )
+
+
+def _longest(stage: StageWork) -> float:
+    return max(ahead + back for ahead, back in zip(stage.forward, stage.backward, strict=True))
+
+
+def _at_work(timeline: Timeline, rank: int) -> float:
+    return timeline.breakdowns[rank]["compute"] + timeline.breakdowns[rank]["communication"]
+
+
+def _bound(workload: Workload, timeline: Timeline, rank: int, busiest: int, seconds: float) -> str:
+    parts = {str(part): spent for part, spent in timeline.breakdowns[rank].items()}
+    share = seconds / timeline.step_seconds if timeline.step_seconds else 0.0
+    largest = max(parts, key=lambda part: parts[part])
+    words = {
+        "compute": "computation",
+        "communication": "collectives inside stages",
+        "pipeline": "waiting for other stages",
+        "transfer": "messages between stages",
+        "stall": "waiting for slower devices of the same group",
+        "reduction": "sums of gradients",
+        "update": "the optimizer",
+        "overhead": "what belongs to no task",
+    }
+    text = f"{words[largest]} takes {parts[largest] / max(timeline.step_seconds, 1e-12):.0%} of the step on rank {rank}"
+    if len(workload.stages) > 1:
+        text += f"; stage {busiest} is the busiest, at work for {share:.0%} of it"
+    return text
+
+
+def _waits(timeline: Timeline, most: int = 5) -> tuple[Wait, ...]:
+    seconds: dict[tuple[int, int, str], float] = {}
+    for event in timeline.events:
+        if event.kind == "idle":
+            key = (event.rank, event.peer if event.peer != event.rank else -1, event.reason)
+            seconds[key] = seconds.get(key, 0.0) + event.seconds
+    longest = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
+    return tuple(Wait(rank=rank, peer=peer, part=part, seconds=spent) for (rank, peer, part), spent in longest)
+
+
+def _fits(prediction: Prediction, before: Timeline, after: Timeline) -> bool | None:
+    """Whether every device that the prediction lists still holds it, when only activations in flight change."""
+    for device in prediction.memory:
+        if device.rank not in before.memory or device.rank not in after.memory:
+            return None
+        more = after.peak_bytes(device.rank) - before.peak_bytes(device.rank)
+        if device.total + max(0, more) > device.capacity:
+            return False
+    return True if prediction.memory else None
+
+
+# --- what could be changed --------------------------------------------------------------------------------------------
+
+
+def _changes(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    stages = workload.stages
+    several = len(stages) > 1
+    for schedule in SCHEDULES:
+        if several and schedule != workload.schedule:
+            yield f"{_SCHEDULE}{schedule!r} instead of {workload.schedule!r}", _with(workload, schedule=schedule)
+    if several:
+        yield f"{2 * workload.micro_batches} micro-batches of half the rows", _halved(workload)
+    if workload.links:
+        links = tuple(_with(link, bandwidth=2 * link.bandwidth) for link in workload.links)
+        yield "links of twice the bandwidth between stages", _with(workload, links=links)
+    if workload.reductions:
+        faster = tuple(_with(reduction, seconds=reduction.seconds / 2) for reduction in workload.reductions)
+        yield "sums of gradients in half the time (links of twice the bandwidth)", _with(workload, reductions=faster)
+    for index, stage in enumerate(stages):
+        if any(stage.communication):
+            yield (
+                f"collectives inside stage {index} in half the time (faster links, or fewer devices in a split)",
+                _replaced(workload, index, _less_communication),
+            )
+        if len(set(_sums(stage))) > 1:
+            yield (
+                f"shares of stage {index} in proportion to what its devices do in a second",
+                _replaced(workload, index, _levelled),
+            )
+    busiest = max(range(len(stages)), key=lambda index: _longest(stages[index]))
+    count = len(stages[busiest].ranks)
+    yield (
+        f"one device more for stage {busiest} ({count + 1} instead of {count})",
+        _replaced(workload, busiest, partial(_scaled, factor=count / (count + 1))),
+    )
+    if several:
+        yield from _moved(workload, busiest)
+
+
+def _moved(workload: Workload, busiest: int) -> Iterator[tuple[str, Workload]]:
+    """Move work from the busiest stage to a neighbour, so that both take equally long."""
+    own = _longest(workload.stages[busiest])
+    for other in (busiest - 1, busiest + 1):
+        if 0 <= other < len(workload.stages) and 0 < _longest(workload.stages[other]) < own:
+            theirs = _longest(workload.stages[other])
+            middle = (own + theirs) / 2
+            moved = _replaced(workload, busiest, partial(_scaled, factor=middle / own))
+            moved = _replaced(moved, other, partial(_scaled, factor=middle / theirs))
+            yield f"move {1 - middle / own:.0%} of stage {busiest}'s layers to stage {other}", moved
+
+
+def _with(record: Any, **changes: Any) -> Any:
+    return record.model_copy(update=changes)
+
+
+def _replaced(workload: Workload, index: int, change: Callable[[StageWork], StageWork]) -> Workload:
+    stages = list(workload.stages)
+    stages[index] = change(stages[index])
+    return _with(workload, stages=tuple(stages))
+
+
+def _scaled(stage: StageWork, factor: float) -> StageWork:
+    """A stage whose tasks take so many times as long."""
+    names = ("forward", "backward", "weights", "communication")
+    return _with(stage, **{name: tuple(factor * seconds for seconds in getattr(stage, name)) for name in names})
+
+
+def _halved(workload: Workload) -> Workload:
+    """Twice as many micro-batches, each of half the rows; latencies stay."""
+
+    def half(stage: StageWork) -> StageWork:
+        names = ("kept_bytes", "forward_peak_bytes", "backward_peak_bytes")
+        sizes = {name: tuple((size + 1) // 2 for size in getattr(stage, name)) for name in names}
+        return _with(_scaled(stage, 0.5), **sizes)
+
+    boundaries = tuple(
+        _with(
+            boundary,
+            forward=tuple(_with(one, bytes=(one.bytes + 1) // 2) for one in boundary.forward),
+            backward=tuple(_with(one, bytes=(one.bytes + 1) // 2) for one in boundary.backward),
+        )
+        for boundary in workload.boundaries
+    )
+    stages = tuple(map(half, workload.stages))
+    return _with(workload, micro_batches=2 * workload.micro_batches, stages=stages, boundaries=boundaries)
+
+
+def _less_communication(stage: StageWork) -> StageWork:
+    """Collectives inside the stage in half the time; they are taken to be as long forward as backward."""
+    forward, backward = [], []
+    for ahead, back, spent in zip(stage.forward, stage.backward, stage.communication, strict=True):
+        saved = min(ahead, spent / 4)
+        forward.append(ahead - saved)
+        backward.append(max(0.0, back - (spent / 2 - saved)))
+    weights = tuple(min(one, back) for one, back in zip(stage.weights, backward, strict=True))
+    communication = tuple(spent / 2 for spent in stage.communication)
+    return _with(stage, forward=tuple(forward), backward=tuple(backward), weights=weights, communication=communication)
+
+
+def _sums(stage: StageWork) -> tuple[float, ...]:
+    return tuple(round(ahead + back, 9) for ahead, back in zip(stage.forward, stage.backward, strict=True))
+
+
+def _levelled(stage: StageWork) -> StageWork:
+    """A stage whose ranks take equally long, with as much work in all: the harmonic mean, if all do as much now."""
+    count = len(stage.ranks)
+
+    def level(values: tuple[float, ...]) -> tuple[float, ...]:
+        if not values or min(values) <= 0:
+            return values
+        return (count / sum(1 / value for value in values),) * count
+
+    return _with(stage, forward=level(stage.forward), backward=level(stage.backward), weights=level(stage.weights))
+
+
+# --- two plans --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Two plans: fields that differ, by path, as (first, second); and what each should give, None where unknown."""
+
+    fields: Mapping[str, tuple[Any, Any]]
+    effects: Mapping[str, tuple[float | None, float | None]]
+
+
+def difference(first: Plan, second: Plan) -> Difference:
+    """What two plans decide differently, and what that should change."""
+    fields: dict[str, tuple[Any, Any]] = {}
+    told = {"prediction", "workload", "predicted"}
+    _compare(first.model_dump(mode="json", exclude=told), second.model_dump(mode="json", exclude=told), "", fields)
+    one, other = _effects(first), _effects(second)
+    names = dict.fromkeys([*one, *other])
+    if one and other:  # a part that is missing is nothing
+        one, other = ({**dict.fromkeys(names, 0.0), **known} for known in (one, other))
+    return Difference(fields=fields, effects={name: (one.get(name), other.get(name)) for name in names})
+
+
+def _compare(first: Any, second: Any, path: str, found: dict[str, tuple[Any, Any]]) -> None:
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in dict.fromkeys([*first, *second]):
+            _compare(first.get(key), second.get(key), f"{path}.{key}" if path else str(key), found)
+    elif isinstance(first, list) and isinstance(second, list) and _nested(first) and len(first) == len(second):
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            _compare(one, other, f"{path}.{index}", found)
+    elif first != second:
+        found[path] = (first, second)
+
+
+def _nested(items: list[Any]) -> bool:
+    return any(isinstance(item, dict | list) for item in items)
+
+
+def _effects(plan: Plan) -> dict[str, float]:
+    prediction = plan.prediction
+    if prediction is None or not plan.prediction_is_current:
+        return {}
+    found = {"step_seconds": prediction.step_seconds, "bubble": prediction.bubble}
+    if prediction.memory:
+        found["fullest_bytes"] = float(max(device.total for device in prediction.memory))
+    return found | {f"{part}_seconds": seconds for part, seconds in prediction.breakdown.items() if seconds > 0}

@@ -1,0 +1,117 @@
+"""What bounds a step, who waits, what would help: on workloads whose answer is plain; and two plans side by side."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from whale.cli.app import app
+from whale.ir.plan import Plan, PlanAxis, PlanStage
+from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
+from whale.planner.explain import difference, explain
+from whale.planner.simulate import simulate
+
+
+def pipeline(first: float, second: float, *, kept: int = 0, micro_batches: int = 8) -> Workload:
+    def stage(rank: int, seconds: float) -> StageWork:
+        return StageWork(
+            ranks=(rank,), forward=(seconds,), backward=(2 * seconds,), weights=(seconds,), kept_bytes=(kept,)
+        )
+
+    boundary = Boundary(
+        source_stage=0,
+        target_stage=1,
+        forward=(Transfer(source=0, target=1, bytes=1000),),
+        backward=(Transfer(source=1, target=0, bytes=1000),),
+    )
+    links = tuple(LinkTime(source=a, target=1 - a, latency=0.0, bandwidth=1e9) for a in (0, 1))
+    return Workload(
+        world_size=2,
+        micro_batches=micro_batches,
+        stages=(stage(0, first), stage(1, second)),
+        boundaries=(boundary,),
+        links=links,
+    )
+
+
+def test_a_slow_stage_bounds_the_step_and_the_other_waits_for_it() -> None:
+    found = explain(pipeline(1.0, 3.0))
+    assert found.busiest == (1, 72.0)
+    assert "computation" in found.bound and "stage 1 is the busiest" in found.bound
+    assert (found.waits[0].rank, found.waits[0].peer, found.waits[0].part) == (0, 1, "pipeline")
+    assert any("layers to stage 0" in change.what for change in found.changes)
+    assert all(change.step_seconds < found.step_seconds for change in found.changes)
+    assert len(found.changes) <= 3
+
+
+def test_a_change_says_what_the_simulator_says() -> None:
+    workload = pipeline(1.0, 1.0)
+    tried = {change.what: change for change in (*explain(workload).changes, *explain(workload).others)}
+    gpipe = workload.model_copy(update={"schedule": "gpipe"})
+    change = tried["schedule 'gpipe' instead of '1f1b'"]
+    assert change.step_seconds == simulate(gpipe).step_seconds
+
+
+def test_what_does_not_fit_is_not_proposed() -> None:
+    workload = pipeline(1.0, 1.0, kept=2**20)
+    memory = tuple(
+        DeviceMemory(rank=rank, device=f"card:{rank}", capacity=3 * 2**20, activations=2 * 2**20) for rank in (0, 1)
+    )
+    prediction = Prediction(step_seconds=27.0, step_seconds_interval=(20.0, 30.0), memory=memory)
+    found = explain(workload, prediction)
+    assert not any("gpipe" in change.what for change in found.changes)
+    assert next(change for change in found.others if "gpipe" in change.what).fits is False
+
+
+def test_sums_of_gradients_that_bound_a_step_are_named() -> None:
+    stage = StageWork(ranks=(0, 1), forward=(1.0, 1.0), backward=(2.0, 2.0), weights=(1.0, 1.0), kept_bytes=(0, 0))
+    reduction = Reduction(ranks=(0, 1), stages=(0,), bytes=10**9, seconds=6.0)
+    found = explain(Workload(world_size=2, micro_batches=1, stages=(stage,), reductions=(reduction,)))
+    assert "sums of gradients takes 67% of the step" in found.bound
+    assert found.changes[0].what.startswith("sums of gradients in half the time")
+    assert found.changes[0].step_seconds == 6.0
+
+
+def planned(shares: tuple[int, ...], seconds: float) -> Plan:
+    axis = PlanAxis(name="replicate", size=2, role="replicate", shares=shares)
+    plan = Plan(world_size=2, batch=8, stages=(PlanStage(ranks=(0, 1), axes=(axis,)),))
+    prediction = Prediction(
+        step_seconds=seconds, step_seconds_interval=(seconds, seconds), breakdown={"compute": seconds}
+    )
+    return plan.with_prediction(prediction, None)
+
+
+def test_a_difference_is_of_fields_and_of_what_they_should_give() -> None:
+    found = difference(planned((4, 4), 3.0), planned((6, 2), 2.0))
+    assert found.fields == {"stages.0.axes.0.shares": ([4, 4], [6, 2])}
+    assert found.effects["step_seconds"] == (3.0, 2.0)
+    assert difference(planned((4, 4), 3.0), planned((4, 4), 2.0)).fields == {}
+
+
+def test_explain_and_diff_read_files_without_torch(tmp_path: Path) -> None:
+    plan = Plan(world_size=2, micro_batches=8, stages=(PlanStage(ranks=(0,)), PlanStage(ranks=(1,))))
+    prediction = Prediction(step_seconds=72.0, step_seconds_interval=(60.0, 80.0))
+    plan.with_prediction(prediction, pipeline(1.0, 3.0)).save(tmp_path / "one.json")
+    planned((6, 2), 2.0).save(tmp_path / "two.json")
+    code = (
+        "import sys; from whale.cli.app import app\n"
+        f"for arguments in (['explain', {str(tmp_path / 'one.json')!r}, '--json'], ['plan', '--schema'],\n"
+        f"    ['diff', {str(tmp_path / 'one.json')!r}, {str(tmp_path / 'two.json')!r}]):\n"
+        "    try: app(arguments)\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"bound"' in done.stdout and "world_size" in done.stdout and "stages.0.ranks" not in done.stderr
+    runner = CliRunner()
+    text = runner.invoke(app, ["explain", str(tmp_path / "one.json")])
+    assert text.exit_code == 0 and "what would help most:" in text.stdout and "rank 0 for rank 1" in text.stdout
+    refused = runner.invoke(app, ["explain", str(tmp_path / "two.json")])
+    assert refused.exit_code == 3 and "no workload" in refused.stderr
+    schema = json.loads(runner.invoke(app, ["plan", "--schema"]).stdout)
+    assert schema == Plan.published_schema()

@@ -1,0 +1,144 @@
+"""From annotations and unlike devices to a plan: what is open is balanced, what is predicted is what was compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import whale
+from tests.small_models import decoder, tokens
+from whale import replicate, split, stage
+from whale.cli.app import app
+from whale.compiler import Options
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.plan import Plan
+from whale.ir.profile import ModelProfile
+from whale.planner.simulate import simulate
+from whale.planning import Planned, cut_into_stages, make_plan
+from whale.prediction import Costs
+from whale.strategies.profile import profile_model
+
+LINK = Link(bandwidth=1e9, latency=1e-5)
+
+
+def build() -> Any:
+    return decoder(layers=2, heads=4, width=16).float().to("meta")
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return profile_model(build(), tokens(), tensor_degrees=(1, 2), name="decoder")
+
+
+def cluster(*speeds: float, memory_bytes: int = 2**30) -> Cluster:
+    types = [
+        DeviceType.of(
+            f"card{speed:g}", speed={"float32": speed * 1e8}, memory_bytes=memory_bytes, memory_bandwidth=speed * 1e8
+        )
+        for speed in speeds
+    ]
+    return Cluster.of([("node0", type_) for type_ in types], intra=LINK)
+
+
+def plan(profile: ModelProfile, machines: Cluster, layout: Any, *, rows: int = 12, **options: Any) -> Planned:
+    model = build()
+    whale.annotate(model, layout)
+    costs = Costs(profile=profile, cluster=machines, precision="fp32", micro_batches=options.get("micro_batches", 1))
+    return make_plan(model, tokens(rows), costs, Options(**options), rows=rows, name="decoder")
+
+
+def test_faster_devices_get_more_rows(profile: ModelProfile) -> None:
+    found = plan(profile, cluster(2, 1), {"": replicate()})
+    first, second = found.plan.stages[0].axes[0].shares  # type: ignore[index]
+    assert first + second == 12
+    assert first > second
+    assert found.even is not None
+    assert found.predicted.prediction.step_seconds < found.even.prediction.step_seconds
+
+
+def test_faster_devices_get_more_of_what_is_split(profile: ModelProfile) -> None:
+    found = plan(profile, cluster(3, 1), {"": split()})
+    first, second = found.plan.stages[0].axes[0].shares  # type: ignore[index]
+    assert first >= 2 * second
+
+
+def test_the_stage_with_more_to_do_gets_the_faster_device(profile: ModelProfile) -> None:
+    layout = {"embed": stage(), "layers.0": stage()}
+    found = plan(profile, cluster(4, 1), layout, micro_batches=4)
+    assert [one.ranks for one in found.plan.stages] == [(1,), (0,)]
+    assert "stages take devices by what they have to do" in found.reasons[0]
+
+
+def test_alike_devices_are_left_as_they_are(profile: ModelProfile) -> None:
+    found = plan(profile, cluster(1, 1), {"": replicate()})
+    assert found.plan.stages[0].axes[0].shares == ()  # type: ignore[index]
+    assert found.plan.prediction == found.predicted.prediction
+
+
+def test_a_plan_holds_its_prediction_and_its_bytes_are_the_same_each_time(profile: ModelProfile) -> None:
+    found = [plan(profile, cluster(1, 1), {"": replicate()}, micro_batches=2) for _ in range(2)]
+    assert found[0].plan.dumps() == found[1].plan.dumps()
+    read = Plan.parse(found[0].plan.dumps())
+    assert read == found[0].plan
+    assert read.prediction_is_current
+    assert read.workload is not None and read.prediction is not None
+    assert simulate(read.workload).step_seconds == read.prediction.step_seconds
+    assert sum(read.prediction.breakdown.values()) == pytest.approx(read.prediction.step_seconds)
+
+
+def test_what_does_not_fit_is_infeasible_and_says_by_how_much(profile: ModelProfile) -> None:
+    with pytest.raises(InfeasibleError, match=r"GiB"):
+        plan(profile, cluster(2, 1, memory_bytes=2**16), {"": replicate()})
+
+
+def test_the_profile_of_another_model_is_refused(profile: ModelProfile) -> None:
+    other = profile.model_copy(update={"model_hash": "sha256:" + "0" * 64})
+    with pytest.raises(UsageError, match="profile this model"):
+        plan(other, cluster(2, 1), {"": replicate()})
+
+
+def test_an_unmodified_model_is_cut_where_devices_are_done_together(profile: ModelProfile) -> None:
+    machines = cluster(3, 1, memory_bytes=2**34)
+    cuts = cut_into_stages(profile, machines, batch=8, micro_batches=4, num_stages=2, replicas=1, precision="fp32")
+    first, second = cuts
+    assert first == profile.paths[0]
+    assert second in ("layers.1", "head")
+    costs = Costs(profile=profile, cluster=machines, precision="fp32", micro_batches=4)
+    found = make_plan(build(), tokens(), costs, Options(micro_batches=4), rows=8, name="decoder", annotations=cuts)
+    assert dict(found.plan.annotations) == cuts
+    assert len(found.plan.stages) == 2
+
+
+MODEL = """
+from tests.small_models import decoder, tokens
+import whale
+def build(batch_size=8):
+    model = decoder(layers=1).float()
+    whale.annotate(model, {"": whale.replicate()})
+    return model, tokens(batch_size)
+"""
+CLUSTER = """
+[links]
+intra_node = {bandwidth = "1 GB/s", latency = "10 us"}
+[[nodes]]
+devices = 2
+device = "T4"
+"""
+
+
+def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml")]
+    done = CliRunner().invoke(app, [*given, "--batch", "8", "-o", str(tmp_path / "plan.json"), "-q"])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("torchrun --nproc-per-node 2 train.py")
+    written = Plan.load(tmp_path / "plan.json")
+    assert (written.batch, written.world_size) == (8, 2)
+    assert written.cluster is not None and dict(written.cluster.devices) == {"T4": (0, 1)}
+    wrong = CliRunner().invoke(app, [*given, "--stages", "2"])
+    assert wrong.exit_code == 2 and "has some" in wrong.stderr

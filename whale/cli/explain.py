@@ -1,0 +1,127 @@
+"""``whale explain`` and ``whale diff``: what bounds a plan's step and what would help; what two plans do differently.
+
+The answers are ``whale.planner.explain``'s. Neither needs the model or torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from whale.cli.options import note, verbosity_options
+from whale.errors import InputFileError
+
+if TYPE_CHECKING:
+    from whale.planner.explain import Change, Difference, Explanation
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("file", type=_FILE)
+@click.option("--changes", type=click.IntRange(min=0), default=3, metavar="N", help="The most that are proposed [3].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@verbosity_options
+def explain(file: Path, changes: int, as_json: bool) -> None:
+    """Say what bounds the step of a plan, who waits for whom, and what would help most.
+
+    FILE is a plan that 'whale plan' made. Each change is simulated with the plan's own numbers.
+    """
+    from whale.ir.plan import Plan
+    from whale.planner.explain import explain as explain_workload
+    from whale.planner.simulate import check_workload
+
+    plan = Plan.load(file)
+    if plan.workload is None:
+        raise InputFileError(
+            "the plan has no workload to explain: it was written by hand; make it with 'whale plan'", path=file
+        )
+    if not plan.prediction_is_current:
+        note(f"whale: note: {file} was edited after its workload was computed; the old plan is explained")
+    try:
+        check_workload(plan.workload)
+    except ValueError as error:
+        raise InputFileError(str(error), path=file) from error
+    found = explain_workload(plan.workload, plan.prediction, num_changes=changes)
+    click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else as_text(found))
+
+
+def as_text(found: Explanation) -> str:
+    """The explanation for a reader."""
+    from whale.planner.gantt import milliseconds
+
+    lines = [f"{milliseconds(found.step_seconds)} a step: {found.bound}"]
+    parts = [(part, seconds) for part, seconds in found.breakdown.items() if seconds > 0]
+    lines += [
+        f"  {part:<14}{milliseconds(seconds):>14}  {seconds / found.step_seconds:6.1%}" for part, seconds in parts
+    ]
+    if found.waits:
+        lines += ["", "who waits:"]
+        for wait in found.waits:
+            peer = f" for rank {wait.peer}" if wait.peer >= 0 else ""
+            lines.append(f"  rank {wait.rank}{peer}: {milliseconds(wait.seconds)} ({wait.part})")
+    lines += ["", "what would help most:" if found.changes else "no change that was tried would help"]
+    for change in found.changes:
+        lines.append(f"  {_change(change, found.step_seconds)}")
+    refused = [change for change in found.others if change.fits is False]
+    lines += [f"  (does not fit: {change.what})" for change in refused]
+    return "\n".join(lines)
+
+
+def _change(change: Change, before: float) -> str:
+    from whale.planner.gantt import milliseconds
+
+    saved = 1 - change.step_seconds / before
+    return f"{change.what}: {milliseconds(change.step_seconds)}, {saved:.1%} less"
+
+
+@click.command()
+@click.argument("first", type=_FILE)
+@click.argument("second", type=_FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@verbosity_options
+def diff(first: Path, second: Path, as_json: bool) -> None:
+    """Show what two plans decide differently, and what that should change."""
+    from whale.ir.plan import Plan
+    from whale.planner.explain import difference
+
+    plans = [Plan.load(path) for path in (first, second)]
+    for path, plan in zip((first, second), plans, strict=True):
+        if plan.prediction is None or not plan.prediction_is_current:
+            note(f"whale: note: {path} has no prediction of what it says now")
+    found = difference(*plans)
+    click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else diff_as_text(found))
+
+
+def diff_as_text(found: Difference) -> str:
+    """The difference for a reader."""
+    if not found.fields:
+        return "the plans decide the same"
+    lines = [f"{path}: {_value(one)} -> {_value(other)}" for path, (one, other) in found.fields.items()]
+    effects = [(name, one, other) for name, (one, other) in found.effects.items() if one != other]
+    if effects:
+        lines += ["", "predicted:"]
+    for name, one, other in effects:
+        ratio = f" (x {other / one:.3f})" if one and other else ""
+        lines.append(f"  {_effect(name, one)} -> {_effect(name, other, named=False)}{ratio}")
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _effect(name: str, value: float | None, *, named: bool = True) -> str:
+    from whale.planner.gantt import milliseconds
+
+    label = name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ") + " " if named else ""
+    if value is None:
+        return f"{label}unknown"
+    if name.endswith("_seconds"):
+        return label + milliseconds(value)
+    return f"{label}{value / 2**30:.2f} GiB" if name.endswith("_bytes") else f"{label}{value:.1%}"
