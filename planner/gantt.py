@@ -20,7 +20,7 @@ def gantt(timeline: Timeline, width: int = 100) -> str:
     >>> from whale.ir.workload import StageWork, Workload
     >>> from whale.planner.simulate import simulate
     >>> stage = StageWork(ranks=(0, 1), forward=(1, 1), backward=(2, 2), weights=(1, 1), kept_bytes=(0, 0))
-    >>> print(gantt(simulate(Workload(world_size=2, micro_batches=2, stages=(stage,))), width=20))
+    >>> print(gantt(simulate(Workload(world_size=2, micro_batches=2, stages=(stage,))), width=23))
     rank 0-1 |FFBBBBFFBBBB|
     """
     label = max(len(f"rank {rank}-{rank}") for rank in timeline.ranks)

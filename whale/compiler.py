@@ -219,20 +219,25 @@ def compile_model(
     loss_fn: Callable[..., Any] | None = None,
     rows_per_micro_batch: int | None = None,
     stored: Mapping[tuple[int, str], tuple[StoredForm, ...]] | None = None,
+    like: Compilation | None = None,
 ) -> Compilation:
     """Compile *model* for batches like *batch*.
 
-    *stored* and *rows_per_micro_batch* are those of an earlier compilation whose parameters are in use.
+    *stored* and *rows_per_micro_batch* are those of an earlier compilation whose parameters are in use. *like* is one
+    of the same model and batch, with other options: its graph need not be captured again.
 
     Raises the errors of every pass; see :mod:`whale.errors`.
     """
-    captured = capture(model.train(training), batch, device=device, loss_fn=loss_fn, promote=options.promote)
-    recognize_masks(captured)
-    if ungroup(captured.graph):
-        mark_gradients(captured, model)
-    settle_order(captured)
-    cut = partition(captured)
-    analysis = analyse(captured.graph, batch_placeholders(captured))
+    if like is not None:
+        captured, cut, analysis = like.captured, like.partition, like.analysis
+    else:
+        captured = capture(model.train(training), batch, device=device, loss_fn=loss_fn, promote=options.promote)
+        recognize_masks(captured)
+        if ungroup(captured.graph):
+            mark_gradients(captured, model)
+        settle_order(captured)
+        cut = partition(captured)
+        analysis = analyse(captured.graph, batch_placeholders(captured))
     rows = _rows(analysis, options, rows_per_micro_batch)
     loss = resolve(captured.graph.output_node().args[0][0])  # type: ignore[index, arg-type]
     if loss[0] not in cut.stage_of:

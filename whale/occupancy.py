@@ -136,15 +136,16 @@ def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
 def _short(compilation: Compilation, schedule: str) -> Order:
     """The order of the fewest micro-batches that keep as many in flight as all do.
 
-    Some more are walked, because messages are dropped a few tasks after they were sent: twice the credit, which is the
-    number of micro-batches in flight, and two.
+    Where there are messages some more are walked, because they are dropped a few tasks after they were sent: twice the
+    credit, which is the number of micro-batches in flight, and two.
     """
     most = peak_in_flight(compilation.order)
     depth = max(2, *most.values())
+    more = depth + 3 if compilation.edges else 0
     sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
-    for count in range(depth, len(compilation.rows) - depth - 3 if len(set(compilation.rows)) == 1 else 0):
+    for count in range(depth, len(compilation.rows) - more if len(set(compilation.rows)) == 1 else 0):
         if peak_in_flight(schedule_order(schedule, len(compilation.stages), count, sets)) == most:
-            return schedule_order(schedule, len(compilation.stages), count + depth + 3, sets)
+            return schedule_order(schedule, len(compilation.stages), count + more, sets)
     return compilation.order
 
 

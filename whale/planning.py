@@ -131,11 +131,7 @@ def make_plan(
             model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
         )
 
-    def compiled(plan: Plan | None) -> Compilation:
-        chosen = replace(options, plan=plan)
-        return compile_model(model, batch, costs.cluster, chosen, device="cpu", training=True)
-
-    first = compiled(None)
+    first = compile_model(model, batch, costs.cluster, options, device="cpu", training=True)
     identity = model_hash(first.captured)
     if costs.profile.model_hash not in ("", identity):
         raise UsageError(
@@ -154,7 +150,9 @@ def make_plan(
     )
 
     def predicted(plan: Plan) -> Predicted:
-        return predict(compiled(plan), costs, schedule=options.schedule, optimizer=optimizer)
+        chosen = replace(options, plan=plan)
+        compilation = compile_model(model, batch, costs.cluster, chosen, device="cpu", training=True, like=first)
+        return predict(compilation, costs, schedule=options.schedule, optimizer=optimizer)
 
     even = predicted(start)
     alike = len({device.type.name for device in costs.cluster.devices}) == 1

@@ -114,7 +114,7 @@ def test_an_unknown_or_missing_argument_is_named(call: Callable[[], Any], kind: 
         ({"micro_batches": True}, ["micro_batches=True", "a whole number of at least 1"]),
         ({"micro_batches": "2"}, ["micro_batches='2'"]),
         ({"schedule": "1f2b"}, ["schedule='1f2b' is unknown", "did you mean '1f1b'?"]),
-        ({"schedule": 3}, ["schedule=3", "'gpipe', '1f1b', 'interleaved'"]),
+        ({"schedule": 3}, ["schedule=3", "'gpipe', '1f1b', '1f1b_deep', 'interleaved'"]),
         ({"prefer": "node"}, ["prefer='node'", "'consecutive' or 'replica_in_node'"]),
         ({"seed": "x"}, ["seed is str 'x'", "a whole number"]),
         ({"timeout_seconds": -1}, ["timeout_seconds=-1", "above 0"]),
