@@ -119,7 +119,8 @@ def cluster_of(row: dict[str, str]) -> Cluster:
 
 
 def configuration_of(row: dict[str, str]) -> Configuration:
-    """The degrees of a row. Where it does not say whether it recomputes, it does not."""
+    """The degrees of a row. Where it does not say whether it recomputes, it does not; sequence parallelism that it
+    does not state is left to the planner."""
     zero = re.search(r"ZeRO-(\d)", row["zero_or_fsdp"])
     recompute = row["recompute"].split()[0]
     bounds = re.search(r"boundaries \(.*?\) \[([\d, ]+)\]", row["config_note"])
@@ -142,7 +143,7 @@ def configuration_of(row: dict[str, str]) -> Configuration:
         virtual_stages=whole(row, "virtual_pp"),
         recompute="none" if recompute == "unstated" else recompute,  # type: ignore[arg-type]
         zero=int(zero[1]) if zero else 0,
-        sequence_parallel=row["seq_parallel"] == "yes",
+        sequence_parallel={"yes": True, "no": False}.get(row["seq_parallel"]),
         precision=row["precision"].split()[0].split("/")[0],
         layers_per_stage=layers,
     )

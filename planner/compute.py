@@ -26,6 +26,7 @@ __all__ = [
     "LayerSeconds",
     "Recompute",
     "attention_is_fused",
+    "element_bytes",
     "kernel_seconds",
     "layer_seconds",
     "matmul_seconds",
@@ -38,12 +39,21 @@ Recompute = Literal["none", "selective", "full"]
 KERNEL_SECONDS = 3e-6
 """What a kernel takes at least on the device, start and end of its grid included (typical of CUDA; recalled)."""
 
-FLOAT8_SHARE = 0.8
-"""Share of the sustained 16-bit efficiency that products in float8 keep, casts of their operands included: calibrated
-on NVIDIA's DGX Cloud benchmarks (H100)."""
+CAST_BYTES = 2
+"""Bytes that casts to float8 move for each element that a product reads: 2 read and 1 written, and 1 for the transpose,
+of each of input, weight and gradient once for the two products that read it."""
 
-COLLECTIVE_LAUNCH_SECONDS = 120e-6
-"""The same for a collective inside a layer."""
+CONVOLUTION_SHARE = 0.6
+"""What convolutions on tensor cores reach of a matrix product's rate (assumed; ResNet-50 comes out near what NVIDIA
+reports of V100 and A100)."""
+
+COLLECTIVE_LAUNCH_SECONDS = 50e-6
+"""What the host takes to launch a collective inside a layer."""
+
+LOCKSTEP_SLOWDOWN = 1.4
+"""How much longer launches take in a tensor group of more than four devices: it spans both sockets of a host, and waits
+at every collective for the slowest of its processes. vTrain's layers that the host limits take 3.4 ms at degree 1, 3.6
+at 2 and 4, 5.1 at 8."""
 
 CACHE_SPEEDUP = 3.0
 """How much faster the last-level cache is than the memory (A100: about 5 TB/s against 1.6; recalled)."""
@@ -71,6 +81,10 @@ _POINTWISE = frozenset(
 )  # fmt: skip
 """Operators that a stack of kernels fuses with their neighbours: Megatron's bias, dropout and residual, rotary
 positions, gates; all that a compiler fuses."""
+
+_OF_LOSS = frozenset(
+    {"aten._log_softmax", "aten._log_softmax_backward_data", "aten.nll_loss_backward", "cross_entropy_loss"}
+)
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """Sizes of the tiles that a matrix library chooses among, with the share of the largest tile's speed."""
@@ -123,6 +137,7 @@ def layer_seconds(
     rows: float,
     precision: str = "bf16",
     fused_attention: bool | None = None,
+    eager: bool = False,
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
     expert_degree: int = 1,
@@ -139,6 +154,8 @@ def layer_seconds(
         rows: of the micro-batch.
         precision: as in `whale.planner.precision`.
         fused_attention: whether the core of the attention is one kernel; None: by precision and device.
+        eager: whether kernels are those of PyTorch itself, one for each operator, as under FSDP; else a stack like
+            Megatron's, which fuses pointwise operators and has the vendor's attention.
         recompute: what the backward computes again.
         sequence_parallel: whether the tensor group also divides what is not split.
         expert_degree: devices over which experts are divided.
@@ -173,11 +190,18 @@ def layer_seconds(
         device_time = host_time = weights = 0.0
         softmax = number.element_bytes == 2
         as_run = _as_run(kernels, fused=fused, backward=backward, fused_softmax=softmax)
-        for kernel in _with_pointwise_fused(as_run):
+        for kernel in as_run if eager else _with_pointwise_fused(as_run):
             divisor = _divisor(kernel, tensor_degree, sequence_parallel)
             experts = expert_degree if kernel.expert else 1
             spent = kernel.count * kernel_seconds(
-                kernel, device, rows=rows, precision=number, divisor=divisor, expert_degree=experts, backward=backward
+                kernel,
+                device,
+                rows=rows,
+                precision=number,
+                divisor=divisor,
+                expert_degree=experts,
+                backward=backward,
+                eager=eager,
             )
             device_time += spent
             host_time += kernel.count * silicon.launch
@@ -193,10 +217,14 @@ def layer_seconds(
         backward, weights = backward + added, weights + added
     forward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.forward_communications)
     backward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.backward_communications)
+    if tensor_degree > 4:
+        forward_host, backward_host = forward_host * LOCKSTEP_SLOWDOWN, backward_host * LOCKSTEP_SLOWDOWN
     if recompute == "full":
         backward, backward_host = backward + forward, backward_host + forward_host
     elif recompute == "selective":
         chosen = [kernel for kernel in variant.forward if (kernel.kind == "memory" if fused else _in_core(kernel))]
+        if eager and fused:
+            chosen += [kernel for kernel in variant.forward if kernel.kind == "matmul"][1::2]
         again, again_host, _ = seconds(chosen, backward=False)
         backward, backward_host = backward + again, backward_host + again_host
     return LayerSeconds(
@@ -233,6 +261,16 @@ def attention_is_fused(device: DeviceType, precision: Precision) -> bool:
     return precision.name in ("bf16", "fp8") and "bfloat16" in dict(device.rates)
 
 
+def element_bytes(operator: str, precision: Precision) -> int:
+    """Bytes of what an operator reads, keeps and writes: the loss over a vocabulary is computed in float32.
+
+    >>> from whale.planner.precision import precision_named
+    >>> [element_bytes(name, precision_named("bf16")) for name in ("aten.mm", "aten._log_softmax")]
+    [2, 4]
+    """
+    return max(4 if operator in _OF_LOSS else 1, precision.element_bytes)
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -245,29 +283,33 @@ def kernel_seconds(
     divisor: float = 1,
     expert_degree: int = 1,
     backward: bool = False,
+    eager: bool = False,
 ) -> float:
     """Seconds of one of a kernel's ``count`` runs on the device, launches of the host apart.
 
     Expert parallelism divides the weights of experts, not the rows: a device's experts get those of all others.
     """
-    silicon = silicon_of(device)
-    size = precision.element_bytes
+    silicon = silicon_of(device, eager=eager)
+    size = element_bytes(kernel.name, precision)
     weights = (kernel.read.total(0, size) + kernel.written.total(0, size)) * (1 - 1 / expert_degree)
     moved = (kernel.read.total(rows, size) + kernel.written.total(rows, size) - weights) / divisor
     cached = min(moved, silicon.cache_bytes) * (1 - 1 / CACHE_SPEEDUP)
     memory = (moved - cached) / (device.memory_bandwidth * silicon.bandwidth)
+    if "batch_norm" in kernel.name:  # statistics of the whole batch first, then a second pass that uses them
+        memory += kernel.read.total(rows, size) / (device.memory_bandwidth * silicon.bandwidth)
     flops = kernel.flops(rows) / divisor
     dims = tuple(max(dim(rows), 1e-9) for dim in kernel.dims)
     match kernel.kind:
         case "matmul" | "grouped_matmul" if len(dims) == 4:
             rate, dtype = precision.rate(device, attention=kernel.attention)
             share = silicon.vector if dtype == "float32" else silicon.matmul
-            share *= FLOAT8_SHARE if dtype == "float8" else 1.0
             batch, m, n, k = dims
             if kernel.kind == "grouped_matmul":
                 batch = max(1.0, batch / expert_degree)
                 m = m / batch
             compute = matmul_seconds(batch, m / divisor, n, k, rate * share, silicon.multiprocessors)
+            if dtype == "float8":
+                compute += CAST_BYTES * batch * (m / divisor + n) * k / (device.memory_bandwidth * silicon.bandwidth)
         case "attention":
             rate, dtype = precision.rate(device, attention=True)
             share = silicon.vector * 0.5 if dtype == "float32" else silicon.attention
@@ -279,7 +321,9 @@ def kernel_seconds(
             compute = flops / (device.speed("float32") * silicon.vector)
         case _:
             rate, dtype = precision.rate(device)
-            compute = flops / (rate * (silicon.vector if dtype == "float32" else 0.6 * silicon.matmul))
+            compute = flops / (rate * (silicon.vector if dtype == "float32" else CONVOLUTION_SHARE * silicon.matmul))
+            if dtype == "tfloat32":  # tensor cores want channels last, images in float32 are kept channels first
+                compute += 2 * moved / (device.memory_bandwidth * silicon.bandwidth)
     return max(memory, compute) + KERNEL_SECONDS
 
 

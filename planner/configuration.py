@@ -37,7 +37,8 @@ class Configuration:
         schedule: as `whale.planner.orders` knows it.
         recompute: what the backward computes again: ``none``, the core of attention (``selective``) or ``full``.
         zero: what data-parallel devices share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
-        sequence_parallel: whether the tensor group divides what its matrices do not split.
+        sequence_parallel: whether the tensor group divides what its matrices do not split; None: where attention is
+            fused, as in every stack that has both.
         precision: as `whale.planner.precision` knows it.
         attention: one fused kernel, spelt out, or by precision and device.
         layers_per_stage: layers of each stage of the pipeline; None: even.
@@ -56,7 +57,7 @@ class Configuration:
     schedule: str = "1f1b"
     recompute: Literal["none", "selective", "full"] = "none"
     zero: int = 0
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = False
     precision: str = "bf16"
     attention: Attention = "auto"
     layers_per_stage: tuple[int, ...] | None = None

@@ -7,7 +7,7 @@ each stage and each kind of replica. It decides nothing.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
@@ -17,8 +17,10 @@ from whale.ir.profile import ModelProfile
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.by_speed import boundless, cuts_by_speed, rows_by_speed
 from whale.planner.communication import send
+from whale.planner.compute import attention_is_fused
 from whale.planner.configuration import Configuration, Layout, even_cuts
 from whale.planner.memory import FRAGMENTATION, framework_bytes
+from whale.planner.precision import precision_named
 from whale.planner.silicon import silicon_of
 from whale.planner.simulate import simulate
 from whale.planner.stages import OVERLAP_SLOWDOWN, StageCost, Stages
@@ -74,6 +76,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     Raises:
         UsageError: the configuration contradicts itself, the cluster or the model.
     """
+    configuration, taken = _with_sequence_parallelism(configuration, cluster)
     layout = Layout.of(configuration, cluster)
     topology = Topology.of(cluster, profile.links)
     stages = Stages(profile=profile, layout=layout, topology=topology)
@@ -114,8 +117,21 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
         workload=workload,
         timeline=timeline,
         tokens_per_second=configuration.batch * profile.row_tokens / seconds,
-        assumptions=assumptions,
+        assumptions=taken + assumptions,
     )
+
+
+def _with_sequence_parallelism(configuration: Configuration, cluster: Cluster) -> tuple[Configuration, tuple[str, ...]]:
+    """The configuration with what it leaves open decided, and that in words."""
+    if configuration.sequence_parallel is not None:
+        return configuration, ()
+    precision, given = precision_named(configuration.precision), configuration.attention
+    fused = given == "fused" or (
+        given == "auto" and all(attention_is_fused(device.type, precision) for device in cluster.devices)
+    )
+    on = fused and configuration.tensor > 1
+    said = "the tensor group divides norms too, as where attention is fused (--no-sequence-parallel: it does not)"
+    return replace(configuration, sequence_parallel=on), (said,) if on else ()
 
 
 def relative_error(cluster: Cluster, *, measured: bool) -> float:

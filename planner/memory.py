@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
-from whale.planner.compute import Recompute, num_scores, variant_of
+from whale.planner.compute import Recompute, element_bytes, num_scores, variant_of
 from whale.planner.precision import Precision
 
 __all__ = [
@@ -105,6 +105,7 @@ def kept_bytes(
     rows: float,
     precision: Precision,
     fused_attention: bool,
+    eager: bool = False,
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> float:
@@ -122,6 +123,8 @@ def kept_bytes(
         saved = [value for value in saved if value.input] or [Saved(origin="input", size=kind.output)]
     elif recompute == "selective" and fused_attention:
         saved = [value for value in saved if value.origin not in _CHEAP]
+        dropped = [value for value in saved if value.origin == "linear"][1::2] if eager else []
+        saved = [value for value in saved if not any(value is one for one in dropped)]
     elif recompute == "selective":
         saved = [value for value in saved if not value.attention]
     elif fused_attention:
@@ -131,7 +134,8 @@ def kept_bytes(
     total = 0.0
     for value in saved:
         share = tensor_degree if sequence_parallel and not value.split else 1
-        total += value.size.total(rows, precision.element_bytes) / share
+        size = element_bytes(value.origin, precision) if eager else precision.element_bytes
+        total += value.size.total(rows, size) / share
     return total
 
 
@@ -142,6 +146,7 @@ def working_bytes(
     rows: float,
     precision: Precision,
     fused_attention: bool,
+    eager: bool = False,
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> float:
@@ -151,6 +156,7 @@ def working_bytes(
         "rows": rows,
         "precision": precision,
         "fused_attention": fused_attention,
+        "eager": eager,
         "sequence_parallel": sequence_parallel,
     }
     kept = kept_bytes(kind, recompute=recompute, **arguments)  # type: ignore[arg-type]
@@ -159,7 +165,9 @@ def working_bytes(
         return 0.0
     variant = variant_of(kind, tensor_degree)
     written = [
-        kernel.written.total(rows, precision.element_bytes) for kernel in variant.backward if not _of_weights(kernel)
+        kernel.written.total(rows, element_bytes(kernel.name, precision) if eager else precision.element_bytes)
+        for kernel in variant.backward
+        if not _of_weights(kernel)
     ]
     return whole - kept + 2 * max(written, default=0.0)
 

@@ -80,6 +80,11 @@ class Stages:
         given = self.layout.configuration.attention
         return attention_is_fused(device, self.precision) if given == "auto" else given == "fused"
 
+    @property
+    def eager(self) -> bool:
+        """Whether kernels are PyTorch's own: ZeRO 2 and 3 are FSDP, whose users have no Megatron beneath."""
+        return self.layout.configuration.zero >= 2
+
     def cost(self, layers: range, stage: int, replica: int, rows: float) -> StageCost:
         """What *layers* take on the devices of a replica's pipeline stage, for *rows* rows."""
         given = self.layout.configuration
@@ -137,9 +142,10 @@ class Stages:
         """Bytes of weights, gradients and optimizer states on one device."""
         given = self.layout.configuration
         shards = self.layout.data * given.context
+        zero = given.zero if given.pipeline == 1 else min(given.zero, 1)  # see _gathered
         dense, experts = self.parameters(layers)
-        return state_bytes(dense, precision=self.precision, zero=given.zero, shards=shards) + state_bytes(
-            experts, precision=self.precision, zero=given.zero, shards=max(1, shards // given.expert)
+        return state_bytes(dense, precision=self.precision, zero=zero, shards=shards) + state_bytes(
+            experts, precision=self.precision, zero=zero, shards=max(1, shards // given.expert)
         )
 
     def price(self, kind: str, ranks: tuple[int, ...], num_bytes: float, sharing: int = 1) -> float:
@@ -179,8 +185,9 @@ class Stages:
                 rows=rows,
                 precision=given.precision,
                 fused_attention=self.fused(device),
+                eager=self.eager,
                 recompute=given.recompute if self._recomputes(kind) else "none",
-                sequence_parallel=given.sequence_parallel,
+                sequence_parallel=bool(given.sequence_parallel),
                 expert_degree=given.expert,
                 optimizer_shards=self.layout.data * given.context if given.zero else 1,
                 accumulate=given.zero < 2,
@@ -208,7 +215,8 @@ class Stages:
             "rows": rows,
             "precision": self.precision,
             "fused_attention": self.fused(device),
-            "sequence_parallel": given.sequence_parallel,
+            "eager": self.eager,
+            "sequence_parallel": bool(given.sequence_parallel),
         }
 
     def _exposed(
@@ -255,7 +263,8 @@ class Stages:
 
     def _gathered(self, layers: range, stage: int) -> tuple[float, float] | None:
         """Seconds of the collectives over the data group that every micro-batch has: weights to be gathered in the
-        forward and again in the backward (ZeRO 3), gradients to be reduced (ZeRO 2 and 3)."""
+        forward and again in the backward (ZeRO 3), gradients to be reduced (ZeRO 2 and 3). In a pipeline both happen
+        once a step: stages keep weights and gradients whole from one micro-batch to the next."""
         given = self.layout.configuration
         group = self.layout.data_group(stage)
         if given.zero < 2 or len(group) == 1:
@@ -266,6 +275,8 @@ class Stages:
         num_bytes = (dense + experts) * size
         gather = self.price("all_gather", group, num_bytes, sharing)
         reduce = self.price("reduce_scatter", group, num_bytes, sharing)
+        if given.pipeline > 1:
+            return gather / self.layout.num_micro_batches, reduce / self.layout.num_micro_batches
         return (gather, gather + reduce) if given.zero == 3 else (gather / self.layout.num_micro_batches, reduce)
 
 

@@ -63,7 +63,11 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved, zero_bubble, greedy.")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
 @click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="What replicas share [0].")
-@click.option("--sequence-parallel", is_flag=True, help="The tensor group divides norms and dropouts too.")
+@click.option(
+    "--sequence-parallel/--no-sequence-parallel",
+    default=None,
+    help="The tensor group divides norms and dropouts too [where attention is fused].",
+)
 @click.option("--precision", default="bf16", metavar="NAME", help="fp32, fp16, bf16, fp8 or fp64 [bf16].")
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
 @click.option("--layers-per-stage", type=Numbers(), metavar="N,N,...", help="Layers of each stage [even].")
