@@ -244,7 +244,7 @@ def data_parallel(profile: ModelProfile, cluster: Cluster, rows: Sequence[float]
 
 
 def _stages(profile: ModelProfile, cluster: Cluster, batch: float) -> Stages:
-    configuration = Configuration(batch=round(batch), micro_batch=1, precision="fp32")
+    configuration = Configuration(batch=round(batch), micro_batch=1, precision="fp32", balance="speed")
     layout = Layout.of(replace(configuration, micro_batch=max(1, round(batch) // len(cluster.devices))), cluster)
     return Stages(profile=profile, layout=layout, topology=Topology.of(cluster))
 

@@ -184,6 +184,8 @@ def layer_seconds(
         backward_collectives = forward_collectives + backward_collectives
     if measured is not None:
         return replace(measured, forward_collectives=forward_collectives, backward_collectives=backward_collectives)
+    if kind.measured and not variant.forward and not variant.backward:
+        raise UsageError(_unmeasured(kind, device))
     fused = attention_is_fused(device, number) if fused_attention is None else fused_attention
 
     def seconds(kernels: Iterable[Kernel], *, backward: bool) -> tuple[float, float, float]:
@@ -236,6 +238,14 @@ def layer_seconds(
         backward_collectives=backward_collectives,
         forward_slack=max(0.0, forward_host - forward),
         backward_slack=max(0.0, backward_host - backward),
+    )
+
+
+def _unmeasured(kind: LayerKind, device: DeviceType) -> str:
+    known = ", ".join(sorted({times.device_type for times in kind.measured}))
+    return (
+        f"the profile has times of layer {kind.name!r} on {known}, but neither times nor kernels for {device.name}; "
+        f"measure the model there ('whale profile'), name one of those types in the cluster file, or use --model"
     )
 
 

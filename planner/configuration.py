@@ -18,7 +18,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.precision import precision_named
 
-__all__ = ["Configuration", "Layout", "blocks_of", "even_cuts"]
+__all__ = ["Configuration", "Layout", "blocks_of", "even_cuts", "require_parts"]
 
 Attention = Literal["auto", "fused", "unfused"]
 Balance = Literal["even", "speed"]
@@ -128,6 +128,19 @@ class Layout:
             raise UsageError(f"--virtual-stages {given.virtual_stages} needs a pipeline: --pp is 1")
         if given.sequence_parallel and given.tensor == 1:
             raise UsageError("--sequence-parallel divides work over the tensor group, but --tp is 1")
+        micro_batch = given.micro_batch * data
+        if given.balance == "even" and given.batch % micro_batch:
+            below = given.batch // micro_batch * micro_batch
+            raise UsageError(
+                f"--batch {given.batch} is no multiple of --micro-batch {given.micro_batch} x --dp {data} = "
+                f"{micro_batch}; use --batch {below} or {below + micro_batch}, or another micro-batch"
+            )
+        if given.balance == "speed" and given.layers_per_stage is not None and data == 1:
+            raise UsageError(
+                "--balance speed has nothing to balance: --layers-per-stage says the layers, and there is one replica; "
+                "leave one of them out"
+            )
+        _require_float8(given, cluster)
         order = given.device_order or tuple(range(devices))
         if sorted(order) != list(range(devices)):
             raise UsageError(f"--device-order must name each rank from 0 to {devices - 1} once")
@@ -183,6 +196,32 @@ class Layout:
     def expert_data_group(self, stage: int, tensor: int = 0) -> tuple[int, ...]:
         """The ranks that hold the same experts as the first of the data group."""
         return self.data_group(stage, tensor)[:: self.configuration.expert]
+
+
+def _require_float8(given: Configuration, cluster: Cluster) -> None:
+    """Products in float8 are asked for by name; bfloat16 stands in for float16 and the reverse, but not for it."""
+    if precision_named(given.precision).products[0] == "float8":
+        without = sorted({d.type.name for d in cluster.devices if "float8" not in dict(d.type.rates)})
+        if without:
+            raise UsageError(f"--precision {given.precision}: {', '.join(without)} has no float8; use --precision bf16")
+
+
+def require_parts(profile: ModelProfile, configuration: Configuration) -> None:
+    """Refuse degrees over what the model does not have: experts, attention.
+
+    Raises:
+        UsageError: says which degree, and to leave it out.
+    """
+    variants = [variant for kind in profile.kinds for variant in kind.variants]
+    kernels = [kernel for variant in variants for kernel in variant.forward]
+    if configuration.expert > 1 and not any(variant.expert_parameters for variant in variants):
+        raise UsageError(f"--ep {configuration.expert} divides experts, but {profile.name} has none; leave --ep out")
+    attends = any(kernel.attention or kernel.kind == "attention" for kernel in kernels)
+    if configuration.context > 1 and kernels and not attends:
+        raise UsageError(
+            f"--cp {configuration.context} divides the tokens of a row between attentions, but {profile.name} has no "
+            "attention; use --dp in its place"
+        )
 
 
 def blocks_of(profile: ModelProfile) -> range:

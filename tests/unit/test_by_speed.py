@@ -98,8 +98,22 @@ def test_a_balanced_estimate_is_never_slower_than_an_even_one() -> None:
 
 
 def test_given_layers_stay_as_they_are() -> None:
-    configuration = Configuration(batch=16, pipeline=4, layers_per_stage=(1, 1, 1, 9), balance="speed")
-    assert [len(part) for part in cuts_by_speed(stages(configuration, cluster()))] == [1, 1, 1, 9]
+    configuration = Configuration(batch=16, pipeline=2, layers_per_stage=(1, 11), balance="speed")
+    assert [len(part) for part in cuts_by_speed(stages(configuration, cluster()))] == [1, 11]
+
+
+def test_processors_have_no_driver_that_takes_memory() -> None:
+    """A layer keeps half a GiB of a row, and a driver would take more than the 2 GiB that there are."""
+    cpu = DeviceType.of("cpu-50", speed={"float32": 1e12}, memory_bytes=2 * GIB, memory_bandwidth=1e12)
+    machines = Cluster.of([("a", cpu)] * 2, intra=Link(bandwidth=1e11, latency=1e-6))
+    times = profile().kinds[0].measured[0].model_copy(update={"device_type": cpu.name})
+    kind = profile().kinds[0].model_copy(update={"measured": (times,)})
+    chain = profile(2).model_copy(update={"kinds": (kind,)})
+    layout = Layout.of(Configuration(batch=1, pipeline=2, precision="fp32", balance="speed"), machines)
+    assert cuts_by_speed(Stages(profile=chain, layout=layout, topology=Topology.of(machines))) == (
+        range(1),
+        range(1, 2),
+    )
 
 
 def test_what_does_not_fit_is_balanced_by_speed_alone_in_an_estimate_which_says_so() -> None:

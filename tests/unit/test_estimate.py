@@ -10,10 +10,20 @@ import pytest
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
-from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
+from whale.ir.profile import (
+    Affine,
+    Amount,
+    Communication,
+    Kernel,
+    LayerKind,
+    LayerVariant,
+    MeasuredTimes,
+    ModelProfile,
+    Saved,
+)
 from whale.planner.catalog import device_types
 from whale.planner.compute import layer_seconds
-from whale.planner.configuration import Configuration, Layout, blocks_of, even_cuts
+from whale.planner.configuration import Configuration, Layout, blocks_of, even_cuts, require_parts
 from whale.planner.estimate import Estimate, estimate
 from whale.planner.memory import kept_bytes, state_bytes
 from whale.planner.precision import PRECISIONS, precision_named
@@ -152,8 +162,15 @@ def test_the_interval_holds_the_prediction_and_is_wider_on_mixed_devices() -> No
     assert widths[1] > widths[0]
 
 
-@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp64"])
-@pytest.mark.parametrize("name", list(device_types()))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        (name, precision)
+        for name, kind in device_types().items()
+        for precision in PRECISIONS
+        if precision != "fp64" and (precision != "fp8" or "float8" in dict(kind.rates))
+    ],
+)
 def test_every_known_device_gets_a_sane_prediction(name: str, precision: str) -> None:
     found = predicted(machines(1, device_types()[name]), precision=precision).prediction
     assert 0 < found.mfu < 1
@@ -284,6 +301,9 @@ def test_blocks_are_cut_evenly_with_embedding_and_head_at_the_ends() -> None:
         ({"virtual_stages": 2}, ["--virtual-stages 2", "--pp is 1"]),
         ({"sequence_parallel": True}, ["--sequence-parallel", "--tp is 1"]),
         ({"precision": "fp7"}, ["fp7", "bf16"]),
+        ({"precision": "fp8"}, ["fp8", "A100", "no float8", "bf16"]),
+        ({"batch": 20}, ["--batch 20", "no multiple", "--batch 16 or 32"]),
+        ({"pipeline": 8, "layers_per_stage": (1,) * 8, "balance": "speed"}, ["--balance speed", "one replica"]),
         ({"pipeline": 2, "layers_per_stage": (1, 2, 5)}, ["--layers-per-stage", "3 stages"]),
         ({"pipeline": 2, "layers_per_stage": (1, 2)}, ["1,2", "sums to 3", "8 layers"]),
         ({"pipeline": 8, "virtual_stages": 4}, ["32 stages", "8 layers"]),
@@ -296,6 +316,27 @@ def test_what_contradicts_itself_is_refused_by_name(how: dict[str, Any], says: l
         predicted(machines(8), **how)
     for part in says:
         assert part in str(error.value)
+
+
+def test_degrees_over_what_the_model_has_not_are_refused() -> None:
+    """Blocks have attention and no experts; embeddings and head have neither."""
+    require_parts(model(), Configuration(batch=8, context=2))
+    with pytest.raises(UsageError, match="has none; leave --ep out"):
+        require_parts(model(), Configuration(batch=8, expert=2))
+    with pytest.raises(UsageError, match="no attention; use --dp"):
+        require_parts(
+            model().model_copy(update={"layers": (0, 1), "kinds": model().kinds[::2]}),
+            Configuration(batch=8, context=2),
+        )
+
+
+def test_layers_without_times_or_kernels_for_a_device_are_an_error_and_not_free() -> None:
+    times = MeasuredTimes(device_type="other", tensor_degree=1, rows=(1,), forward=(1.0,), backward=(2.0,), update=(0,))
+    imported = LayerKind(name="h.0", variants=(LayerVariant(tensor_degree=1, parameters=10),), measured=(times,))
+    with pytest.raises(
+        UsageError, match=r"layer 'h\.0' on other, but neither times nor kernels for A100.*whale profile"
+    ):
+        layer_seconds(imported, A100, rows=1)
 
 
 # --- published runs, from the captured GPT of 22 billion parameters ---------------------------------------------------

@@ -62,6 +62,8 @@ def test_what_does_not_fit_is_said_and_is_no_error(cluster: str) -> None:
         (("--profile", PROFILE, "--layers-per-stage", "1,x"), "12,14"),
         (("--profile", PROFILE, "--precision", "fp7"), "fp7"),
         (("--profile", PROFILE, "--zero", "4"), "--zero"),
+        (("--profile", PROFILE, "--ep", "2"), "leave --ep out"),
+        (("--profile", PROFILE, "--precision", "fp8"), "A100-SXM4-80GB has no float8; use --precision bf16"),
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_two(cluster: str, arguments: tuple[str, ...], says: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from whale.cli.app import app
+from whale.cli.explain import as_text
 from whale.ir.plan import Plan, PlanAxis, PlanStage
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.explain import difference, explain
@@ -74,6 +75,7 @@ def test_sums_of_gradients_that_bound_a_step_are_named() -> None:
     assert "sums of gradients takes 67% of the step" in found.bound
     assert found.changes[0].what.startswith("sums of gradients in half the time")
     assert found.changes[0].step_seconds == 6.0
+    assert "waits 6000.00 ms for its own reduction" in as_text(found)
 
 
 def planned(shares: tuple[int, ...], seconds: float) -> Plan:
@@ -110,7 +112,7 @@ def test_explain_and_diff_read_files_without_torch(tmp_path: Path) -> None:
     assert '"bound"' in done.stdout and "world_size" in done.stdout and "stages.0.ranks" not in done.stderr
     runner = CliRunner()
     text = runner.invoke(app, ["explain", str(tmp_path / "one.json")])
-    assert text.exit_code == 0 and "what would help most:" in text.stdout and "rank 0 for rank 1" in text.stdout
+    assert text.exit_code == 0 and "what would help most:" in text.stdout and "for rank 1 (pipeline)" in text.stdout
     refused = runner.invoke(app, ["explain", str(tmp_path / "two.json")])
     assert refused.exit_code == 3 and "no workload" in refused.stderr
     schema = json.loads(runner.invoke(app, ["plan", "--schema"]).stdout)

@@ -92,6 +92,15 @@ def test_hugging_face_model_is_small_when_told_and_gives_a_loss() -> None:
     assert loaded.model(**loaded.batch).loss.ndim == 0
 
 
+def test_a_hugging_face_model_to_plan_with_says_how_many_tokens_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    settings = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11}
+    load_model("hf:gpt2", settings, device="meta")
+    assert "32 tokens a row; --set sequence_length=" in capsys.readouterr().err
+    load_model("hf:gpt2", settings | {"sequence_length": 4}, device="meta")
+    assert not capsys.readouterr().err
+
+
 def test_hugging_face_model_is_the_same_for_the_same_seed() -> None:
     pytest.importorskip("transformers")
     settings = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11, "seed": 3}

@@ -62,8 +62,9 @@ def as_text(found: Explanation) -> str:
     if found.waits:
         lines += ["", "who waits:"]
         for wait in found.waits:
-            peer = f" for rank {wait.peer}" if wait.peer >= 0 else ""
-            lines.append(f"  rank {wait.rank}{peer}: {milliseconds(wait.seconds)} ({wait.part})")
+            peer = f"rank {wait.peer}" if wait.peer >= 0 else f"its own {wait.part}"
+            part = f" ({wait.part})" if wait.peer >= 0 else ""
+            lines.append(f"  rank {wait.rank} waits {milliseconds(wait.seconds)} for {peer}{part}")
     lines += ["", "what would help most:" if found.changes else "no change that was tried would help"]
     for change in found.changes:
         lines.append(f"  {_change(change, found.step_seconds)}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.options import note
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
@@ -229,6 +230,9 @@ def _load_hugging_face(model_type: str, settings: dict[str, Any], *, batch_size:
             f"--model hf:{model_type} with these settings raised {type(error).__name__}: {error}"
         ) from error
     batch = make_batch(config, batch_size, for_batch["sequence_length"], generator)
+    if device == "meta" and make_batch is _tokens_batch and "sequence_length" not in settings:
+        length = for_batch["sequence_length"]
+        note(f"hf:{model_type} is taken with {length} tokens a row; --set sequence_length=... gives another number")
     return LoadedModel(name=f"hf:{model_type}", model=model, batch=batch)
 
 

@@ -136,8 +136,8 @@ def plan(
 
 
 def _accelerated(cluster: Cluster) -> bool:
-    """Whether the devices are accelerators: those of the catalog are, those called cpu are not."""
-    return not any(device.type.name.lower().startswith("cpu") for device in cluster.devices)
+    """Whether no device is a processor."""
+    return not any(device.type.is_processor for device in cluster.devices)
 
 
 def _write(plan: Plan, path: Path) -> None:

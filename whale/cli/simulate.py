@@ -130,7 +130,8 @@ def as_text(timeline: Timeline, workload: Workload, width: int) -> str:
             breakdown_table(timeline),
             "",
             *(
-                f"rank {timeline.last_rank} waits {milliseconds(seconds)} for rank {peer} ({reason})"
+                f"rank {timeline.last_rank} waits {milliseconds(seconds)} for "
+                + (f"its own {reason}" if peer == timeline.last_rank else f"rank {peer} ({reason})")
                 for (peer, reason), seconds in longest
             ),
             f"activations: at most {held:.2f} GiB, on rank {fullest}; micro-batches in flight by stage: "

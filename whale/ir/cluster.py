@@ -83,6 +83,15 @@ class DeviceType:
     memory_bandwidth: float
     intra_node: Link | None = None
 
+    @property
+    def is_processor(self) -> bool:
+        """Whether devices of this type are processors, as those called ``cpu`` are: they have no driver of their own.
+
+        >>> DeviceType.of("cpu-50", speed={"float32": 1e10}, memory_bytes=1, memory_bandwidth=1.0).is_processor
+        True
+        """
+        return self.name.lower().startswith("cpu")
+
     @classmethod
     def of(
         cls,
