@@ -59,8 +59,10 @@ class SeededDropout(nn.Module):
         if self._generator is not None:
             self._generator.manual_seed(self.clock.derive(self.key))
         keep = 1.0 - self.probability
-        mask = torch.empty_like(x).bernoulli_(keep, generator=self._generator)
-        y = x * (mask.div_(keep) if keep > 0 else mask)
+        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(keep, generator=self._generator)
+        y = x * mask  # keeps the mask for the backward, a byte an element; the scale keeps nothing
+        if keep > 0:
+            y = y.mul_(1 / keep)
         return (y, mask) if self.with_mask else y
 
 
