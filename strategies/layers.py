@@ -162,18 +162,17 @@ def layered(
 ) -> dict[int, LayeredModel]:
     """The model as a chain of layers, for micro-batches of so many rows.
 
-    Where rows do not depend on each other the model is captured once, with all the rows together; else once for each
-    number of rows. *dtype* replaces the number type of parameters and of floating batch entries, as ``model.to`` does.
+    Where rows do not depend on each other, but for the statistics of batch norms, the model is captured once, with all
+    the rows together; else once for each number of rows. *dtype* replaces the number type of parameters and of floating batch entries, as ``model.to`` does.
 
     Raises the errors of the capture; see `whale.errors`.
     """
     model = _blank(model, dtype)
-    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
-        try:
-            together = _layered(model, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
-            return dict.fromkeys(rows, together)
-        except _Coupled:
-            pass
+    try:
+        together = _layered(model, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
+        return dict.fromkeys(rows, together)
+    except _Coupled:
+        pass
     found: dict[int, LayeredModel] = {}
     for count in sorted(rows, reverse=True):
         found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn)
@@ -199,7 +198,7 @@ def _layered(
     chain = chain_of(captured, model)
     analysis = analyse(captured.graph, batch_placeholders(captured))
     try:
-        time = place_time(captured, analysis, chain.partition, len(rows))
+        time = place_time(captured, analysis, chain.partition, len(rows), apart=True)
     except UsageError as error:
         raise _Coupled(str(error)) from error
     return LayeredModel(hash=identity, chain=chain, analysis=analysis, rows=rows, time=time)

@@ -202,16 +202,17 @@ def _check_units(captured: Captured, analysis: Analysis, problem: StageProblem, 
 
 
 def place_time(
-    captured: Captured, analysis: Analysis, partition: Partition, micro_batches: int
+    captured: Captured, analysis: Analysis, partition: Partition, micro_batches: int, *, apart: bool = False
 ) -> Mapping[fx.Node, Choice]:
-    """How every pinned operator of the model is cut into micro-batches.
+    """How every pinned operator of the model is cut into micro-batches; *apart* as for `solve_time`.
 
     Raises :class:`UsageError` if the batch is cut and an operator couples its rows.
     """
     nodes = [n for n in captured.graph.nodes if n in partition.stage_of]
     if micro_batches == 1:
         return {n: analysis.choices[n][0] for n in nodes}
-    time, coupled = solve_time(analysis, nodes, analysis.batch_leaf, _free(captured, analysis, partition, nodes))
+    free = _free(captured, analysis, partition, nodes)
+    time, coupled = solve_time(analysis, nodes, analysis.batch_leaf, free, apart=apart)
     if coupled:
         raise UsageError(_coupled_message(coupled[0], micro_batches, analysis.rules[coupled[0]].opaque))
     return time

@@ -16,7 +16,7 @@ names is not solved again, so the cost does not grow with depth. Not optimal in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -487,9 +487,11 @@ class _Solver:
 
 
 def solve_time(
-    analysis: Analysis, nodes: Sequence[fx.Node], batch_leaf: int, free: frozenset[Value]
+    analysis: Analysis, nodes: Sequence[fx.Node], batch_leaf: int, free: frozenset[Value], *, apart: bool = False
 ) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
     """How every operator is cut into micro-batches: along the batch, with no bridge at all.
+
+    *apart* is for micro-batches that are steps of their own: statistics are then of the micro-batch's rows alone.
 
     Returns the choices and the operators for which there is none: those whose result for a row depends on other rows.
     """
@@ -512,6 +514,8 @@ def solve_time(
             return True
 
         ordered = sorted(analysis.choices[node], key=lambda c: (c.leaf != batch_leaf, c.leaf >= 0))
+        if apart:
+            ordered = [replace(c, form="") if c.form in COLLECTIVES else c for c in ordered]
         usable = [c for c in ordered if c.leaf in (-1, batch_leaf) and c.form not in COLLECTIVES and fits(c)]
         if usable:
             choice = usable[0]
