@@ -2,6 +2,7 @@
 
     python benchmarks/published.py                       # every run, then a table of the groups
     python benchmarks/published.py --keep /tmp/profiles  # profiles of the models are kept there
+    python benchmarks/published.py --others              # 147 more runs
 
 Predicts, through the code of ``whale estimate``, the rows of ``data/published_calibration.csv`` (whose columns
 ``source`` and ``confidence`` say where they are from), the eight runs of Sailor's artifact in ``data/sailor`` (MIT
@@ -221,6 +222,41 @@ def _point(
     )
 
 
+def others(models: Models) -> Iterator[Point]:
+    """The runs of ``published_others.csv``."""
+    for row in read("published_others.csv"):
+        type_ = device_types()[row["gpu"]]
+        inter = None
+        if row["network_gbit"]:
+            adapters = whole(row, "adapters")
+            inter = Link(bandwidth=float(row["network_gbit"]) / 8 * 1e9, latency=5e-6, adapters=adapters)
+        cluster = Cluster.homogeneous(
+            whole(row, "num_gpus"),
+            type_,
+            num_devices_per_node=whole(row, "gpus_per_node"),
+            intra=type_.intra_node,
+            inter=inter,
+        )
+        configuration = Configuration(
+            batch=whole(row, "global_batch"),
+            micro_batch=whole(row, "micro_batch"),
+            tensor=whole(row, "tp"),
+            pipeline=whole(row, "pp"),
+            data=whole(row, "dp"),
+            context=whole(row, "cp"),
+            virtual_stages=whole(row, "virtual_pp"),
+            recompute=row["recompute"],  # type: ignore[arg-type]
+            zero=int(row["zero"]),
+            sequence_parallel=True if row["seq_parallel"] else None,
+            precision=row["precision"],
+        )
+        sizes = ("layers", "hidden", "ffn", "heads", "seq", "kv_heads", "vocab")
+        settings = {name: int(row[name]) for name in sizes if row[name]}
+        found = estimate(models.of(row["arch"], settings, whole(row, "tp")), cluster, configuration)
+        memory = float(row["memory_bytes"]) if row["memory_bytes"] else None
+        yield _point(row["id"], row["group"], float(row["step_s"]), found, memory, allocated=True)
+
+
 # --- Sailor's runs ----------------------------------------------------------------------------------------------------
 
 
@@ -393,9 +429,16 @@ def _time(seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the profiles of models there")
+    parser.add_argument("--others", action="store_true", help="the runs of published_others.csv instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     models = Models(arguments.keep)
+    if arguments.others:
+        more = list(others(models))
+        print(table(more), "\n")
+        print(groups(more), "\n")
+        print(summary(more))
+        return
     runs = list(published(models))
     print(table(runs), "\n")
     print(groups(runs), "\n")

@@ -78,12 +78,14 @@ _FAMILIES = {
     "other": Silicon(multiprocessors=1, matmul=0.7, vector=0.8),
 }
 """Multiprocessors and caches are the makers' figures. ``matmul``, ``bandwidth`` and ``attention`` of Volta, Ampere and
-Hopper are calibrated on published_calibration.csv, ``vector`` of Volta and Turing on the layers that Sailor measured
-in float32 (`benchmarks/published.py`). Blackwell's ``matmul`` is the share that the best measured product reaches
-(1745 of 2250 TFLOP/s, Stas Bekman's tables) times Hopper's ratio of training to that; the others' are assumed."""
+Hopper are calibrated on published runs (attention: Ampere's is FlashAttention-2's, Hopper's that of cuDNN beneath
+TransformerEngine), ``launch`` on those that do not get faster with less work, ``vector`` of Volta and Turing on the
+layers that Sailor measured in float32 (`benchmarks/published.py`). Blackwell's ``matmul`` is the share that the best
+measured product reaches (1745 of 2250 TFLOP/s, Stas Bekman's tables) times Hopper's ratio of training to that; the
+others' are assumed."""
 
 # Chips by the beginning of their name in the catalog: family, and what differs from it. Where a best measured product
-# is known, ``matmul`` is 0.86 of its share, as on Hopper; power below the family's lowers it.
+# is known, ``matmul`` is 0.86 of its share (assumed); power below the family's lowers it.
 _CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("K80", "kepler", {}),
     ("P100", "pascal", {}),
@@ -140,7 +142,10 @@ _EAGER: dict[str, dict[str, Any]] = {
     "hopper": {"matmul": 0.85, "attention": 0.46},
     "blackwell": {"matmul": 0.85, "attention": 0.46},
 }
-"""What PyTorch's own kernels reach of the vendor's."""
+"""What PyTorch's own kernels reach of the vendor's, by family, where they differ. FlashAttention-2 was written for
+Ampere and leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says
+FlashAttention-3's paper); products run beside FSDP's collectives. Calibrated on runs of MPT and torchtitan; Blackwell's
+are assumed."""
 
 
 def silicon_of(device: DeviceType, *, eager: bool = False) -> Silicon:

@@ -130,6 +130,7 @@ class Costs:
                 tensor_degree=degree,
                 rows=part.rows,
                 precision=self.precision,
+                eager=True,
                 num_micro_batches=self.micro_batches,
             )
 

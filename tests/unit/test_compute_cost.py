@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
 from whale.planner.catalog import device_types
 from whale.planner.compute import layer_seconds, matmul_seconds
 
 A100 = device_types()["A100-SXM4-80GB"]
+H100 = device_types()["H100-SXM5-80GB"]
 
 
 def linear(m: float, n: float, k: float) -> Kernel:
@@ -95,3 +99,64 @@ def test_gradients_are_added_up_by_all_micro_batches_but_the_first() -> None:
     kind = LayerKind(name="h", measured=(times,))
     spent = [layer_seconds(kind, A100, rows=1, num_micro_batches=count).backward for count in (1, 4)]
     assert spent == [2.0, 2.3]
+
+
+def moving(name: str, elements: float) -> Kernel:
+    moved = Amount(elements=Affine(0, elements))
+    return Kernel(name=name, kind="memory", read=moved, written=moved)
+
+
+def forward_seconds(*kernels: Kernel, device: DeviceType = A100, **how: Any) -> float:
+    kind = LayerKind(name="h", variants=(LayerVariant(tensor_degree=how.get("tensor_degree", 1), forward=kernels),))
+    return layer_seconds(kind, device, **{"rows": 1, **how}).forward
+
+
+def test_eager_stacks_run_pointwise_operators_one_by_one() -> None:
+    kernels = (moving("aten.gelu", 2e8), moving("aten.mul", 2e8))
+    assert forward_seconds(*kernels, eager=True) > 1.5 * forward_seconds(*kernels, eager=False)
+
+
+def test_eager_attention_is_slower_on_hopper_and_not_on_ampere() -> None:
+    attention = Kernel(
+        name="aten.scaled_dot_product_attention",
+        kind="attention",
+        dims=(Affine(0, 32), Affine(8192, 0), Affine(8192, 0), Affine(128, 0)),
+        flops=Affine(0, 4 * 32 * 8192 * 8192 * 128),
+    )
+    for device, least, most in ((A100, 0.99, 1.01), (H100, 1.5, 3)):
+        eager, vendors = (forward_seconds(attention, device=device, eager=way) for way in (True, False))
+        assert least < eager / vendors < most
+
+
+def test_the_larger_the_product_the_more_float8_gains() -> None:
+    def gain(size: int) -> float:
+        half, eighth = (
+            forward_seconds(linear(8192, size, size), device=H100, precision=precision) for precision in ("bf16", "fp8")
+        )
+        return half / eighth
+
+    assert 1 < gain(4096) < gain(16384) < 2
+
+
+def test_what_the_host_limits_takes_longer_in_a_group_that_spans_its_sockets() -> None:
+    small = linear(128, 128, 128)
+    assert forward_seconds(small, tensor_degree=4) == forward_seconds(small, tensor_degree=1)
+    assert forward_seconds(small, tensor_degree=8) > 1.2 * forward_seconds(small, tensor_degree=4)
+
+
+def test_a_batch_norm_reads_its_input_twice() -> None:
+    norm, other = (forward_seconds(moving(name, 1e9)) for name in ("aten.native_batch_norm", "aten.native_layer_norm"))
+    assert 1.3 < norm / other < 1.6
+
+
+def test_convolutions_in_float32_pay_for_their_layout_on_tensor_cores() -> None:
+    convolution = Kernel(
+        name="aten.convolution",
+        kind="convolution",
+        dims=(Affine(1, 0), Affine(0, 56 * 56), Affine(64, 0), Affine(576, 0)),
+        flops=Affine(0, 2 * 56 * 56 * 64 * 576),
+        read=Amount(elements=Affine(576 * 64, 56 * 56 * 64)),
+        written=Amount(elements=Affine(0, 56 * 56 * 64)),
+    )
+    whole, half = (forward_seconds(convolution, rows=256, precision=precision) for precision in ("fp32", "fp16"))
+    assert whole > 2.5 * half

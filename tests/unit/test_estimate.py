@@ -216,6 +216,39 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_does_not() -> None
     assert with_it < without
 
 
+def test_sequence_parallelism_that_is_not_said_follows_fused_attention() -> None:
+    for precision, on in (("bf16", True), ("fp16", False)):
+        how: dict[str, Any] = {"tensor": 4, "precision": precision}
+        found = predicted(machines(4), sequence_parallel=None, **how)
+        assert found.prediction == predicted(machines(4), sequence_parallel=on, **how).prediction
+        assert bool(found.assumptions) is on
+
+
+def test_stages_of_a_pipeline_keep_weights_and_gradients_whole_whatever_is_divided() -> None:
+    whole, divided = (predicted(machines(4), pipeline=2, zero=zero).prediction.memory[0] for zero in (1, 3))
+    assert (whole.parameters, whole.gradients) == (divided.parameters, divided.gradients)
+
+
+def test_eager_losses_are_kept_in_float32() -> None:
+    head = LayerKind(
+        name="head", variants=(LayerVariant(tensor_degree=1, saved=(saved("cross_entropy_loss", VOCAB),)),)
+    )
+    for eager, size in ((True, 4), (False, 2)):
+        precision = precision_named("bf16")
+        assert kept_bytes(head, rows=1, precision=precision, fused_attention=True, eager=eager) == size * VOCAB
+
+
+def test_eager_selective_recomputation_keeps_every_second_product() -> None:
+    origins = ("linear", "linear", "scaled_dot_product_attention", "linear", "silu")
+    variant = LayerVariant(tensor_degree=1, saved=tuple(saved(origin, 10) for origin in origins))
+    kind, how = (
+        LayerKind(name="h", variants=(variant,)),
+        {"precision": precision_named("bf16"), "fused_attention": True},
+    )
+    kept = [kept_bytes(kind, rows=1, recompute="selective", eager=way, **how) for way in (False, True)]  # type: ignore[arg-type]
+    assert kept == [80, 60]
+
+
 def test_earlier_stages_keep_more_micro_batches() -> None:
     found = predicted(machines(4), pipeline=4, data=1, batch=32)
     kept = [device.activations for device in found.prediction.memory]
