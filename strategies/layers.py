@@ -163,7 +163,8 @@ def layered(
     """The model as a chain of layers, for micro-batches of so many rows.
 
     Where rows do not depend on each other, but for the statistics of batch norms, the model is captured once, with all
-    the rows together; else once for each number of rows. *dtype* replaces the number type of parameters and of floating batch entries, as ``model.to`` does.
+    the rows together; else once for each number of rows. *dtype* replaces the number type of parameters and of floating
+    batch entries, as ``model.to`` does.
 
     Raises the errors of the capture; see `whale.errors`.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,12 +78,12 @@ def test_an_encoder_decoder_is_a_chain() -> None:
 
 def test_blocks_of_a_resnet_are_layers_and_it_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch norms couple rows, but only within a micro-batch."""
-    captured = []
-    monkeypatch.setattr(layers, "capture", lambda *args, **how: (captured.append(1), capture(*args, **how))[1])
+    captured = Mock(wraps=capture)
+    monkeypatch.setattr(layers, "capture", captured)
     profile = profiled("resnet", layers=14, size=32, classes=10, width=0.25)
     assert profile.paths == ("stem.convolution", *(f"layers.{i}" for i in range(4)), "head")
     assert profile.row_tokens == 1
-    assert len(captured) == 1
+    assert captured.call_count == 1
     for kind in profile.kinds[1:-1]:
         assert {kernel.kind for kernel in kind.variants[0].forward} == {"convolution", "memory"}
 

@@ -12,9 +12,12 @@ from whale.runtime.random import Clock, SeededDropout
 def test_a_dropout_scales_what_it_keeps_and_remembers_a_byte_an_element(probability: float) -> None:
     kept: list[torch.Tensor] = []
     x = torch.ones(1000, dtype=torch.float64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
-    ):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y, mask = SeededDropout(probability, 1, Clock(seed=0), with_mask=True)(x)
     assert [tensor.nbytes for tensor in kept] == [1000]
     scale = 1 / (1 - probability) if probability < 1 else 0.0
