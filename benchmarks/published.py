@@ -229,7 +229,7 @@ def others(models: Models) -> Iterator[Point]:
         inter = None
         if row["network_gbit"]:
             adapters = whole(row, "adapters")
-            inter = Link(bandwidth=float(row["network_gbit"]) / 8 * 1e9, latency=5e-6, adapters=adapters)
+            inter = Link(bandwidth=adapters * float(row["network_gbit"]) / 8 * 1e9, latency=5e-6, adapters=adapters)
         cluster = Cluster.homogeneous(
             whole(row, "num_gpus"),
             type_,

@@ -82,8 +82,9 @@ class Stages:
 
     @property
     def eager(self) -> bool:
-        """Whether kernels are PyTorch's own: ZeRO 2 and 3 of several replicas are FSDP, without Megatron."""
-        return self.layout.configuration.zero >= 2 and self.layout.data > 1
+        """Whether kernels are PyTorch's own: ZeRO 2 and 3 over several devices are FSDP, without Megatron."""
+        given = self.layout.configuration
+        return given.zero >= 2 and self.layout.data * given.context > 1
 
     def cost(self, layers: range, stage: int, replica: int, rows: float) -> StageCost:
         """What *layers* take on the devices of a replica's pipeline stage, for *rows* rows."""
