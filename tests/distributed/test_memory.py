@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 
 import whale
+from benchmarks.live_bytes import LiveBytes, living, peak_of
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
-from tests.live_bytes import LiveBytes, storages
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.compiler import Options, compile_model
@@ -38,8 +37,8 @@ def build() -> Any:
 
 
 def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optimizer) -> int:
-    """The peak of a step that is not the first, of three: gloo's threads may hold a buffer for a moment."""
-    others = frozenset(storages())
+    """The peak of a step that is not the first."""
+    others = frozenset(living())
     model, batch = build(), tokens(16, 24)
     whale.annotate(model, layout)
     module = whale.parallelize(model, batch, device="cpu", **options)
@@ -52,14 +51,7 @@ def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optim
         module.zero_grad()
 
     with LiveBytes(others) as live:
-        step()
-        gc.collect()
-        peaks = []
-        for _ in range(3):
-            live.peak = live.now
-            step()
-            peaks.append(live.peak)
-        return min(peaks)
+        return peak_of(step, live)
 
 
 def plan_of(axis: str, shares: list[int]) -> dict[str, Any]:
