@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import pytest
 
@@ -61,4 +62,5 @@ def test_a_step_by_plan_is_the_local_step(worlds: Worlds, name: str) -> None:
         assert worst <= UNEVEN_BOUND
         assert untouched
     if name == "heads in unlike shares":
-        assert [shapes["layers.0.down.weight"] for _, shapes, _ in found] == [(12, 8), (12, 16)]
+        less, more = (prod(shapes["layers.0.down.weight"]) for _, shapes, _ in found)
+        assert 2 * less == more == 192  # along whichever dim the solver cuts
