@@ -27,6 +27,7 @@ __all__ = [
     "Recompute",
     "attention_is_fused",
     "element_bytes",
+    "forward_flops",
     "kernel_seconds",
     "layer_seconds",
     "matmul_seconds",
@@ -264,6 +265,19 @@ def variant_of(kind: LayerKind, tensor_degree: int) -> LayerVariant:
             f"{', '.join(map(str, known)) or 'none'}"
         )
     return found
+
+
+def forward_flops(kind: LayerKind, tensor_degree: int = 1) -> float:
+    """Multiplications and additions of a layer's products and attentions for a row, on all devices of the group; 0
+    where the profile has no kernels for this degree."""
+    variant = next((one for one in kind.variants if one.tensor_degree == tensor_degree), None)
+    if variant is None:
+        return 0.0
+    return sum(
+        kernel.count * kernel.flops(1) * (tensor_degree if kernel.split else 1)
+        for kernel in variant.forward
+        if kernel.kind != "memory"
+    )
 
 
 def attention_is_fused(device: DeviceType, precision: Precision) -> bool:

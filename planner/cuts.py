@@ -25,7 +25,17 @@ import numpy as np
 from whale.errors import InfeasibleError, UsageError
 from whale.planner.advice import advised, gib
 
-__all__ = ["Cut", "CutProblem", "Group", "Tie", "fastest_cut", "fastest_order", "price", "proportional_cut"]
+__all__ = [
+    "Cut",
+    "CutProblem",
+    "Group",
+    "Tie",
+    "evenest_cut",
+    "fastest_cut",
+    "fastest_order",
+    "price",
+    "proportional_cut",
+]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Objective = Literal["step", "slowest"]
@@ -81,6 +91,7 @@ class CutProblem:
         send: seconds to send what a layer (position) hands on from a group to another, and its gradient back.
         ties: layers that share parameters.
         in_flight: micro-batches whose activations each stage holds at most; None: as 1F1B does.
+        starts: layers that must begin a stage.
     """
 
     groups: tuple[Group, ...]
@@ -88,6 +99,7 @@ class CutProblem:
     send: Send | None = None
     ties: tuple[Tie, ...] = ()
     in_flight: tuple[int, ...] | None = None
+    starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups or self.micro_batches < 1:
@@ -232,7 +244,8 @@ class _Tables:
     def __init__(self, problem: CutProblem) -> None:
         self.problem = problem
         self.kinds = list(dict.fromkeys(problem.groups))
-        self.seconds = [_sums(kind.seconds) for kind in self.kinds]
+        across = _across(problem.starts, problem.num_layers)
+        self.seconds = [_sums(kind.seconds) + across for kind in self.kinds]
         twice, self.once = _twice_and_once(problem.ties, problem.num_layers)
         self._fixed = [_sums(kind.fixed_bytes) - twice + kind.overhead_bytes for kind in self.kinds]
         self._kept = [_sums(kind.kept_bytes) for kind in self.kinds]
@@ -259,6 +272,14 @@ def _sums(values: Sequence[float]) -> Array:
     upto = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=float))])
     found = np.maximum(upto[None, :] - upto[:, None], 0.0)
     found[np.tril_indices(len(upto))] = inf
+    return found
+
+
+def _across(starts: Sequence[int], num_layers: int) -> Array:
+    """Infinite where a stage would go across a layer that must begin one."""
+    found = np.zeros((num_layers + 1,) * 2)
+    for start in starts:
+        found[:start, start + 1 :] = inf
     return found
 
 
@@ -454,7 +475,7 @@ def _climbed(problem: CutProblem, objective: Objective, remedies: Iterable[tuple
 
 def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -> str:
     """Which stage lacks how much in the cut that fills memory most evenly, and which changes would do."""
-    evenest = _evenest(problem)
+    evenest = evenest_cut(problem)
     stage, need = _fullest(evenest)
     group = evenest.groups[stage]
     text = (
@@ -464,15 +485,19 @@ def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -
     )
     weighed = []
     for change, changed in remedies:
-        cut = _evenest(changed)
+        cut = evenest_cut(changed)
         stage, need = _fullest(cut)
         capacity = gib(cut.groups[stage].capacity_bytes)
         weighed.append((cut.fits, f"{change} ({gib(need)} of {capacity} on stage {stage})"))
     return advised(text, weighed, otherwise="use more stages, recomputation, or smaller micro-batches")
 
 
-def _evenest(problem: CutProblem) -> Cut:
-    """The cut in the given order whose fullest stage has the smallest ratio of need to capacity."""
+def evenest_cut(problem: CutProblem) -> Cut:
+    """The cut in the given order whose fullest stage has the smallest ratio of need to capacity, fitting or not.
+
+    Raises:
+        InfeasibleError: a figure is not finite.
+    """
     tables = _Tables(problem)
     held = problem.held()
     order = tuple(tables.kinds.index(group) for group in problem.groups)

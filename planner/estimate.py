@@ -17,9 +17,9 @@ from whale.ir.profile import ModelProfile
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.by_speed import boundless, cuts_by_speed, rows_by_speed
 from whale.planner.communication import send
-from whale.planner.compute import attention_is_fused
+from whale.planner.compute import attention_is_fused, forward_flops
 from whale.planner.configuration import Configuration, Layout, even_cuts
-from whale.planner.memory import FRAGMENTATION, framework_bytes
+from whale.planner.memory import FRAGMENTATION, overhead_bytes
 from whale.planner.precision import precision_named
 from whale.planner.silicon import silicon_of
 from whale.planner.simulate import simulate
@@ -95,7 +95,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
         "measured" if all(cost.measured for cost in costs.values()) else "modelled"
     )
     error = relative_error(cluster, measured=source == "measured")
-    flops = 3 * configuration.batch * sum(_forward_flops(stages, kind) for kind in profile.layers)
+    flops = 3 * configuration.batch * sum(forward_flops(kind, configuration.tensor) for kind in profile.chain())
     peak = sum(stages.precision.rate(device.type)[0] for device in cluster.devices)
     breakdown = {str(part): spent for part, spent in timeline.breakdown.items()}
     prediction = Prediction(
@@ -310,21 +310,7 @@ def _memory(
                     activations=round(max(0.0, peak - working)),
                     workspace=round(min(peak, working)),
                     buffers=round(peak * FRAGMENTATION),
-                    framework=round(framework_bytes(len(layout.order))),
+                    framework=round(overhead_bytes(device.type, len(layout.order))),
                 )
             )
     return tuple(found)
-
-
-def _forward_flops(stages: Stages, index: int) -> float:
-    """Multiplications and additions of a layer's products and attentions for a row, on all devices of the group."""
-    kind = stages.profile.kinds[index]
-    degree = stages.layout.configuration.tensor
-    variant = next((one for one in kind.variants if one.tensor_degree == degree), None)
-    if variant is None:
-        return 0.0
-    return sum(
-        kernel.count * kernel.flops(1) * (degree if kernel.split else 1)
-        for kernel in variant.forward
-        if kernel.kind != "memory"
-    )

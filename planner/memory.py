@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
 from whale.planner.compute import Recompute, element_bytes, num_scores, variant_of
 from whale.planner.precision import Precision
@@ -20,6 +21,7 @@ __all__ = [
     "framework_bytes",
     "gradient_bytes",
     "kept_bytes",
+    "overhead_bytes",
     "state_bytes",
     "working_bytes",
 ]
@@ -69,6 +71,11 @@ class StateBytes:
 def framework_bytes(num_devices: int) -> float:
     """What a process takes on its device before anything is stored, alone or among others."""
     return FRAMEWORK_BYTES + (COMMUNICATION_BYTES if num_devices > 1 else 0.0)
+
+
+def overhead_bytes(type_: DeviceType, num_devices: int) -> float:
+    """What is taken on a device before any layer: by the driver of an accelerator; processors have none."""
+    return 0.0 if type_.is_processor else framework_bytes(num_devices)
 
 
 def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:

@@ -22,7 +22,7 @@ from whale.planner.memory import StateBytes, gradient_bytes, kept_bytes, state_b
 from whale.planner.precision import Precision, precision_named
 from whale.planner.topology import Topology
 
-__all__ = ["StageCost", "Stages"]
+__all__ = ["StageCost", "Stages", "exposed_seconds"]
 
 BACKWARD_OVERLAP = 0.4
 """Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
@@ -226,12 +226,7 @@ class Stages:
         """Seconds by which a layer's collectives lengthen its forward and its backward."""
         forward = sum(self._seconds_of(one, stage, replica) for one in spent.forward_collectives)
         backward = sum(self._seconds_of(one, stage, replica) for one in spent.backward_collectives)
-        hidden = min(BACKWARD_OVERLAP * spent.weights, backward / 2)
-        context = self._context_seconds(kind, stage, replica, rows)
-        return (
-            max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
-            max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),
-        )
+        return exposed_seconds(spent, forward, backward, context=self._context_seconds(kind, stage, replica, rows))
 
     def _seconds_of(self, one: Collective, stage: int, replica: int) -> float:
         given = self.layout.configuration
@@ -279,6 +274,23 @@ class Stages:
         if given.pipeline > 1:
             return gather / self.layout.num_micro_batches, reduce / self.layout.num_micro_batches
         return (gather, gather + reduce) if given.zero == 3 else (gather / self.layout.num_micro_batches, reduce)
+
+
+def exposed_seconds(
+    spent: LayerSeconds, forward: float, backward: float, *, context: float = 0.0
+) -> tuple[float, float]:
+    """By how much collectives lengthen a layer's forward and its backward.
+
+    Args:
+        spent: what the layer takes without them.
+        forward, backward: seconds of the collectives of its tensor and expert groups.
+        context: seconds to gather keys and values, of which half of the computation hides as much.
+    """
+    hidden = min(BACKWARD_OVERLAP * spent.weights, backward / 2)
+    return (
+        max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
+        max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),
+    )
 
 
 def _beside(compute: float, communication: float) -> tuple[float, float]:

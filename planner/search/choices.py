@@ -1,0 +1,232 @@
+"""What a search is asked and what it answers, as data: for a command line, a report, or whoever writes the plan.
+
+It knows no prices and no algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.errors import UsageError
+from whale.ir.workload import Prediction, Workload
+
+__all__ = [
+    "Candidate",
+    "Degrees",
+    "Dropped",
+    "Fixed",
+    "Found",
+    "Point",
+    "Progress",
+    "SearchSettings",
+    "StageChoice",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageChoice:
+    """A stage of a plan.
+
+    Attributes:
+        first, last: its layers, [first, last) of the profile's chain.
+        ranks: row-major over data x tensor, ascending along both.
+        data, tensor: degrees; their product is the number of ranks.
+        rows: of a micro-batch, for each data slice; a slice may have none.
+    """
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+    data: int
+    tensor: int
+    rows: tuple[int, ...]
+
+    def slice(self, index: int) -> tuple[int, ...]:
+        """The ranks of a data slice: a tensor group.
+
+        >>> StageChoice(first=0, last=1, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(1, 1)).slice(1)
+        (2, 3)
+        """
+        return self.ranks[index * self.tensor : (index + 1) * self.tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan that was scored.
+
+    Attributes:
+        stages: in the order of the pipeline.
+        micro_batches: of a step, the same for all stages.
+        schedule: ``gpipe`` or ``1f1b``.
+        prediction: of its step, by simulation; the memory of one device for each kind of data slice.
+        workload: that was simulated, with one rank for each kind of data slice: the numbers are the cluster's.
+    """
+
+    stages: tuple[StageChoice, ...]
+    micro_batches: int
+    schedule: str
+    prediction: Prediction
+    workload: Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A family of plans that was left out: what they have in common, why, and how many there were."""
+
+    family: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A plan that was looked at, for a drawing.
+
+    Attributes:
+        seconds: of a step.
+        memory: of the fullest device, as a share of its capacity.
+        label: the plan in short.
+        reason: why it cannot be had; empty where it can.
+    """
+
+    seconds: float
+    memory: float
+    label: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a search is: the best step so far (None: nothing fits yet), the bound below which none lies, plans that
+    were scored, seconds since it began."""
+
+    best_seconds: float | None
+    bound_seconds: float
+    tried: int
+    elapsed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        candidates: the best plans that differ in more than a cut or a row, best first; at least one.
+        bound_seconds: no plan of the space takes less.
+        dropped: what was left out, and why.
+        points: plans that were looked at.
+        tried: how many were scored.
+        seconds: that the search took.
+        exact: whether every plan of the space was scored or excluded by a bound.
+    """
+
+    candidates: tuple[Candidate, ...]
+    bound_seconds: float
+    dropped: tuple[Dropped, ...]
+    points: tuple[Point, ...]
+    tried: int
+    seconds: float
+    exact: bool
+
+    @property
+    def best(self) -> Candidate:
+        """The quickest."""
+        return self.candidates[0]
+
+    @property
+    def gap(self) -> float:
+        """By how much the best plan's step could at most be shorter, as a part of it."""
+        return max(0.0, 1 - self.bound_seconds / self.best.prediction.step_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Degrees of the stages that hold layers [first, last); None: open."""
+
+    first: int
+    last: int
+    data: int | None = None
+    tensor: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What is decided already, as partial annotations do.
+
+    Attributes:
+        starts: layers that begin a stage, beside the first of the chain.
+        uncut: ranges of layers [first, last) that no cut goes through.
+        degrees: of ranges of layers.
+    """
+
+    starts: tuple[int, ...] = ()
+    uncut: tuple[tuple[int, int], ...] = ()
+    degrees: tuple[Degrees, ...] = ()
+
+    def check(self, num_layers: int) -> None:
+        """Refuse what contradicts itself or names layers that do not exist.
+
+        Raises:
+            UsageError: which, and why.
+        """
+        ranges = [*self.uncut, *((one.first, one.last) for one in self.degrees)]
+        for first, last in ranges:
+            if not 0 <= first < last <= num_layers:
+                raise UsageError(f"layers [{first}, {last}) are fixed, but the chain has layers 0 to {num_layers - 1}")
+        for start in self.starts:
+            if not 0 <= start < num_layers:
+                raise UsageError(
+                    f"a stage is to start at layer {start}, but the chain has layers 0 to {num_layers - 1}"
+                )
+            for first, last in self.uncut:
+                if first < start < last:
+                    raise UsageError(
+                        f"a stage is to start at layer {start}, within layers [{first}, {last}) of one stage"
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """What a search may decide, and how long it may take.
+
+    Attributes:
+        precision: of the run, as `whale.planner.precision` knows it.
+        micro_batches: a number, or None: any that divides the batch.
+        schedules: of ``gpipe`` and ``1f1b``, those that are tried.
+        max_stages: of the pipeline; None: as many as there are devices or layers.
+        eager: whether kernels are PyTorch's own, as Whale runs them, or those of a stack such as Megatron's.
+        seed: of the refinement's random moves.
+        time_limit: seconds after which the best so far is the answer.
+        top: how many plans are wanted.
+        fixed: what is decided already.
+    """
+
+    precision: str = "fp32"
+    micro_batches: int | None = None
+    schedules: tuple[str, ...] = ("1f1b",)
+    max_stages: int | None = None
+    eager: bool = False
+    seed: int = 0
+    time_limit: float = 10.0
+    top: int = 5
+    fixed: Fixed | None = None
+
+    def check(self, batch: int) -> None:
+        """Refuse settings that contradict each other or the batch.
+
+        Raises:
+            UsageError: which, and what to give in its place.
+        """
+        unknown = [schedule for schedule in self.schedules if schedule not in ("gpipe", "1f1b")]
+        if unknown or not self.schedules:
+            given = repr(unknown[0]) if unknown else "none"
+            raise UsageError(f"the search knows the schedules gpipe and 1f1b; given was {given}")
+        for name, value in (("batch", batch), ("max_stages", self.max_stages), ("top", self.top)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, but must be at least 1")
+        if self.micro_batches is not None and (self.micro_batches < 1 or batch % self.micro_batches):
+            raise UsageError(
+                f"{self.micro_batches} micro-batches do not divide a batch of {batch} rows; use a divisor of it"
+            )
+        if not self.time_limit > 0:
+            raise UsageError(f"the time limit is {self.time_limit} seconds, but must be positive")

@@ -1,0 +1,438 @@
+"""What a plan of the search's space should give: a chain of stages, each on its own mesh, simulated as a workload.
+
+Data slices of a stage whose devices, places in their nodes, rows and neighbours are alike are one *kind*, priced and
+simulated once, so that thousands of ranks cost what a few do. Where stages of the same degrees follow each other it
+says what `whale.planner.estimate` says. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from whale.errors import UsageError
+from whale.ir.cluster import Cluster
+from whale.ir.profile import ModelProfile
+from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
+from whale.planner.estimate import STEP_OVERHEAD_SECONDS, relative_error
+from whale.planner.memory import FRAGMENTATION
+from whale.planner.search.choices import Candidate, StageChoice
+from whale.planner.search.prices import LayerPrice, Memo, Prices, TensorGroup
+from whale.planner.simulate import simulate
+from whale.planner.stages import OVERLAP_SLOWDOWN
+
+__all__ = ["cost_of", "evaluate", "in_flight", "score"]
+
+MOST_TASKS = 4_000
+"""Steps of more tasks are not simulated to their end: see `_simulated`."""
+
+
+def evaluate(
+    profile: ModelProfile,
+    cluster: Cluster,
+    stages: Sequence[StageChoice],
+    *,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    precision: str = "fp32",
+    eager: bool = False,
+    known: Memo | None = None,
+) -> Candidate:
+    """Score a plan, whether it fits in memory or not.
+
+    Complexity: linear in ranks (to see which are alike), and that of the simulation in stages x kinds of slices x
+    micro-batches, of which no more than a pipeline's depth of them, thrice, are simulated.
+
+    Raises:
+        UsageError: the stages are no chain, a mesh does not fit its ranks, or the profile does not know a degree.
+    """
+    prices = Prices.of(profile, cluster, precision=precision, eager=eager, known=known)
+    return score(prices, stages, micro_batches=micro_batches, schedule=schedule)
+
+
+def score(prices: Prices, stages: Sequence[StageChoice], *, micro_batches: int, schedule: str = "1f1b") -> Candidate:
+    """As `evaluate`, with prices that are there."""
+    _check(prices, stages)
+    plan = _Plan.of_stages(prices, stages, micro_batches, schedule)
+    workload = plan.workload()
+    simulated = _simulated(workload)
+    cluster, batch = prices.cluster, micro_batches * sum(stages[0].rows)
+    measured = all(price.measured for own in plan.costs for price in own)
+    source: Literal["measured", "modelled"] = "measured" if measured else "modelled"
+    error = relative_error(cluster, measured=measured)
+    seconds = simulated.seconds
+    memory = tuple(sorted(plan.memory(), key=lambda device: device.rank))
+    flops = 3 * batch * prices.flops
+    peak = sum(prices.precision.rate(device.type)[0] for device in cluster.devices)
+    prediction = Prediction(
+        step_seconds=seconds,
+        step_seconds_interval=(seconds * (1 - error), seconds * (1 + error)),
+        breakdown=simulated.breakdown,
+        memory=memory,
+        fits=all(device.total <= device.capacity for device in memory),
+        source=source,
+        bubble=simulated.bubble,
+        flops=flops,
+        mfu=flops / seconds / peak,
+    )
+    return Candidate(
+        stages=tuple(stages),
+        micro_batches=micro_batches,
+        schedule=schedule,
+        prediction=prediction,
+        workload=workload,
+    )
+
+
+def in_flight(schedule: str, num_stages: int, stage: int, micro_batches: int) -> int:
+    """How many micro-batches a stage keeps at a time, at most.
+
+    >>> [in_flight("1f1b", 4, stage, 8) for stage in range(4)]
+    [4, 3, 2, 1]
+    """
+    return micro_batches if schedule == "gpipe" else min(num_stages - stage, micro_batches)
+
+
+def _check(prices: Prices, stages: Sequence[StageChoice]) -> None:
+    num_layers, used = len(prices.profile.layers), Counter(rank for stage in stages for rank in stage.ranks)
+    bounds = [0, *(stage.last for stage in stages)]
+    if bounds[:-1] != [stage.first for stage in stages] or bounds[-1] != num_layers or sorted(set(bounds)) != bounds:
+        cuts = ", ".join(f"[{stage.first}, {stage.last})" for stage in stages) or "none"
+        raise UsageError(f"stages take the layers 0 to {num_layers - 1} one after the other, unlike {cuts}")
+    for index, stage in enumerate(stages):
+        if stage.data * stage.tensor != len(stage.ranks) or len(stage.rows) != stage.data:
+            raise UsageError(
+                f"stage {index} has a mesh of {stage.data} x {stage.tensor} with {len(stage.ranks)} ranks and rows for "
+                f"{len(stage.rows)} data slices"
+            )
+        if sum(stage.rows) != sum(stages[0].rows) or min(stage.rows) < 0 or not any(stage.rows):
+            raise UsageError(
+                f"stage {index} takes {sum(stage.rows)} rows of a micro-batch, stage 0 {sum(stages[0].rows)}; all take "
+                "the same, at least one"
+            )
+        if stage.tensor not in prices.tensor_degrees:
+            known = ", ".join(map(str, prices.tensor_degrees)) or "none"
+            raise UsageError(f"stage {index}: {prices.profile.name} has no tensor degree {stage.tensor}, only {known}")
+    twice = next((rank for rank, count in used.items() if count > 1), None)
+    wrong = next((rank for rank in used if not 0 <= rank < len(prices.cluster.devices)), None)
+    if twice is not None or wrong is not None:
+        what = f"rank {twice} is in two places" if twice is not None else f"rank {wrong} does not exist"
+        raise UsageError(f"{what}; every rank is used once at most")
+
+
+# --- data slices that are alike ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """Data slices of a stage that are alike; the first stands for them.
+
+    Attributes:
+        index: of that slice in its stage.
+        rank: of its device with least memory, which stands for the tensor group.
+    """
+
+    group: TensorGroup
+    rows: int
+    index: int
+    rank: int
+
+
+class _Pair(NamedTuple):
+    """Rows that a slice hands to one of the next stage."""
+
+    source: int
+    target: int
+    rows: int
+    same_node: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A plan with its kinds of slices.
+
+    Attributes:
+        kinds: of each stage; ``of`` says the kind of each slice, by position in ``kinds``.
+        pairs: of each boundary.
+        costs: of each stage and kind, for one micro-batch.
+    """
+
+    prices: Prices
+    stages: tuple[StageChoice, ...]
+    micro_batches: int
+    schedule: str
+    kinds: tuple[tuple[_Kind, ...], ...]
+    of: tuple[tuple[int, ...], ...]
+    pairs: tuple[tuple[_Pair, ...], ...]
+    costs: tuple[tuple[LayerPrice, ...], ...]
+
+    @classmethod
+    def of_stages(cls, prices: Prices, stages: Sequence[StageChoice], micro_batches: int, schedule: str) -> _Plan:
+        groups = [[prices.group(stage.slice(index), stage.data) for index in range(stage.data)] for stage in stages]
+        pairs = tuple(tuple(_pairs(prices.cluster, *both)) for both in pairwise(stages))
+        looks: list[list[set[tuple[object, ...]]]] = [[set() for _ in stage.rows] for stage in stages]
+        for boundary, found in enumerate(pairs):
+            here, there = stages[boundary], stages[boundary + 1]
+            for pair in found:
+                ahead = (groups[boundary + 1][pair.target].kind, there.rows[pair.target], pair.same_node)
+                back = (groups[boundary][pair.source].kind, here.rows[pair.source], pair.same_node)
+                looks[boundary][pair.source].add(("to", *ahead))
+                looks[boundary + 1][pair.target].add(("from", *back))
+        kinds, of = [], []
+        for stage, own, seen in zip(stages, groups, looks, strict=True):
+            positions: dict[object, int] = {}
+            members: list[_Kind] = []
+            places = []
+            for index, (group, rows) in enumerate(zip(own, stage.rows, strict=True)):
+                key = (group.kind, rows, frozenset(seen[index]))
+                if key not in positions:
+                    positions[key] = len(members)
+                    devices = [prices.cluster.devices[rank] for rank in stage.slice(index)]
+                    smallest = min(devices, key=lambda device: device.memory_bytes)
+                    members.append(_Kind(group=group, rows=rows, index=index, rank=smallest.rank))
+                places.append(positions[key])
+            kinds.append(tuple(members))
+            of.append(tuple(places))
+        costs = tuple(
+            tuple(cost_of(prices, range(stage.first, stage.last), kind.group, kind.rows, micro_batches) for kind in own)
+            for stage, own in zip(stages, kinds, strict=True)
+        )
+        return cls(
+            prices=prices,
+            stages=tuple(stages),
+            micro_batches=micro_batches,
+            schedule=schedule,
+            kinds=tuple(kinds),
+            of=tuple(of),
+            pairs=pairs,
+            costs=costs,
+        )
+
+    def layers(self, stage: int) -> range:
+        """Those of a stage."""
+        return range(self.stages[stage].first, self.stages[stage].last)
+
+    # The workload
+
+    def workload(self) -> Workload:
+        """The step of one rank for each kind of slice."""
+        works = []
+        for own, costs in zip(self.kinds, self.costs, strict=True):
+            kept = tuple(round(cost.kept) for cost in costs)
+            works.append(
+                StageWork(
+                    ranks=tuple(kind.rank for kind in own),
+                    forward=tuple(cost.forward for cost in costs),
+                    backward=tuple(cost.backward for cost in costs),
+                    weights=tuple(cost.weights for cost in costs),
+                    communication=tuple(cost.communication for cost in costs),
+                    kept_bytes=kept,
+                    forward_peak_bytes=kept,
+                    backward_peak_bytes=tuple(round(cost.working) for cost in costs),
+                )
+            )
+        boundaries, links = self._boundaries()
+        update = [0.0] * len(self.prices.cluster.devices)
+        for own, costs in zip(self.kinds, self.costs, strict=True):
+            for kind, cost in zip(own, costs, strict=True):
+                update[kind.rank] = cost.update
+        return Workload(
+            world_size=len(self.prices.cluster.devices),
+            micro_batches=self.micro_batches,
+            schedule=self.schedule,
+            stages=tuple(works),
+            boundaries=boundaries,
+            reductions=tuple(self._reductions()),
+            links=links,
+            update=tuple(update),
+            overhead=STEP_OVERHEAD_SECONDS,
+            overlap_slowdown=OVERLAP_SLOWDOWN,
+        )
+
+    def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
+        """What kinds of slices hand to each other. Of a slice that sends to several of a kind, or receives from
+        several, all go through its one link: the busier end counts."""
+        boundaries, links = [], []
+        for boundary, pairs in enumerate(self.pairs):
+            sent: dict[tuple[int, int], int] = {}
+            received: dict[tuple[int, int], int] = {}
+            example: dict[tuple[int, int], _Pair] = {}
+            for pair in pairs:
+                source, target = self.of[boundary][pair.source], self.of[boundary + 1][pair.target]
+                sent[pair.source, target] = sent.get((pair.source, target), 0) + pair.rows
+                received[source, pair.target] = received.get((source, pair.target), 0) + pair.rows
+                example.setdefault((source, target), pair)
+            rows = dict.fromkeys(example, 0)
+            for (index, target), count in sent.items():
+                between = self.of[boundary][index], target
+                rows[between] = max(rows[between], count)
+            for (source, index), count in received.items():
+                between = source, self.of[boundary + 1][index]
+                rows[between] = max(rows[between], count)
+            forward, backward = [], []
+            for (source, target), pair in example.items():
+                one, other = self._links(boundary, pair, rows[source, target])
+                links += [one[1], other[1]]
+                forward.append(one[0])
+                backward.append(other[0])
+            boundaries.append(
+                Boundary(
+                    source_stage=boundary,
+                    target_stage=boundary + 1,
+                    forward=tuple(forward),
+                    backward=tuple(backward),
+                )
+            )
+        return tuple(boundaries), tuple(links)
+
+    def _links(
+        self, boundary: int, pair: _Pair, rows: int
+    ) -> tuple[tuple[Transfer, LinkTime], tuple[Transfer, LinkTime]]:
+        """The message of *rows* rows forward and the one of gradients back, between the ranks that stand for slices."""
+        here, there = self.stages[boundary], self.stages[boundary + 1]
+        ends = [
+            (here.slice(pair.source), self.kinds[boundary][self.of[boundary][pair.source]]),
+            (there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
+        ]
+        whole = self.prices.output_bytes(here.last - 1, rows)
+        size = round(whole / min(here.tensor, there.tensor))
+        found = []
+        for (source, kind), (target, other) in (ends, ends[::-1]):
+            hop = self.prices.hop(source, target, other.group, size, whole)
+            transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
+            link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)
+            found.append((transfer, link))
+        return found[0], found[1]
+
+    def _reductions(self) -> Iterator[Reduction]:
+        """The sums of gradients at the end of the step: each stage's own over its data slices, after the last backward,
+        and those of tied parameters over the stages that have them."""
+        prices, size = self.prices, self.prices.gradient_bytes
+        apart = [(readers, shared) for readers, shared in prices.profile.tied if len(self._owners(readers)) > 1]
+        for index, stage in enumerate(self.stages):
+            dense, experts = prices.parameters(self.layers(index), stage.tensor)
+            dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
+            group = stage.ranks[:: stage.tensor]
+            amounts = [max(0.0, dense) * size, experts * size]
+            seconds = sum(prices.all_reduce(group, stage.tensor, amount) for amount in amounts)
+            if seconds:
+                ranks = tuple(kind.rank for kind in self.kinds[index])
+                yield Reduction(ranks=ranks, stages=(index,), bytes=round(sum(amounts)), seconds=seconds)
+        for readers, shared in apart:
+            owners = self._owners(readers)
+            degree = min(self.stages[index].tensor for index in owners)
+            group = tuple(rank for index in owners for rank in self.stages[index].ranks[:: self.stages[index].tensor])
+            seconds = prices.all_reduce(group, degree, shared / degree * size)
+            ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
+            yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
+
+    def _owners(self, readers: Sequence[int]) -> tuple[int, ...]:
+        """The stages that have one of the layers *readers*."""
+        return tuple(
+            index
+            for index, stage in enumerate(self.stages)
+            if any(stage.first <= layer < stage.last for layer in readers)
+        )
+
+    # Memory
+
+    def memory(self) -> Iterator[DeviceMemory]:
+        """Of the smallest device of each kind of slice."""
+        for index, (stage, own, costs) in enumerate(zip(self.stages, self.kinds, self.costs, strict=True)):
+            held = in_flight(self.schedule, len(self.stages), index, self.micro_batches)
+            state = self.prices.state(sum(self.prices.parameters(self.layers(index), stage.tensor)))
+            for kind, cost in zip(own, costs, strict=True):
+                device = self.prices.cluster.devices[kind.rank]
+                kept, working = held * round(cost.kept), round(cost.working)
+                yield DeviceMemory(
+                    rank=kind.rank,
+                    device=device.name,
+                    capacity=device.memory_bytes,
+                    parameters=round(state.parameters),
+                    gradients=round(state.gradients),
+                    optimizer=round(state.optimizer),
+                    activations=kept,
+                    workspace=working,
+                    buffers=round((kept + working) * FRAGMENTATION),
+                    framework=round(self.prices.overhead_bytes[device.type.name]),
+                )
+
+
+def _pairs(cluster: Cluster, here: StageChoice, there: StageChoice) -> Iterator[_Pair]:
+    """Who hands rows to whom: slices have their rows in order, as ranges of the micro-batch."""
+    source = target = 0
+    left, wanted = here.rows[0], there.rows[0]
+    while True:
+        rows = min(left, wanted)
+        if rows:
+            a, b = here.ranks[source * here.tensor], there.ranks[target * there.tensor]
+            yield _Pair(source, target, rows, cluster.devices[a].node == cluster.devices[b].node)
+        left, wanted = left - rows, wanted - rows
+        if not left:
+            source += 1
+            if source == here.data:
+                return
+            left = here.rows[source]
+        if not wanted and target + 1 < there.data:
+            target += 1
+            wanted = there.rows[target]
+
+
+def cost_of(prices: Prices, layers: range, group: TensorGroup, rows: int, micro_batches: int) -> LayerPrice:
+    """A micro-batch through layers on a tensor group."""
+    kinds = Counter(prices.profile.layers[index] for index in layers)
+    found = [(count, prices.layer(kind, group, rows, micro_batches)) for kind, count in kinds.items()]
+    backward = sum(count * price.backward for count, price in found)
+    forward = sum(count * price.forward for count, price in found)
+    return LayerPrice(
+        forward=forward,
+        backward=backward,
+        weights=min(backward, sum(count * price.weights for count, price in found)),
+        communication=min(forward + backward, sum(count * price.communication for count, price in found)),
+        kept=sum(count * price.kept for count, price in found),
+        working=max(price.working for _, price in found),
+        update=sum(count * price.update for count, price in found),
+        measured=all(price.measured for _, price in found),
+    )
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+class _Simulated(NamedTuple):
+    seconds: float
+    breakdown: dict[str, float]
+    bubble: float
+
+
+def _simulated(workload: Workload) -> _Simulated:
+    """The step, its breakdown and its bubble.
+
+    Once a pipeline is full every further micro-batch takes as long as the one before. So of a long step only so many
+    micro-batches are simulated as fill it thrice, and as many as four times, and what is between them goes on.
+    """
+    ranks = sum(len(stage.ranks) for stage in workload.stages)
+    depth = len(workload.stages)
+    few, more = 3 * depth, 4 * depth
+    if 2 * ranks * workload.micro_batches <= MOST_TASKS or workload.micro_batches <= more:
+        return _whole(workload)
+    one, other = (_whole(workload.model_copy(update={"micro_batches": count})) for count in (few, more))
+    times = (workload.micro_batches - more) / (more - few)
+
+    def onward(first: float, second: float) -> float:
+        return max(0.0, second + times * (second - first))
+
+    seconds = onward(one.seconds, other.seconds)
+    waited = onward(one.bubble * one.seconds, other.bubble * other.seconds)
+    parts = {part: onward(spent, other.breakdown[part]) for part, spent in one.breakdown.items()}
+    scale = seconds / sum(parts.values())  # another rank may be the last of the longer step
+    return _Simulated(seconds, {part: spent * scale for part, spent in parts.items()}, min(1.0, waited / seconds))
+
+
+def _whole(workload: Workload) -> _Simulated:
+    timeline = simulate(workload)
+    breakdown = {str(part): spent for part, spent in timeline.breakdown.items()}
+    return _Simulated(timeline.step_seconds, breakdown, min(1.0, timeline.bubble))

@@ -1,0 +1,214 @@
+"""Which meshes the stages of a pipeline may have, family by family; each is a quota program of its own.
+
+A cluster of thousands of devices has more sequences of meshes than can be looked at, but few kinds of good ones:
+
+- *any*: each stage takes any units of each pool, one type or mixed, at any tensor degree; pools are cut into few units
+  (16 of one type, 8 each of two, 4 of three), so pipelines are short;
+- *replicas*: all stages have the same data degree, and each type its own tensor degree: pipelines of any depth, in
+  which a stage is of one type;
+- *alike*: all stages have the same mesh, of all types: data slices are uneven, stages equal.
+
+Pure data, tensor and pipeline parallelism are members of these. The families of a number of micro-batches are tried in
+the order of what they could reach if stages were perfectly equal; those that could not come near the best so far are
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import ceil, gcd
+
+from whale.planner.search.devices import Mesh, Pool
+from whale.planner.search.meshes import Meshes
+from whale.planner.search.quota import Option, Sequenced, quota_sequences
+
+__all__ = ["Family", "any_meshes", "families_of", "fit_tensor_degrees"]
+
+Sample = tuple[int, Mesh]
+"""A mesh with the units that it takes."""
+
+UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
+"""Of each pool in the family *any*, by the number of pools; two for more."""
+
+DEEPEST = {"any": 8}
+"""Stages of the family *any* where there is more than one pool."""
+
+SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
+"""Bounds on the slowest stage that are tried, as multiples of what equal stages would take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Meshes to be sequenced.
+
+    Attributes:
+        name: for people.
+        meshes: with the units that each takes.
+        quotas: units of each dimension.
+        max_stages: of its pipelines.
+        micro_batches: of a step.
+        even: seconds that a stage would take for a micro-batch if all were equal and all devices used.
+        reach: seconds of a step if stages were equal, the least that the family could come to.
+        held: the part of the chain that its devices hold together, at most.
+    """
+
+    name: str
+    meshes: tuple[tuple[tuple[int, ...], Mesh], ...]
+    quotas: tuple[int, ...]
+    max_stages: int
+    micro_batches: int
+    even: float
+    reach: float
+    held: float
+
+    def all_devices(self) -> tuple[Mesh, ...]:
+        """A sequence of its smallest meshes that uses as many devices as there are."""
+        left, found = list(self.quotas), []
+        for units, mesh in sorted(self.meshes):
+            while all(need <= rest for need, rest in zip(units, left, strict=True)):
+                left = [rest - need for need, rest in zip(units, left, strict=True)]
+                found.append(mesh)
+        return tuple(found)
+
+    def sequences(self, meshes: Meshes, batch: int, schedule: str) -> list[Sequenced]:
+        """For each number of stages the one with the quickest slowest stage."""
+        rows = batch // self.micro_batches
+        options = [Option(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in self.meshes]
+        return quota_sequences(
+            options,
+            self.quotas,
+            meshes.chain,
+            micro_batches=self.micro_batches,
+            schedule=schedule,
+            bounds=[self.even * factor for factor in SPREAD],
+            max_stages=self.max_stages,
+        )
+
+
+def fit_tensor_degrees(pools: Sequence[Pool], counts: Sequence[int], degrees: Sequence[int]) -> list[int]:
+    """The tensor degrees for a mesh of these counts: a group is of one type, within a node or of whole nodes."""
+    used = [(pool, count) for pool, count in zip(pools, counts, strict=True) if count]
+    return [
+        degree
+        for degree in degrees
+        if all(count % degree == 0 and (degree <= pool.per_node or degree % pool.per_node == 0) for pool, count in used)
+    ]
+
+
+def families_of(meshes: Meshes, batch: int, micro_batches: int, max_stages: int) -> list[Family]:
+    """All families for a number of micro-batches."""
+    rows = batch // micro_batches
+    found = [any_meshes(meshes, rows, micro_batches, max_stages)]
+    found += _replicas(meshes, rows, micro_batches, max_stages)
+    found += _alike(meshes, rows, micro_batches, max_stages)
+    return [family for family in found if family is not None]
+
+
+def _unit(pool: Pool, most: int) -> int:
+    """Devices in a unit of a pool: a power of two, or whole nodes."""
+    least = ceil(len(pool.ranks) / most)
+    if least >= pool.per_node:
+        return ceil(least / pool.per_node) * pool.per_node
+    return min(pool.per_node, 1 << (least - 1).bit_length())
+
+
+def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
+    """The family *any*."""
+    pools = meshes.pools
+    most = UNITS.get(len(pools), 2)
+    units = [_unit(pool, most) for pool in pools]
+    quotas = tuple(len(pool.ranks) // unit for pool, unit in zip(pools, units, strict=True))
+    chosen = []
+    for own in product(*(range(quota + 1) for quota in quotas)):
+        counts = tuple(number * unit for number, unit in zip(own, units, strict=True))
+        for degree in fit_tensor_degrees(pools, counts, meshes.prices.tensor_degrees) if any(own) else ():
+            mesh = Mesh(counts, degree)
+            if mesh.data <= rows:
+                chosen.append((own, mesh))
+    deepest = max_stages if len(pools) == 1 else min(max_stages, DEEPEST["any"])
+    return _family("any", meshes, rows, micro_batches, chosen, quotas, deepest)
+
+
+def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+    pools = meshes.pools
+    most = max(len(pool.ranks) for pool in pools)
+    data_degrees = [degree for degree in _degrees(most) if degree <= rows]
+    choices = [
+        [degree for degree in meshes.prices.tensor_degrees if degree <= pool.per_node or degree % pool.per_node == 0]
+        for pool in pools
+    ]
+    for data, tensors in product(data_degrees, product(*choices)):
+        sizes = [data * tensor for tensor in tensors]
+        quotas = tuple(len(pool.ranks) // size for pool, size in zip(pools, sizes, strict=True))
+        if sum(quotas) > 1:
+            own = [
+                (_single(index, 1, len(pools)), Mesh(_single(index, size, len(pools)), tensor))
+                for index, (size, tensor, quota) in enumerate(zip(sizes, tensors, quotas, strict=True))
+                if quota
+            ]
+            yield _family("replicas", meshes, rows, micro_batches, own, quotas, max_stages)
+
+
+def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+    nums = [len(pool.ranks) for pool in meshes.pools]
+    if len(nums) < 2:
+        return
+    for depth in _degrees(gcd(*nums)):
+        counts = tuple(num // depth for num in nums)
+        for degree in fit_tensor_degrees(meshes.pools, counts, meshes.prices.tensor_degrees):
+            mesh = Mesh(counts, degree)
+            if mesh.data <= rows and depth <= max_stages:
+                yield _family("alike", meshes, rows, micro_batches, [((1,), mesh)], (depth,), depth)
+
+
+def _degrees(most: int) -> list[int]:
+    """Powers of two, and thrice them, up to *most*, and *most*."""
+    found = {factor << power for factor in (1, 3) for power in range(most.bit_length()) if factor << power <= most}
+    return sorted({*found, most})
+
+
+def _single(index: int, value: int, length: int) -> tuple[int, ...]:
+    return tuple(value if position == index else 0 for position in range(length))
+
+
+def _family(
+    name: str,
+    meshes: Meshes,
+    rows: int,
+    micro_batches: int,
+    chosen: Sequence[tuple[tuple[int, ...], Mesh]],
+    quotas: tuple[int, ...],
+    deepest: int,
+) -> Family | None:
+    """With what equal stages would take: each dimension's units at the rate of the best of a few meshes, the smallest
+    and the largest of each tensor degree."""
+    samples: dict[tuple[int, int], tuple[Sample, Sample]] = {}
+    for units, mesh in chosen:
+        used = [index for index, number in enumerate(units) if number]
+        if len(used) == 1:
+            key, sample = (used[0], mesh.tensor), (units[used[0]], mesh)
+            least, most = samples.get(key, (sample, sample))
+            samples[key] = min(least, sample), max(most, sample)
+    rates, held = [0.0] * len(quotas), [0.0] * len(quotas)
+    for (index, _), both in samples.items():
+        for size, mesh in both:
+            costs = meshes.costs(mesh, rows, micro_batches)
+            chain = float(costs.both[-1] + (costs.once[-1] + costs.latency) / micro_batches)
+            rates[index] = max(rates[index], 1 / chain / size)
+            held[index] = max(held[index], costs.part_held / size)
+    speed = sum(rate * quota for rate, quota in zip(rates, quotas, strict=True))
+    if not speed:
+        return None
+    stages = max(1, ceil(sum(quotas) / max(sum(units) for units, _ in chosen)))
+    return Family(
+        name=name,
+        meshes=tuple(chosen),
+        quotas=quotas,
+        max_stages=max(1, min(deepest, len(meshes.chain))),
+        micro_batches=micro_batches,
+        even=1 / speed,
+        reach=(micro_batches - 1 + stages) / speed,
+        held=sum(part * quota for part, quota in zip(held, quotas, strict=True)),
+    )

@@ -1,0 +1,98 @@
+"""From a draft to a plan: its meshes on ranks, and the rows of a micro-batch for each data slice.
+
+Rows are exact: those with which the slowest slice of a stage is done first and every device holds its part
+(`whale.planner.balance.fastest_shares`). Where they do not fit they are those by speed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.errors import InfeasibleError
+from whale.ir.profile import Affine
+from whale.planner.balance import Worker, fastest_shares
+from whale.planner.memory import FRAGMENTATION
+from whale.planner.search.choices import Candidate, StageChoice
+from whale.planner.search.devices import lay_out
+from whale.planner.search.drafts import Draft
+from whale.planner.search.evaluate import cost_of, in_flight, score
+from whale.planner.search.meshes import Meshes
+from whale.planner.search.prices import Prices, TensorGroup
+
+__all__ = ["fastest_rows", "laid_out"]
+
+
+def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
+    """The draft on ranks, simulated."""
+    bounds = meshes.chain.bounds
+    ends = (*draft.starts[1:], len(meshes.chain))
+    stages = []
+    for index, (mesh, groups) in enumerate(zip(draft.meshes, lay_out(meshes.pools, draft.meshes), strict=True)):
+        layers = range(bounds[draft.starts[index]], bounds[ends[index]])
+        held = in_flight(draft.schedule, len(draft.meshes), index, draft.micro_batches)
+        priced = [meshes.prices.group(ranks, mesh.data) for ranks in groups]
+        rows = fastest_rows(meshes.prices, layers, priced, batch // draft.micro_batches, draft.micro_batches, held)
+        stages.append(
+            StageChoice(
+                first=layers.start,
+                last=layers.stop,
+                ranks=tuple(rank for group in groups for rank in group),
+                data=mesh.data,
+                tensor=mesh.tensor,
+                rows=rows,
+            )
+        )
+    return score(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule)
+
+
+def fastest_rows(
+    prices: Prices, layers: range, groups: Sequence[TensorGroup], rows: int, micro_batches: int, held: int
+) -> tuple[int, ...]:
+    """Rows of a micro-batch for each of a stage's tensor groups.
+
+    Args:
+        prices: of layers.
+        layers: of the stage.
+        groups: in the order of its data slices.
+        rows: of a micro-batch.
+        micro_batches: of a step.
+        held: how many of them are in flight.
+    """
+    if len(set(groups)) == 1:
+        share, rest = divmod(rows, len(groups))
+        return tuple(share + (index < rest) for index in range(len(groups)))
+    state = prices.state(sum(prices.parameters(layers, groups[0].degree))).total
+    known: dict[TensorGroup, Worker] = {}
+    for group in groups:
+        if group not in known:
+            known[group] = _worker(prices, layers, group, micro_batches, held, state, rows)
+    workers = [known[group] for group in groups]
+    try:
+        return fastest_shares(rows, workers).units
+    except InfeasibleError:
+        return fastest_shares(rows, [Worker(name=one.name, seconds=one.seconds) for one in workers]).units
+
+
+def _worker(
+    prices: Prices, layers: range, group: TensorGroup, micro_batches: int, held: int, state: float, rows: int
+) -> Worker:
+    known: dict[int, float] = {0: 0.0}
+
+    def seconds(count: int) -> float:
+        if count not in known:
+            cost = cost_of(prices, layers, group, count, micro_batches)
+            known[count] = cost.forward + cost.backward
+        return known[count]
+
+    def activations(count: int) -> float:
+        cost = cost_of(prices, layers, group, count, micro_batches)
+        return (held * cost.kept + cost.working) * (1 + FRAGMENTATION)
+
+    slope = (activations(rows) - activations(1)) / max(1, rows - 1)
+    overhead = max(prices.overhead_bytes[type_.name] for type_ in group.types)
+    return Worker(
+        name=group.types[0].name,
+        seconds=seconds,
+        memory=Affine(state + overhead + max(0.0, activations(1) - slope), slope),
+        capacity_bytes=group.memory_bytes,
+    )

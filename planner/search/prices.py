@@ -1,0 +1,370 @@
+"""What a search pays: layers on the devices of a tensor group, collectives and sends, each priced once.
+
+The prices are those of `whale.planner.estimate`, for groups of any ranks: a tensor group is as slow as its slowest
+device, and everything that makes groups cost alike (device types, where they lie in their nodes, the nodes' links) is
+the key under which a price is kept. So thousands of equal devices are priced like one, and a later search for the same
+model, on other machines or with another batch, finds what it shares with the first. It knows no stages and decides
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from whale.ir.cluster import Cluster, DeviceType
+from whale.ir.profile import ModelProfile
+from whale.planner.communication import collective, send
+from whale.planner.compute import Collective, LayerSeconds, attention_is_fused, forward_flops, layer_seconds, variant_of
+from whale.planner.memory import StateBytes, gradient_bytes, kept_bytes, overhead_bytes, state_bytes, working_bytes
+from whale.planner.precision import Precision, precision_named
+from whale.planner.stages import exposed_seconds
+from whale.planner.topology import Topology
+
+__all__ = ["Hop", "LayerPrice", "Memo", "Prices", "TensorGroup"]
+
+Shape = tuple[tuple[int, int, int, int], ...]
+"""Where a group lies: kind of node, its devices and adapters there, and how many such nodes follow each other."""
+
+
+class LayerPrice(NamedTuple):
+    """A micro-batch through one layer on a tensor group: seconds of its slowest device, bytes of its fullest."""
+
+    forward: float
+    backward: float
+    weights: float
+    communication: float
+    kept: float
+    working: float
+    update: float
+    measured: bool
+
+
+NOTHING = LayerPrice(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, True)
+
+
+class Hop(NamedTuple):
+    """What a message between two tensor groups takes: seconds besides its bytes, and bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorGroup:
+    """Devices that share a layer's matrices. Groups that cost alike are one object.
+
+    Attributes:
+        kind: a number; groups of the same number cost alike, on whatever cluster.
+        ranks: of one of them.
+        types: the different ones among its devices, by name.
+        shape: where it lies.
+        sharing: how many such groups communicate at the same time over the same adapters.
+        memory_bytes: of its smallest device.
+    """
+
+    kind: int
+    ranks: tuple[int, ...]
+    types: tuple[DeviceType, ...]
+    shape: Shape
+    sharing: int
+    memory_bytes: int
+
+    @property
+    def degree(self) -> int:
+        """Its devices."""
+        return len(self.ranks)
+
+
+class Memo:
+    """What was priced already, for one profile, number type and stack of kernels; others empty it.
+
+    Keys say all that a price depends on, so it may be handed from a search to the next one on other machines.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[Any, ...] = ()
+        self.kinds_of_nodes: dict[Any, int] = {}
+        self.kinds_of_groups: dict[Any, int] = {}
+        self.layers: dict[Any, LayerPrice] = {}
+        self.seconds: dict[Any, LayerSeconds] = {}
+        self.collectives: dict[Any, float] = {}
+        self.hops: dict[Any, Hop] = {}
+
+    def begin(self, profile: ModelProfile, precision: Precision, eager: bool) -> Memo:
+        """Itself, emptied if it has prices of another profile or run."""
+        of = (profile, precision, eager)
+        if self._of != of:
+            self.__dict__.update(Memo().__dict__)
+            self._of = of
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices of a model's layers and messages on a cluster.
+
+    ``eager``: kernels are PyTorch's own, as Whale runs them; else those of a stack such as Megatron's.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    precision: Precision
+    eager: bool = False
+    memo: Memo = field(default_factory=Memo)
+    _groups: dict[int, TensorGroup] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        profile: ModelProfile,
+        cluster: Cluster,
+        *,
+        precision: str = "fp32",
+        eager: bool = False,
+        known: Memo | None = None,
+    ) -> Prices:
+        """Prices with what is *known*."""
+        number = precision_named(precision)
+        memo = (known or Memo()).begin(profile, number, eager)
+        return cls(profile=profile, cluster=cluster, precision=number, eager=eager, memo=memo)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The links of the cluster, with the curves of the profile."""
+        return Topology.of(self.cluster, self.profile.links)
+
+    @cached_property
+    def overhead_bytes(self) -> dict[str, float]:
+        """What is taken on a device of each type before any layer, by the name of the type."""
+        num = len(self.cluster.devices)
+        return {device.type.name: overhead_bytes(device.type, num) for device in self.cluster.devices}
+
+    @cached_property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """The degrees over which all layers can be split, ascending."""
+        common: set[int] | None = None
+        for kind in self.profile.kinds:
+            known = {one.tensor_degree for one in kind.variants} or {one.tensor_degree for one in kind.measured}
+            common = known if common is None else common & known
+        refused = {degree for degree, _ in self.profile.refused}
+        return tuple(sorted((common or set()) - refused))
+
+    @cached_property
+    def flops(self) -> float:
+        """Multiplications and additions of a row's forward."""
+        degree = min(self.tensor_degrees, default=1)
+        counts = Counter(self.profile.layers)
+        return sum(count * forward_flops(self.profile.kinds[kind], degree) for kind, count in counts.items())
+
+    # Groups
+
+    def group(self, ranks: Sequence[int], num_alike: int) -> TensorGroup:
+        """The tensor group of these ranks, one of *num_alike* in its stage."""
+        own = tuple(ranks)
+        shape = self.shape(own)
+        sharing = self.sharing(own, num_alike)
+        types = {self.cluster.devices[rank].type.name: self.cluster.devices[rank].type for rank in own}
+        ordered = tuple(types[name] for name in sorted(types))
+        known = self.memo.kinds_of_groups
+        kind = known.setdefault((shape, sharing, ordered), len(known))
+        if kind not in self._groups:
+            memory = min(type_.memory_bytes for type_ in ordered)
+            self._groups[kind] = TensorGroup(
+                kind=kind, ranks=own, types=ordered, shape=shape, sharing=sharing, memory_bytes=memory
+            )
+        return self._groups[kind]
+
+    def shape(self, ranks: Sequence[int]) -> Shape:
+        """Where ranks lie, for a key. Linear in the ranks."""
+        kinds, places = self._kinds_of_nodes, self._places
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            node, position = places[rank]
+            by_node.setdefault(node, []).append(position)
+        runs: list[tuple[int, int, int, int]] = []
+        for node in sorted(by_node):
+            own = (kinds[node], len(by_node[node]), self._num_adapters(node, by_node[node]))
+            if runs and runs[-1][:3] == own:
+                runs[-1] = (*own, runs[-1][3] + 1)
+            else:
+                runs.append((*own, 1))
+        return tuple(runs)
+
+    def _num_adapters(self, node: int, positions: Sequence[int]) -> int:
+        """Adapters of a node that devices at these positions use (`whale.planner.topology` deals them out so)."""
+        here = self.cluster.nodes[node]
+        if here.inter is None:
+            return 0
+        num_adapters, num_devices = here.inter.num_adapters, len(here.ranks)
+        return len({position * num_adapters // num_devices for position in positions})
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        """Of each rank the index of its node and its position there."""
+        return [(index, place) for index, node in enumerate(self.cluster.nodes) for place in range(len(node.ranks))]
+
+    @cached_property
+    def _kinds_of_nodes(self) -> list[int]:
+        """Of each node a number: nodes of the same number have the same links and devices."""
+        found: list[int] = []
+        for node in self.cluster.nodes:
+            types = tuple(self.cluster.devices[rank].type for rank in node.ranks)
+            known = self.memo.kinds_of_nodes
+            found.append(known.setdefault((node.intra, node.inter, types), len(known)))
+        return found
+
+    def sharing(self, ranks: Sequence[int], num_alike: int) -> int:
+        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
+        first = self._places[min(ranks)][0]
+        members = sum(self._places[rank][0] == first for rank in ranks)
+        if members == len(ranks):
+            return 1
+        return max(1, min(num_alike, len(self.cluster.nodes[first].ranks) // members))
+
+    # Layers
+
+    def layer(self, kind: int, group: TensorGroup, rows: int, micro_batches: int) -> LayerPrice:
+        """A micro-batch of *rows* rows through a layer of this kind (a position in the profile), one of
+        *micro_batches* of a step."""
+        if not rows:
+            return NOTHING._replace(update=self.layer(kind, group, 1, micro_batches).update)
+        times = micro_batches if self._accumulates[kind] else 1
+        key = (kind, group.kind, rows, times)
+        found = self.memo.layers.get(key)
+        if found is None:
+            found = self.memo.layers[key] = self._price(kind, group, rows, times)
+        return found
+
+    @cached_property
+    def _accumulates(self) -> list[bool]:
+        """Whether a layer's time depends on the number of micro-batches: where adding up gradients was measured."""
+        return [any(times.accumulation for times in kind.measured) for kind in self.profile.kinds]
+
+    def _price(self, kind: int, group: TensorGroup, rows: int, micro_batches: int) -> LayerPrice:
+        spent = [self._seconds(kind, type_, group.degree, rows, micro_batches) for type_ in group.types]
+        slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
+        forward = sum(self._collective_of(one, group) for one in slowest.forward_collectives)
+        backward = sum(self._collective_of(one, group) for one in slowest.backward_collectives)
+        exposed = exposed_seconds(slowest, forward, backward)
+        return LayerPrice(
+            forward=slowest.forward + exposed[0],
+            backward=slowest.backward + exposed[1],
+            weights=slowest.weights,
+            communication=sum(exposed),
+            kept=max(self._amount(kept_bytes, kind, type_, group.degree, rows) for type_ in group.types),
+            working=max(self._amount(working_bytes, kind, type_, group.degree, rows) for type_ in group.types),
+            update=max(self._seconds(kind, type_, group.degree, 1, micro_batches).update for type_ in group.types),
+            measured=slowest.measured,
+        )
+
+    def computation(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
+        """Seconds of a step's only micro-batch through a layer on one device of a group of *degree*, without its
+        collectives."""
+        spent = self._seconds(kind, type_, degree, rows, 1)
+        return spent.forward + spent.backward
+
+    def _seconds(self, kind: int, type_: DeviceType, degree: int, rows: int, micro_batches: int) -> LayerSeconds:
+        key = (kind, type_, degree, rows, micro_batches)
+        if key not in self.memo.seconds:
+            self.memo.seconds[key] = layer_seconds(
+                self.profile.kinds[kind],
+                type_,
+                tensor_degree=degree,
+                rows=rows,
+                precision=self.precision.name,
+                eager=self.eager,
+                num_micro_batches=micro_batches,
+            )
+        return self.memo.seconds[key]
+
+    def _amount(self, of: Any, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
+        amount: float = of(
+            self.profile.kinds[kind],
+            tensor_degree=degree,
+            rows=rows,
+            precision=self.precision,
+            fused_attention=attention_is_fused(type_, self.precision),
+            eager=self.eager,
+        )
+        return amount
+
+    def _collective_of(self, one: Collective, group: TensorGroup) -> float:
+        if one.group != "tensor" or group.degree == 1:
+            return 0.0
+        return one.num * self.collective(one.kind, group.ranks, one.bytes, group.sharing, group.shape)
+
+    def output_bytes(self, layer: int, rows: float) -> float:
+        """What a layer (a position in the chain) hands to the next for so many rows."""
+        kind = self.profile.kinds[self.profile.layers[layer]]
+        return kind.output.total(rows, self.precision.element_bytes)
+
+    # What is stored and summed
+
+    def parameters(self, layers: Iterable[int], degree: int) -> tuple[float, float]:
+        """Elements of parameters of *layers* on a device: dense, and of experts. Tied ones count once."""
+        positions = set(layers)
+        dense = experts = 0.0
+        for kind, count in Counter(self.profile.layers[index] for index in positions).items():
+            own, of_experts = self.parameters_of(kind, degree)
+            dense, experts = dense + count * own, experts + count * of_experts
+        for readers, shared in self.profile.tied:
+            dense -= max(0, len(positions.intersection(readers)) - 1) * shared / degree
+        return max(0.0, dense), experts
+
+    def parameters_of(self, index: int, degree: int) -> tuple[float, float]:
+        """Elements of parameters of a kind of layer on a device: dense, and of experts."""
+        kind = self.profile.kinds[index]
+        if not kind.variants:
+            return (kind.parameters or 0.0) / degree, 0.0
+        variant = variant_of(kind, degree)
+        return variant.parameters - variant.expert_parameters, variant.expert_parameters
+
+    def state(self, parameters: float) -> StateBytes:
+        """Bytes of weights, gradients and optimizer states of so many parameters."""
+        return state_bytes(parameters, precision=self.precision)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a gradient when it is summed; float16 ones are as they are, whatever holds them (Megatron)."""
+        return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, 0)
+
+    def all_reduce(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
+        """Seconds to sum gradients over the data group *ranks* (one of each tensor group) while the other *degree* - 1
+        data groups of the stage do the same."""
+        if len(ranks) < 2 or not num_bytes:
+            return 0.0
+        return self.collective("all_reduce", ranks, num_bytes, self.sharing(ranks, degree))
+
+    # Messages
+
+    def collective(
+        self, kind: str, ranks: Sequence[int], num_bytes: float, sharing: int = 1, shape: Shape | None = None
+    ) -> float:
+        """Seconds of a collective."""
+        key = (kind, shape or self.shape(ranks), num_bytes, sharing)
+        if key not in self.memo.collectives:
+            cost = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
+            self.memo.collectives[key] = cost.seconds
+        return self.memo.collectives[key]
+
+    def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
+        """What *num_bytes* from a device of the group *source* to one of *target* take, all pairs sending at once, when
+        ``into`` (the target's) then gathers *whole*."""
+        a, b = source[0], target[0]
+        node = self.cluster.node_of(a)
+        same = self.cluster.node_of(b) is node
+        sharing = 1
+        if not same and node.inter is not None:
+            sharing = max(1, min(len(source), len(target)) // node.inter.num_adapters)
+        key = (self.shape((a,)), self.shape((b,)), same, into.kind, num_bytes, whole, sharing)
+        if key not in self.memo.hops:
+            cost = send(self.topology, a, b, max(1, num_bytes), sharing=sharing)
+            latency = cost.latency
+            if into.degree > 1 and num_bytes:
+                latency += self.collective("all_gather", into.ranks, whole, into.sharing, into.shape)
+            self.memo.hops[key] = Hop(latency, max(1, num_bytes) / cost.transfer)
+        return self.memo.hops[key]

@@ -1,0 +1,413 @@
+"""The search itself: from a profile and a cluster to the quickest plans that fit.
+
+Objective: the least step time of a plan, as simulated. A plan is a chain of stages: contiguous layers; devices of one
+or several types; a mesh of data x tensor on them, each stage its own; rows of a micro-batch for each data slice; the
+same number of micro-batches for all; a schedule. Constraints: every device holds its part with the micro-batches that
+the schedule keeps in flight; every rank is used once at most; micro-batches divide the batch; what is fixed stays.
+Not in the space, because no executor runs it: unlike pipelines side by side, a last micro-batch of other rows, sharded
+states (ZeRO), recomputation.
+
+Method, for clusters of any size:
+
+1. devices are counted by type, not named (`devices`); what a stretch of the chain costs on a mesh is an array
+   (`meshes`);
+2. families of meshes (`families`), each a quota program over what is left of each type (`quota`), for some numbers of
+   micro-batches, in the order of what they could reach;
+3. the best sequences get their exact cuts (`whale.planner.cuts`) and are refined where they are bound (`refine`);
+4. the best drafts are laid out on ranks, with exact rows (`layout`), and simulated (`evaluate`): their order is that
+   of the simulation, of what is whole and rounded.
+
+What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
+What is heuristic: that families hold the best meshes, and the descent. Every result comes with a bound (`bound`).
+Complexity: independent of the number of devices but for laying out and simulating a few plans.
+
+Sources: Whale (Jia et al., USENIX ATC 2022), whose balance of unlike devices this extends from given plans to the
+choice of plans; Sailor (Strati et al., SOSP 2025), which searches such clusters by enumerating and pruning; the dynamic
+program from the last stage with 1F1B's memory follows PipeDream (Narayanan et al., SOSP 2019) and Alpa (Zheng et al.,
+OSDI 2022).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isqrt
+
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.cluster import Cluster
+from whale.ir.profile import ModelProfile
+from whale.planner.advice import advised, gib
+from whale.planner.search.bound import bound_seconds
+from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
+from whale.planner.search.devices import Mesh, pools_of, with_more
+from whale.planner.search.drafts import Scored, drafted
+from whale.planner.search.exact import is_small, walk
+from whale.planner.search.families import Family, families_of
+from whale.planner.search.layout import laid_out
+from whale.planner.search.meshes import Chain, Meshes
+from whale.planner.search.prices import Memo, Prices
+from whale.planner.search.refine import refined
+
+__all__ = ["search"]
+
+MOST_MICRO_BATCHES = 8
+"""Numbers of micro-batches for which families are solved where a batch has more divisors; a descent may take others."""
+
+LONGEST_LINE = 8
+"""Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
+
+MOST_FAMILIES = 60
+"""Quota programs that are solved."""
+
+MOST_SEQUENCES = 2
+"""Of a quota program's, that get their exact cuts."""
+
+NEAR = 1.25
+"""Families that could at best come to so many times the best so far are dropped."""
+
+MOST_REFINED = 3
+"""Drafts from which a descent starts."""
+
+QUICK_LOOK_SECONDS = 1.0
+"""For each change that is weighed where nothing fits."""
+
+MORE = (1, 2, 4, 8, 16)
+"""Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
+
+SECONDS_BETWEEN_PROGRESS = 0.1
+
+MOST_POINTS = 400
+"""Points that are kept for a drawing."""
+
+
+def search(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    settings: SearchSettings | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    known: Memo | None = None,
+) -> Found:
+    """Find the quickest plans for a step of *batch* rows.
+
+    The same arguments give the same answer, unless the time limit or *stop* ends the search early.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        batch: rows of a step, all devices together.
+        settings: what may be decided, and for how long.
+        progress: is told now and then how far the search is.
+        stop: is asked often; once it says so the best so far is the answer.
+        known: prices of an earlier search for the same model, which this one adds to.
+
+    Raises:
+        InfeasibleError: nothing fits: what is missing, and what would help.
+        UsageError: the settings contradict themselves, the batch or the profile.
+    """
+    settings = settings or SearchSettings()
+    settings.check(batch)
+    fixed = settings.fixed or Fixed()
+    fixed.check(len(profile.layers))
+    prices = Prices.of(profile, cluster, precision=settings.precision, eager=settings.eager, known=known)
+    if not prices.tensor_degrees:
+        raise UsageError(f"the profile of {profile.name} has no tensor degree that all layers know; profile it again")
+    if prices.tensor_degrees[0] > len(cluster.devices):
+        raise InfeasibleError(
+            f"the profile of {profile.name} knows no tensor degree below {prices.tensor_degrees[0]}, but the cluster "
+            f"has {len(cluster.devices)} devices; profile degree 1 too"
+        )
+    chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
+    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain)
+    if is_small(meshes):
+        meshes = replace(meshes, exact_rows=batch)
+    found = _Search(
+        meshes=meshes,
+        batch=batch,
+        settings=settings,
+        tell=progress or (lambda _: None),
+        stopped=stop or (lambda: False),
+    )
+    return found.run()
+
+
+@dataclass
+class _Search:
+    meshes: Meshes
+    batch: int
+    settings: SearchSettings
+    tell: Callable[[Progress], None]
+    stopped: Callable[[], bool]
+    began: float = field(default_factory=time.monotonic)
+    bound: float = 0.0
+    best: dict[tuple[Mesh, ...], Scored] = field(default_factory=dict)
+    nearest: Scored | None = None
+    tried: int = 0
+    points: list[Point] = field(default_factory=list)
+    dropped: dict[tuple[str, str], int] = field(default_factory=dict)
+    told: float = 0.0
+
+    def run(self) -> Found:
+        micro_batches, max_stages = self._micro_batches(), self._max_stages()
+        self.bound = bound_seconds(self.meshes, self.batch, micro_batches)
+        self._drafts(micro_batches, max_stages)
+        for start in self._leading(MOST_REFINED):
+            refined(
+                self.meshes,
+                start,
+                self.batch,
+                micro_batches=micro_batches,
+                max_stages=max_stages,
+                tried=self._note,
+                stop=self._over,
+            )
+        candidates = self._simulated()
+        exact = is_small(self.meshes) and self._walked(candidates, micro_batches, max_stages)
+        if not candidates and self._over():
+            raise InfeasibleError(
+                f"the search ended before it found a plan that fits, after {time.monotonic() - self.began:.1f} seconds "
+                f"and {self.tried} plans; give it more time"
+            )
+        if not candidates:
+            raise InfeasibleError(self._shortage())
+        self._tell()
+        candidates.sort(key=lambda one: one.prediction.step_seconds)
+        best = candidates[0].prediction.step_seconds
+        return Found(
+            candidates=tuple(candidates[: self.settings.top]),
+            bound_seconds=best if exact else min(self.bound, best),
+            dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in self.dropped.items()),
+            points=tuple(self.points),
+            tried=self.tried,
+            seconds=time.monotonic() - self.began,
+            exact=exact,
+        )
+
+    def fits_at_all(self) -> bool:
+        """Whether a quick look finds a plan that fits."""
+        micro_batches, max_stages = self._micro_batches(), self._max_stages()
+        self._drafts(micro_batches, max_stages)
+        if not self.best and is_small(self.meshes):
+            found: list[Candidate] = []
+            self._walked(found, micro_batches, max_stages, enough=1)
+            return bool(found)
+        return bool(self.best)
+
+    # What is tried
+
+    def _drafts(self, micro_batches: Sequence[int], max_stages: int) -> None:
+        for schedule in self.settings.schedules:
+            self._single_strategies(micro_batches, schedule, max_stages)
+            self._families(_spread(micro_batches, MOST_MICRO_BATCHES), schedule, max_stages)
+
+    def _micro_batches(self) -> list[int]:
+        if self.settings.micro_batches is not None:
+            return [self.settings.micro_batches]
+        small = [count for count in range(1, isqrt(self.batch) + 1) if self.batch % count == 0]
+        return sorted({*small, *(self.batch // count for count in small)})
+
+    def _max_stages(self) -> int:
+        most = min(len(self.meshes.chain), len(self.meshes.prices.cluster.devices))
+        return min(most, self.settings.max_stages or most)
+
+    def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
+        """Pure data, tensor and pipeline parallelism over all devices."""
+        pools = self.meshes.pools
+        every = tuple(len(pool.ranks) for pool in pools)
+        num = sum(every)
+        degrees = [degree for degree in self.meshes.prices.tensor_degrees if degree in (1, num)]
+        sequences: list[tuple[Mesh, ...]] = [(Mesh(every, degree),) for degree in degrees]
+        if 1 < num <= min(max_stages, LONGEST_LINE):
+            singles = [Mesh(tuple(int(index == own) for index in range(len(pools))), 1) for own in range(len(pools))]
+            line = [mesh for mesh, count in zip(singles, every, strict=True) for _ in range(count)]
+            by_memory = sorted(line, key=lambda mesh: -pools[mesh.counts.index(1)].type.memory_bytes)
+            sequences += [tuple(line), tuple(reversed(line)), tuple(by_memory)]
+        for count in micro_batches:
+            for sequence in dict.fromkeys(sequences):
+                if not self._over():
+                    self._draft(sequence, count, schedule)
+
+    def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
+        families = [
+            family for count in micro_batches for family in families_of(self.meshes, self.batch, count, max_stages)
+        ]
+        solved = 0
+        for family in sorted(families, key=lambda family: family.reach):
+            if self._over():
+                self._drop(family.name, "the time was up")
+            elif family.held < 1:
+                self._drop(family.name, "its devices do not hold the model")
+            elif family.reach > NEAR * self._best_seconds():
+                self._drop(family.name, "could not come near the best if its stages were equal")
+            elif solved >= MOST_FAMILIES and self.best:
+                self._drop(family.name, f"not among the {MOST_FAMILIES} that could reach most")
+            else:
+                solved += 1
+                self._sequences(family, schedule)
+
+    def _sequences(self, family: Family, schedule: str) -> None:
+        found = family.sequences(self.meshes, self.batch, schedule)
+        if not found:
+            self._drop(family.name, "no sequence of its meshes fits in memory")
+            if not self.best:  # how much is missing
+                self._draft(family.all_devices()[: family.max_stages], family.micro_batches, schedule)
+            return
+        count = family.micro_batches
+        for sequenced in sorted(found, key=lambda one: (count - 1) * one.bound + one.seconds)[:MOST_SEQUENCES]:
+            self._draft(sequenced.meshes, count, schedule)
+
+    def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
+        if any(mesh.data > self.batch // count for mesh in sequence):
+            return
+        scored = drafted(self.meshes, sequence, self.batch, count, schedule)
+        if scored is None:
+            self._drop(f"{len(sequence)} stages", "no cut fits in memory")
+        else:
+            self._note(scored)
+
+    # What is known
+
+    def _note(self, scored: Scored) -> None:
+        self.tried += 1
+        if len(self.points) < MOST_POINTS:
+            reason = "" if scored.fits else f"needs {scored.fullness:.2f} times the memory of a device"
+            self.points.append(
+                Point(seconds=scored.seconds, memory=scored.fullness, label=scored.draft.label, reason=reason)
+            )
+        if self.nearest is None or scored.fullness < self.nearest.fullness:
+            self.nearest = scored
+        if scored.fits:
+            key = scored.draft.meshes
+            if key not in self.best or scored.seconds < self.best[key].seconds:
+                self.best[key] = scored
+        if time.monotonic() - self.told > SECONDS_BETWEEN_PROGRESS:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.told = time.monotonic()
+        best = self._best_seconds()
+        self.tell(
+            Progress(
+                best_seconds=best if best < inf else None,
+                bound_seconds=self.bound,
+                tried=self.tried,
+                elapsed=self.told - self.began,
+            )
+        )
+
+    def _leading(self, count: int) -> list[Scored]:
+        """The best drafts so far, each of other meshes."""
+        return sorted(self.best.values(), key=lambda one: one.seconds)[:count]
+
+    def _best_seconds(self) -> float:
+        return min((one.seconds for one in self.best.values()), default=inf)
+
+    def _over(self) -> bool:
+        return self.stopped() or time.monotonic() - self.began > self.settings.time_limit
+
+    def _drop(self, family: str, reason: str) -> None:
+        key = (family, reason)
+        self.dropped[key] = self.dropped.get(key, 0) + 1
+
+    # The answer
+
+    def _simulated(self) -> list[Candidate]:
+        found = []
+        for scored in self._leading(2 * self.settings.top):
+            candidate = laid_out(self.meshes, scored.draft, self.batch)
+            if candidate.prediction.fits:
+                found.append(candidate)
+        return found
+
+    def _walked(
+        self, candidates: list[Candidate], micro_batches: Sequence[int], max_stages: int, enough: int | None = None
+    ) -> bool:
+        """Add what is better than *candidates* of all plans; False if that ended before all were seen."""
+
+        def better(candidate: Candidate) -> None:
+            self.tried += 1
+            candidates.append(candidate)
+
+        return walk(
+            self.meshes,
+            self.batch,
+            micro_batches=micro_batches,
+            schedules=self.settings.schedules,
+            max_stages=max_stages,
+            best_seconds=min((one.prediction.step_seconds for one in candidates), default=inf),
+            found=better,
+            stop=lambda: self._over() or len(candidates) == enough,
+        )
+
+    # Nothing fits
+
+    def _shortage(self) -> str:
+        """What the plan that comes nearest lacks, and which changes would do."""
+        if self.nearest is None:
+            return "no plan is possible with what is fixed and these devices; fix less, or use more devices"
+        draft = self.nearest.draft
+        memory = laid_out(self.meshes, draft, self.batch).prediction.memory
+        worst = max(memory, key=lambda one: one.total / one.capacity)
+        state = worst.parameters + worst.gradients + worst.optimizer
+        problem = (
+            f"no plan fits in memory. The one that comes nearest, {draft.label}, needs {gib(worst.total)} on "
+            f"{worst.device}, which has {gib(worst.capacity)}, {gib(max(0, worst.total - worst.capacity))} too little: "
+            f"{gib(state)} are weights, gradients and optimizer states, {gib(worst.activations)} activations"
+        )
+        return advised(problem, list(self._remedies()), otherwise="use devices with more memory, or a smaller model")
+
+    def _remedies(self) -> Iterator[tuple[bool, str]]:
+        """Of each kind of change the least that would do, found by a quick look each."""
+        prices, num = self.meshes.prices, len(self.meshes.prices.cluster.devices)
+        for pool in self.meshes.pools:
+            for times in MORE:
+                more = with_more(prices.cluster, pool.type, times)
+                count = len(more.devices) - num
+                if times > 1 and count > num:
+                    break
+                if self._like(replace(prices, cluster=more, _groups={}), self.batch).fits_at_all():
+                    yield True, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
+                    break
+        if self.settings.micro_batches is not None and self.settings.micro_batches < self.batch:
+            freed = replace(self.settings, micro_batches=None)
+            other = self._like(prices, self.batch, freed)
+            if other.fits_at_all():
+                yield True, f"{min(other.best.values(), key=_seconds).draft.micro_batches} micro-batches"
+        for parts in (2, 4, 8):
+            if self.batch % parts == 0 and self._like(prices, self.batch // parts, None).fits_at_all():
+                yield True, f"a batch of {self.batch // parts}"
+                break
+
+    def _like(self, prices: Prices, batch: int, settings: SearchSettings | None = None) -> _Search:
+        """Another search for a quick look."""
+        settings = settings or self.settings
+        if settings.micro_batches is not None and batch % settings.micro_batches:
+            settings = replace(settings, micro_batches=None)
+        meshes = Meshes(
+            prices=prices,
+            pools=pools_of(prices.cluster),
+            chain=self.meshes.chain,
+            exact_rows=self.meshes.exact_rows,
+        )
+        return _Search(
+            meshes=meshes,
+            batch=batch,
+            settings=replace(settings, time_limit=QUICK_LOOK_SECONDS),
+            tell=lambda _: None,
+            stopped=self.stopped,
+        )
+
+
+def _seconds(scored: Scored) -> float:
+    return scored.seconds
+
+
+def _spread(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of the values, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(index * step)] for index in range(most)]

@@ -1,0 +1,177 @@
+"""The plans that a search finds are the best ones, by trying all; they are legal; and never worse than simple ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chains import card, chain, layer, machines
+from tests.workloads import chain_workload
+from whale.errors import InfeasibleError
+from whale.ir.cluster import Cluster, Link
+from whale.ir.profile import ModelProfile
+from whale.planner.search import Candidate, SearchSettings, StageChoice, evaluate, search
+from whale.planner.search.drafts import pipeline_ends
+from whale.planner.search.layout import fastest_rows
+from whale.planner.search.prices import Prices
+from whale.planner.simulate import simulate
+
+EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
+"""Random cases; each takes about a tenth of a second."""
+
+DEGREES = (1, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is searched."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    batch: int
+    micro_batches: int | None
+    schedules: tuple[str, ...]
+
+    @property
+    def settings(self) -> SearchSettings:
+        return SearchSettings(micro_batches=self.micro_batches, schedules=self.schedules, time_limit=300)
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
+    types = [
+        card(name, gib=draw(st.sampled_from([0.06, 0.12, 64]))) for name in ("a", "b", "c")[: draw(st.integers(1, 2))]
+    ]
+    speeds = [{one.name: draw(st.sampled_from([0.01, 0.015, 0.04])) for one in types} for _ in range(2)]
+    kinds = [
+        layer(
+            seconds,
+            degrees=DEGREES,
+            fixed=draw(st.sampled_from([0.0, 0.02])),
+            parameters=draw(st.sampled_from([1e5, 2e6])),
+            kept=draw(st.sampled_from([1e5, 2e7])),
+            output=draw(st.sampled_from([1e3, 1e6])),
+            name=str(index),
+        )
+        for index, seconds in enumerate(speeds)
+    ]
+    layers = draw(st.lists(st.integers(0, 1), min_size=1, max_size=max_layers))
+    devices = draw(st.lists(st.sampled_from(types), min_size=1, max_size=max_devices))
+    batch = draw(st.sampled_from([2, 4, 6]))
+    return Case(
+        profile=chain(kinds, layers),
+        cluster=machines(sorted(devices, key=lambda one: one.name), Link(bandwidth=1e9, latency=1e-5)),
+        batch=batch,
+        micro_batches=draw(st.sampled_from([None, 1, 2])),
+        schedules=draw(st.sampled_from([("1f1b",), ("gpipe",)])),
+    )
+
+
+def every_plan(case: Case) -> Iterator[Candidate]:
+    """All plans of the space, each scored; devices of a type may change places."""
+    counts = [case.micro_batches] if case.micro_batches else [n for n in range(1, 7) if case.batch % n == 0]
+    num_layers, num = len(case.profile.layers), len(case.cluster.devices)
+    seen = set()
+    for places in product(range(-1, min(num, num_layers)), repeat=num):
+        depth = max(places) + 1
+        if set(places) - {-1} != set(range(depth)) or not depth:
+            continue
+        members = [tuple(rank for rank, place in enumerate(places) if place == stage) for stage in range(depth)]
+        look = tuple(tuple(case.cluster.devices[rank].type.name for rank in own) for own in members)
+        if look in seen:
+            continue
+        seen.add(look)
+        for cuts, degrees, count in product(
+            combinations(range(1, num_layers), depth - 1),
+            product(*([degree for degree in DEGREES if len(own) % degree == 0] for own in members)),
+            counts,
+        ):
+            for schedule in case.schedules:
+                yield scored(case, members, (0, *cuts, num_layers), degrees, count, schedule)
+
+
+def scored(case: Case, members, bounds, degrees, count: int, schedule: str) -> Candidate:  # type: ignore[no-untyped-def]
+    prices = Prices.of(case.profile, case.cluster)
+    stages = []
+    for index, (own, degree, (first, last)) in enumerate(zip(members, degrees, pairwise(bounds), strict=True)):
+        groups = [prices.group(own[at : at + degree], len(own) // degree) for at in range(0, len(own), degree)]
+        held = count if schedule == "gpipe" else min(count, len(members) - index)
+        rows = fastest_rows(prices, range(first, last), groups, case.batch // count, count, held)
+        stages.append(StageChoice(first=first, last=last, ranks=own, data=len(own) // degree, tensor=degree, rows=rows))
+    return evaluate(case.profile, case.cluster, stages, micro_batches=count, schedule=schedule)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(cases())
+def test_no_other_plan_is_faster(case: Case) -> None:
+    possible = [plan.prediction.step_seconds for plan in every_plan(case) if plan.prediction.fits]
+    if not possible:
+        with pytest.raises(InfeasibleError, match="GiB"):
+            search(case.profile, case.cluster, batch=case.batch, settings=case.settings)
+        return
+    found = search(case.profile, case.cluster, batch=case.batch, settings=case.settings)
+    assert found.exact
+    assert found.best.prediction.step_seconds == pytest.approx(min(possible), rel=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(max_devices=8, max_layers=10))
+def test_plans_are_legal_and_never_worse_than_one_strategy_alone(case: Case) -> None:
+    limited = SearchSettings(micro_batches=case.micro_batches, schedules=case.schedules, time_limit=300)
+    try:
+        found = search(case.profile, case.cluster, batch=case.batch, settings=limited)
+    except InfeasibleError:
+        assert not any(plan.prediction.fits for plan in single_strategies(case))
+        return
+    again = search(case.profile, case.cluster, batch=case.batch, settings=limited)
+    assert again.candidates == found.candidates
+    times = [one.prediction.step_seconds for one in found.candidates]
+    assert times == sorted(times) and found.bound_seconds <= times[0]
+    for one in found.candidates:
+        assert one.prediction.fits and case.batch % one.micro_batches == 0
+        assert {sum(stage.rows) for stage in one.stages} == {case.batch // one.micro_batches}
+        for stage in one.stages:
+            slices = [stage.slice(index) for index in range(stage.data)]
+            assert all(a < b for group in slices for a, b in pairwise(group))
+            assert all(a < b for both in pairwise(slices) for a, b in zip(*both, strict=True))
+    for plan in single_strategies(case):
+        if plan.prediction.fits:
+            assert times[0] <= plan.prediction.step_seconds * (1 + 1e-9)
+
+
+def single_strategies(case: Case) -> Iterator[Candidate]:
+    """All devices in pure data or tensor parallelism, or in a pipeline in the order of ranks with even cuts."""
+    num, num_layers = len(case.cluster.devices), len(case.profile.layers)
+    every = tuple(range(num))
+    for count in [case.micro_batches] if case.micro_batches else [n for n in range(1, 7) if case.batch % n == 0]:
+        for degree in {1, num} & set(DEGREES):
+            if num // degree <= case.batch // count:
+                yield scored(case, [every], (0, num_layers), (degree,), count, case.schedules[0])
+        if num <= num_layers:
+            bounds = tuple(num_layers * stage // num for stage in range(num + 1))
+            yield scored(case, [(rank,) for rank in every], bounds, (1,) * num, count, case.schedules[0])
+
+
+TIMES = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.5])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5),
+    st.integers(1, 30),
+    st.sampled_from([0.0, 0.3, 2.0]),
+    st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_drafts_end_when_the_simulator_says(
+    times: list[tuple[float, float]], micro_batches: int, hop: float, schedule: str
+) -> None:
+    workload = chain_workload(len(times), micro_batches, schedule=schedule, times=times, latency=hop)
+    forward, backward = zip(*times, strict=True)
+    ends = pipeline_ends(forward, backward, [hop] * len(times), micro_batches, schedule)
+    assert max(ends) == pytest.approx(simulate(workload).step_seconds, rel=1e-2)

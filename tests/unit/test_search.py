@@ -1,0 +1,190 @@
+"""The search beyond small cases: never worse than uniform degrees, respects what is fixed, stops, repeats, explains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chains import GIB, card, chain, layer, machines
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.cluster import Cluster, Link
+from whale.ir.profile import ModelProfile
+from whale.planner.catalog import device_types
+from whale.planner.configuration import Configuration
+from whale.planner.estimate import estimate
+from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, search
+from whale.planner.search.devices import Mesh, lay_out, pools_of
+
+A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
+NETWORK = Link(bandwidth=25e9, latency=1e-5, adapters=8)
+GOLDEN = Path(__file__).parents[1] / "golden" / "gpt_22b_profile.json"
+FAST, SLOW = card("fast"), card("slow")
+UNLIKE = layer({FAST.name: 0.01, SLOW.name: 0.02}, degrees=(1, 2, 4))
+
+
+def nodes(*counts: int) -> Cluster:
+    """So many nodes of eight A100, and so many of eight V100."""
+    types = [type_ for type_, count in zip((A100, V100), counts, strict=False) for _ in range(count)]
+    devices = [(f"node{index}", type_) for index, type_ in enumerate(types) for _ in range(8)]
+    return Cluster.of(devices, intra=A100.intra_node, inter=NETWORK)
+
+
+def mixed(num_fast: int = 8, num_slow: int = 8) -> Cluster:
+    devices = [("a", FAST)] * num_fast + [("b", SLOW)] * num_slow
+    return Cluster.of(devices, intra=Link(bandwidth=1e11, latency=1e-6), inter=Link(bandwidth=1e9, latency=1e-5))
+
+
+def found(num_layers: int = 12, batch: int = 32, cluster: Cluster | None = None, **settings: object) -> Found:
+    given = SearchSettings(**{"time_limit": 300.0, **settings})  # type: ignore[arg-type]
+    return search(chain([UNLIKE], (0,) * num_layers), cluster or mixed(), batch=batch, settings=given)
+
+
+@pytest.mark.parametrize("counts", [(2,), (1, 1)])
+def test_no_uniform_degrees_are_faster(counts: tuple[int, ...]) -> None:
+    """Megatron's space, with cuts and rows by speed."""
+    profile = ModelProfile.load(GOLDEN).model_copy(update={"tied": ()})
+    cluster = nodes(*counts)
+    best = search(profile, cluster, batch=64, settings=SearchSettings(precision="fp16", time_limit=300)).best
+    for tensor, pipeline, micro_batch in ((8, 2, 1), (8, 2, 2), (8, 1, 1), (1, 16, 1)):
+        degrees = Configuration(
+            batch=64, micro_batch=micro_batch, tensor=tensor, pipeline=pipeline, precision="fp16", balance="speed"
+        )
+        uniform = estimate(profile, cluster, degrees).prediction
+        if uniform.fits:
+            assert best.prediction.step_seconds <= uniform.step_seconds * 1.001
+
+
+def test_a_fast_and_a_slow_half_are_both_used_by_their_speed() -> None:
+    """No plan of equal parts takes less than the slow half needs; work divided by speed takes 3 / 4 of that."""
+    best = found().best
+    assert {rank for stage in best.stages for rank in stage.ranks} == set(range(16))
+    assert best.prediction.step_seconds < 0.8 * 32 * 12 * 0.02 / 16
+
+
+def test_the_same_arguments_give_the_same_answer() -> None:
+    assert found().candidates == found().candidates
+
+
+def test_candidates_are_different_plans_from_best_to_worst() -> None:
+    candidates = found(top=4).candidates
+    times = [one.prediction.step_seconds for one in candidates]
+    assert len(candidates) == 4 and times == sorted(times)
+    assert len({one.stages for one in candidates}) == 4
+
+
+def test_the_bound_is_below_every_plan_and_above_nothing() -> None:
+    one = found()
+    assert 0.5 < one.bound_seconds / one.best.prediction.step_seconds <= 1
+    assert 0 <= one.gap < 0.5
+
+
+def test_what_is_left_out_is_said() -> None:
+    one = found()
+    assert one.dropped and all(dropped.count > 0 and dropped.reason for dropped in one.dropped)
+    assert one.tried >= len(one.points) > 0
+
+
+# What is fixed
+
+
+def test_fixed_starts_begin_stages() -> None:
+    best = found(fixed=Fixed(starts=(5,))).best
+    assert 5 in {stage.first for stage in best.stages}
+
+
+def test_layers_that_belong_together_are_not_cut() -> None:
+    best = found(fixed=Fixed(uncut=((2, 11),)), max_stages=3).best
+    assert not {stage.first for stage in best.stages} & set(range(3, 11))
+
+
+def test_fixed_degrees_are_kept() -> None:
+    fixed = Fixed(degrees=(Degrees(first=0, last=3, tensor=4), Degrees(first=6, last=12, data=2)))
+    best = found(fixed=fixed).best
+    for stage in best.stages:
+        assert stage.tensor == 4 or stage.first >= 3
+        assert stage.data == 2 or stage.last <= 6
+
+
+def test_stages_begin_where_there_is_a_module() -> None:
+    paths = tuple(f"layers.{index}" if index % 3 == 0 else "" for index in range(12))
+    profile = chain([UNLIKE], (0,) * 12).model_copy(update={"paths": paths})
+    fixed = Fixed(starts=(6,))
+    best = search(profile, mixed(), batch=32, settings=SearchSettings(time_limit=300, fixed=fixed)).best
+    assert {stage.first for stage in best.stages} <= {0, 3, 6, 9} and len(best.stages) > 1
+
+
+def test_micro_batches_schedule_and_number_of_stages_are_kept() -> None:
+    one = found(micro_batches=8, schedules=("gpipe",), max_stages=2)
+    for candidate in one.candidates:
+        assert candidate.micro_batches == 8 and candidate.schedule == "gpipe" and len(candidate.stages) <= 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"micro_batches": 5}, "do not divide a batch of 32"),
+        ({"schedules": ("zero_bubble",)}, "gpipe and 1f1b"),
+        ({"time_limit": 0.0}, "time limit"),
+        ({"fixed": Fixed(starts=(12,))}, "layers 0 to 11"),
+        ({"fixed": Fixed(starts=(4,), uncut=((3, 6),))}, "within layers"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError, match=said):
+        found(**settings)
+
+
+# Stopping, telling, remembering
+
+
+def test_a_search_that_is_stopped_answers_with_the_best_so_far() -> None:
+    asked = iter(range(1000))
+    profile, cluster = chain([UNLIKE], (0,) * 12), mixed()
+    one = search(profile, cluster, batch=32, stop=lambda: next(asked) > 10)
+    assert one.best.prediction.fits and one.tried < found().tried
+
+
+def test_a_search_that_had_no_time_says_so() -> None:
+    with pytest.raises(InfeasibleError, match="ended before"):
+        search(chain([UNLIKE], (0,) * 12), mixed(), batch=32, stop=lambda: True)
+
+
+def test_progress_is_told() -> None:
+    told: list[Progress] = []
+    one = search(chain([UNLIKE], (0,) * 12), mixed(), batch=32, progress=told.append)
+    assert told[-1].best_seconds is not None and told[-1].tried == one.tried
+
+
+def test_another_search_uses_the_prices_of_the_first() -> None:
+    """Without one node, and with another batch: groups are as before, and give what a search of its own gives."""
+    profile, known = ModelProfile.load(GOLDEN), Memo()
+    settings = SearchSettings(precision="fp16", time_limit=300)
+    search(profile, nodes(2, 1), batch=32, settings=settings, known=known)
+    before = len(known.seconds)
+    again = search(profile, nodes(1, 1), batch=32, settings=settings, known=known)
+    assert again.candidates == search(profile, nodes(1, 1), batch=32, settings=settings).candidates
+    assert len(known.seconds) <= before * 1.25
+
+
+# What does not fit
+
+
+def test_what_is_missing_is_said_with_what_would_help() -> None:
+    heavy = layer({FAST.name: 0.01}, parameters=2 * GIB / 16, kept=GIB / 8)
+    cluster = machines([card("fast", gib=5)] * 4)
+    with pytest.raises(
+        InfeasibleError, match=r"needs .* GiB .* too little.*would fit with 4 more devices like cpu-fast"
+    ):
+        search(chain([heavy], (0,) * 10), cluster, batch=8)
+
+
+# Ranks
+
+
+def test_tensor_groups_lie_inside_nodes_and_stages_apart() -> None:
+    pools = pools_of(nodes(2, 1))
+    placed = lay_out(pools, [Mesh((4, 0), 1), Mesh((8, 0), 8), Mesh((4, 8), 4)])
+    assert placed[1] == [tuple(range(8))]
+    assert placed[0] == [(12,), (13,), (14,), (15,)]
+    assert placed[2] == [(8, 9, 10, 11), (16, 17, 18, 19), (20, 21, 22, 23)]
