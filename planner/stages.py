@@ -46,7 +46,6 @@ class StageCost:
         communication: seconds of collectives among ``forward`` + ``backward``.
         kept: bytes of a micro-batch from forward to backward; ``working``: beside them while a layer runs.
         output: bytes that it hands to the next stage (all devices of the tensor group together).
-        first_forward, first_backward: seconds of weights to be gathered before anything can run (ZeRO 3).
         measured: whether all times were measured.
     """
 

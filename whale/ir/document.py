@@ -132,7 +132,26 @@ def _check_finite(document: Document, value: object, path: Path) -> None:
             _check_finite(document, inner, (*path, index))
 
 
-class _TomlScanner:
+class _Reader:
+    """A position in a text, whose line is known when something is wrong there."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.text, self.source = text, source
+        self.position = self.num_values = 0
+        self.lines: dict[Path, int] = {}
+        self._line, self._line_position = 1, 0
+
+    def fail(self, message: str) -> NoReturn:
+        raise InputFileError(message, path=self.source, line=self.line())
+
+    def line(self) -> int:
+        """Line of the current position, counted from the last time it was asked for."""
+        self._line += self.text.count("\n", self._line_position, self.position)
+        self._line_position = self.position
+        return self._line
+
+
+class _TomlScanner(_Reader):
     """One linear walk over TOML text that notes the line of every key, and counts depth and values.
 
     It is more lenient than the parser that follows, which reports what is wrong inside a value or with repeated keys.
@@ -151,21 +170,8 @@ class _TomlScanner:
     )
 
     def __init__(self, text: str, source: str) -> None:
-        self.text, self.source = text, source
-        self.position = 0
-        self.lines: dict[Path, int] = {}
-        self.num_values = 0
-        self._line, self._line_position = 1, 0
+        super().__init__(text, source)
         self._array_lengths: Counter[Path] = Counter()
-
-    def fail(self, message: str) -> NoReturn:
-        raise InputFileError(message, path=self.source, line=self.line())
-
-    def line(self) -> int:
-        """Line of the current position, counted from the last time it was asked for."""
-        self._line += self.text.count("\n", self._line_position, self.position)
-        self._line_position = self.position
-        return self._line
 
     def skip(self, pattern: re.Pattern[str]) -> None:
         found = pattern.match(self.text, self.position)
@@ -424,7 +430,7 @@ def _parse_json(text: str, source: str) -> Document:
     return Document(value=value, lines=reader.lines, source=source)
 
 
-class _JsonReader:
+class _JsonReader(_Reader):
     """Builds plain values from one linear walk; an item of a list has a line where it is not that of the one before."""
 
     _SPACE = re.compile(r"[ \t\n\r]*")
@@ -432,21 +438,6 @@ class _JsonReader:
     _STRING = json.JSONDecoder()  # used where a quote opens a string
     _ROW = re.compile(r"\[[-+0-9.eE, ]{1,65536}\]")
     _CONSTANTS: tuple[tuple[str, bool | None], ...] = (("true", True), ("false", False), ("null", None))
-
-    def __init__(self, text: str, source: str) -> None:
-        self.text, self.source = text, source
-        self.position = self.num_values = 0
-        self.lines: dict[Path, int] = {}
-        self._line, self._line_position = 1, 0
-
-    def fail(self, message: str) -> NoReturn:
-        raise InputFileError(message, path=self.source, line=self.line())
-
-    def line(self) -> int:
-        """Line of the current position, counted from the last time it was asked for."""
-        self._line += self.text.count("\n", self._line_position, self.position)
-        self._line_position = self.position
-        return self._line
 
     def next(self) -> str:
         """The next character that is no space; the empty string at the end."""
