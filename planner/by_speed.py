@@ -19,7 +19,7 @@ from whale.planner.balance import Remedy, Worker, fastest_shares
 from whale.planner.communication import send
 from whale.planner.configuration import Layout, even_cuts
 from whale.planner.cuts import CutProblem, Group, Tie, fastest_cut
-from whale.planner.memory import FRAGMENTATION, overhead_bytes, state_bytes
+from whale.planner.memory import FRAGMENTATION, framework_bytes, state_bytes
 from whale.planner.stages import Stages
 
 __all__ = ["boundless", "cut_problem", "cuts_by_speed", "rows_by_speed"]
@@ -119,7 +119,7 @@ def _group(stages: Stages, stage: int, rows: float) -> Group:
         fixed_bytes=tuple(state[kind] for kind in profile.layers),
         kept_bytes=tuple(kept[kind] for kind in profile.layers),
         working_bytes=tuple(working[kind] for kind in profile.layers),
-        overhead_bytes=overhead_bytes(smallest.type, len(layout.order)),
+        overhead_bytes=framework_bytes(smallest.type, len(layout.order)),
         capacity_bytes=smallest.memory_bytes,
     )
 
@@ -175,8 +175,8 @@ def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tu
     in_flight = micro_batches * len(own) if given.schedule == "gpipe" else min(in_flight, micro_batches * len(own))
     devices = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
     smallest = min(devices, key=lambda device: device.memory_bytes)
-    fixed = stages.state([layer for part in own for layer in part]).total
-    fixed += overhead_bytes(smallest.type, len(layout.order))
+    framework = framework_bytes(smallest.type, len(layout.order))
+    fixed = framework + stages.state([layer for part in own for layer in part]).total
 
     def activations(samples: float) -> float:
         costs = [stages.cost(part, stage, replica, samples / micro_batches) for part in own]

@@ -18,8 +18,8 @@ from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Redu
 from whale.planner.by_speed import boundless, cuts_by_speed, rows_by_speed
 from whale.planner.communication import send
 from whale.planner.compute import attention_is_fused, forward_flops
-from whale.planner.configuration import Configuration, Layout, even_cuts
-from whale.planner.memory import FRAGMENTATION, overhead_bytes
+from whale.planner.configuration import Configuration, Layout, even_cuts, require_parts
+from whale.planner.memory import FRAGMENTATION, framework_bytes
 from whale.planner.precision import precision_named
 from whale.planner.silicon import silicon_of
 from whale.planner.simulate import simulate
@@ -78,6 +78,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     """
     configuration, taken = _with_sequence_parallelism(configuration, cluster)
     layout = Layout.of(configuration, cluster)
+    require_parts(profile, configuration)
     topology = Topology.of(cluster, profile.links)
     stages = Stages(profile=profile, layout=layout, topology=topology)
     cuts, rows, assumptions = _balanced(stages)
@@ -310,7 +311,7 @@ def _memory(
                     activations=round(max(0.0, peak - working)),
                     workspace=round(min(peak, working)),
                     buffers=round(peak * FRAGMENTATION),
-                    framework=round(overhead_bytes(device.type, len(layout.order))),
+                    framework=round(framework_bytes(device.type, len(layout.order))),
                 )
             )
     return tuple(found)

@@ -21,7 +21,6 @@ __all__ = [
     "framework_bytes",
     "gradient_bytes",
     "kept_bytes",
-    "overhead_bytes",
     "state_bytes",
     "working_bytes",
 ]
@@ -68,14 +67,12 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def framework_bytes(num_devices: int) -> float:
-    """What a process takes on its device before anything is stored, alone or among others."""
+def framework_bytes(device: DeviceType, num_devices: int) -> float:
+    """What a process takes on its device before anything is stored, alone or among others: an accelerator's driver and
+    NCCL. Processors have neither."""
+    if device.is_processor:
+        return 0.0
     return FRAMEWORK_BYTES + (COMMUNICATION_BYTES if num_devices > 1 else 0.0)
-
-
-def overhead_bytes(type_: DeviceType, num_devices: int) -> float:
-    """What is taken on a device before any layer: by the driver of an accelerator; processors have none."""
-    return 0.0 if type_.is_processor else framework_bytes(num_devices)
 
 
 def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:

@@ -331,7 +331,8 @@ class _Problem:
             return total
 
         def needed(rows: float, fraction: float) -> float:
-            return state * fraction / even_fraction + held.activations * rows / even_rows * fraction / even_fraction
+            activations = held.activations * rows / even_rows * fraction / even_fraction
+            return held.framework + state * fraction / even_fraction + activations
 
         return MeshDevice(name=device.name, seconds=seconds, bytes=needed, capacity_bytes=device.memory_bytes)
 

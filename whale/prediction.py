@@ -38,6 +38,7 @@ from whale.occupancy import Occupancy, Optimizer, occupancy
 from whale.planner.communication import collective, send
 from whale.planner.compute import LayerSeconds, layer_seconds
 from whale.planner.estimate import relative_error
+from whale.planner.memory import framework_bytes
 from whale.planner.precision import precision_named
 from whale.planner.simulate import simulate
 from whale.planner.timeline import Timeline
@@ -315,6 +316,7 @@ def _memory(cluster: Cluster, rank: int, held: Occupancy) -> DeviceMemory:
         optimizer=held.optimizer,
         activations=held.activations,
         buffers=held.buffers,
+        framework=round(framework_bytes(device.type, len(cluster.devices))),
     )
 
 

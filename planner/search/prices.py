@@ -19,7 +19,7 @@ from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
 from whale.planner.communication import collective, send
 from whale.planner.compute import Collective, LayerSeconds, attention_is_fused, forward_flops, layer_seconds, variant_of
-from whale.planner.memory import StateBytes, gradient_bytes, kept_bytes, overhead_bytes, state_bytes, working_bytes
+from whale.planner.memory import StateBytes, framework_bytes, gradient_bytes, kept_bytes, state_bytes, working_bytes
 from whale.planner.precision import Precision, precision_named
 from whale.planner.stages import exposed_seconds
 from whale.planner.topology import Topology
@@ -141,7 +141,7 @@ class Prices:
     def overhead_bytes(self) -> dict[str, float]:
         """What is taken on a device of each type before any layer, by the name of the type."""
         num = len(self.cluster.devices)
-        return {device.type.name: overhead_bytes(device.type, num) for device in self.cluster.devices}
+        return {device.type.name: framework_bytes(device.type, num) for device in self.cluster.devices}
 
     @cached_property
     def tensor_degrees(self) -> tuple[int, ...]:

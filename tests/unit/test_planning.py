@@ -34,7 +34,7 @@ def profile() -> ModelProfile:
     return profile_model(build(), tokens(), tensor_degrees=(1, 2), name="decoder")
 
 
-def cluster(*speeds: float, memory_bytes: int = 2**30) -> Cluster:
+def cluster(*speeds: float, memory_bytes: int = 2**33) -> Cluster:
     types = [
         DeviceType.of(
             f"card{speed:g}", speed={"float32": speed * 1e8}, memory_bytes=memory_bytes, memory_bandwidth=speed * 1e8

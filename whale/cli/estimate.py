@@ -90,12 +90,11 @@ def estimate(
     """
     from whale.ir.cluster import Cluster
     from whale.planner.catalog import device_types_with
-    from whale.planner.configuration import Configuration, require_parts
+    from whale.planner.configuration import Configuration
     from whale.planner.estimate import estimate as predict
 
     configuration = Configuration(**degrees)
     profile = _profile(spec, settings, profile_file, configuration.tensor)
-    require_parts(profile, configuration)
     cluster = Cluster.load(cluster_file, catalog=device_types_with(profile))
     found = predict(profile, cluster, configuration)
     if configuration.balance == "speed" and configuration.layers_per_stage is not None:
