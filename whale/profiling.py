@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import combinations
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ PREPARATION_SECONDS = 900.0
 """For how long ranks wait for the slowest to load and capture a model, which runs on throttled devices too."""
 PARTS = ("forward", "backward", "update", "accumulation", "spread")
 """Of measured times of a layer, in the order in which they are passed on."""
-MICRO_BATCHES = 4
-"""Of the steps in which layers are timed: of a step's backwards one sets gradients and three add to them."""
+MICRO_BATCHES = 2
+"""Of the steps in which layers are timed: of a step's backwards one sets gradients, the other adds to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,17 +330,20 @@ def layer_items(
     batch: Any,
     *,
     rows: Sequence[int],
+    degrees: Sequence[int] | None = None,
 ) -> list[Item]:
-    """The layers of *model* on each type of device, on its first rank, at every tensor degree that the profile knows.
+    """The layers of *model* on each type of device, on its first rank, at these tensor degrees, or at every one that
+    the profile knows.
 
     *capture* cuts the model into layers for micro-batches of these rows; it is called where there is something to
     measure, once.
     """
     captured = cache(capture)
-    degrees = sorted({variant.tensor_degree for kind in profile.kinds for variant in kind.variants})
+    every = sorted({variant.tensor_degree for kind in profile.kinds for variant in kind.variants})
     return [
         _layers(world, place, profile, captured, model, batch, degree, count)
-        for degree in degrees
+        for degree in every
+        if degrees is None or degree in degrees
         for count in rows
         for place in _firsts(places)
     ]
@@ -425,7 +428,8 @@ def _parts(times: MeasuredTimes, index: int) -> tuple[float, ...]:
 
 
 def _positions(chain: ModelProfile, degree: int, rows: int, memory_bytes: int) -> list[int]:
-    """The layers to run: all, or as many of each kind as leave half of the memory free, at least one."""
+    """The layers to run: all, since fewer would find more in the caches than a step does, or as many of each kind as
+    leave half of the memory free, at least one."""
     number_bytes = 4.0  # float32, the widest that is usual
     costs = []
     for kind in chain.kinds:
@@ -504,6 +508,7 @@ def measure_items(
     *,
     time_limit: float,
     most_seconds: float = MOST_SECONDS,
+    passes: int = 1,
     parallel: bool = False,
     write: Callable[[ModelProfile], None] = lambda profile: None,
     tell: Callable[[str], None] = lambda message: None,
@@ -512,45 +517,65 @@ def measure_items(
 
     Called by all ranks with the same items, which they prepare before the time begins. The profile that rank 0 gives is
     the one that counts, and only rank 0 writes and tells, after each item. What cannot be measured, such as a layer for
-    which memory is too small, is told and passed over. An item of weight 1 gets *most_seconds* at most. *parallel* lets
-    items that follow each other run at the same time where they have no rank in common.
+    which memory is too small, is told and passed over. An item of weight 1 gets *most_seconds* at most in each of the
+    *passes*: one goes through all items, and the medians of all count, for a machine that does other work too is now
+    faster and now slower. *parallel* lets items that follow each other run at the same time where they have no rank in
+    common.
     """
     board = _Board(world, patience_seconds=time_limit + PREPARATION_SECONDS)
     if world.rank == 0:
         board.put("known", [item.known(profile) for item in items])
-    for item, known in zip(items, board.get("known"), strict=True):
-        if world.rank in item.ranks and not known:
+    missing = [item for item, known in zip(items, board.get("known"), strict=True) if not known]
+    for item in missing:
+        if world.rank in item.ranks:
             item.prepare()
     board.put(f"ready/{world.rank}", True)
     for rank in range(world.size):
         board.get(f"ready/{rank}")
     end = time.monotonic() + time_limit
-    left = 0
-    for index, together in enumerate(_rounds(items, parallel)):
+    before, found, failed = profile, dict[Item, list[Any]](), set[Item]()
+    rounds = _rounds(missing, parallel) * passes
+    for index, together in enumerate(rounds):
         if world.rank == 0:
-            missing = [item for item in together if not item.known(profile)]
-            free = end - time.monotonic()
-            remaining = [item for item in items if not item.known(profile)]
-            seconds = _seconds(missing, remaining, free, most_seconds)
-            left += len(missing) if not seconds else 0
-            board.put(f"round/{index}", [seconds, [together.index(item) for item in missing]])
+            now = [item for item in together if item not in failed]
+            remaining = [item for later in rounds[index:] for item in later if item not in failed]
+            seconds = _seconds(now, remaining, end - time.monotonic(), most_seconds)
+            board.put(f"round/{index}", [seconds, [together.index(item) for item in now]])
         seconds, chosen = board.get(f"round/{index}")
         if not seconds:
             continue
         for number in chosen:
             if world.rank in together[number].ranks:
-                found = _try(together[number], seconds)
+                result = _try(together[number], seconds)
                 if world.rank == together[number].ranks[0]:
-                    board.put(f"result/{index}/{number}", found)
+                    board.put(f"result/{index}/{number}", result)
         for number in chosen if world.rank == 0 else ():
-            found = board.get(f"result/{index}/{number}")
-            if "failure" in found:
-                tell(f"not measured: {together[number].name}: {found['failure']}")
+            item, result = together[number], board.get(f"result/{index}/{number}")
+            if "failure" in result:
+                failed.add(item)
+                tell(f"not measured: {item.name}: {result['failure']}")
                 continue
-            profile = together[number].merged(profile, found["value"])
+            found.setdefault(item, []).append(result["value"])
+            profile = before
+            for measured, values in found.items():
+                profile = measured.merged(profile, _medians(values))
             write(profile)
-            tell(f"measured: {together[number].name}")
-    return profile, left
+            tell(f"measured: {item.name}")
+    board.put(f"done/{world.rank}", True)
+    for rank in range(world.size) if world.rank == 0 else ():
+        board.get(f"done/{rank}")  # the store is rank 0's, and ends with it
+    return profile, len(set(missing) - found.keys() - failed)
+
+
+def _medians(values: Sequence[Any]) -> Any:
+    """Number by number, of measurements that are a number or a list of them each.
+
+    >>> _medians([[1.0, [4.0]], [3.0, [2.0]], [2.0, [9.0]]])
+    [2.0, [4.0]]
+    """
+    if isinstance(values[0], list):
+        return [_medians(each) for each in zip(*values, strict=True)]
+    return median(values)
 
 
 def _rounds(items: Sequence[Item], parallel: bool) -> list[list[Item]]:

@@ -123,6 +123,39 @@ def test_the_layers_of_a_model_are_measured_and_resumed(gpt: Any) -> None:
     assert (again, left, told) == (made, 0, [])
 
 
+def _item(name: str, results: list[Any], put: list[Any]) -> profiling.Item:
+    """What gives these results, one in each pass, and puts them into the profile's name."""
+
+    def run(seconds: float) -> Any:
+        put.append(name)
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return profiling.Item(
+        name=name,
+        ranks=(0,),
+        known=lambda profile: False,
+        run=run,
+        merged=lambda profile, value: profile.model_copy(update={"name": f"{profile.name} {name}={value}"}),
+    )
+
+
+def test_in_several_passes_everything_is_measured_again_and_medians_count() -> None:
+    world, ran, told = World(rank=0, size=1, device=CPU, failures=Failures(0)), list[str](), list[str]()
+    items = [
+        _item("a", [3.0, 1.0, 2.0], ran),
+        _item("b", [RuntimeError("no memory")], ran),
+        _item("c", [[1.0, [9.0]], [2.0, [7.0]], [6.0, [8.0]]], ran),
+    ]
+    start = ModelProfile(name="m", layers=(), kinds=())
+    made, left = profiling.measure_items(world, items, start, time_limit=100.0, passes=3, tell=told.append)
+    assert ran == ["a", "b", "c", "a", "c", "a", "c"]
+    assert (made.name, left) == ("m a=2.0 c=[2.0, [8.0]]", 0)
+    assert [message for message in told if "no memory" in message] == ["not measured: b: RuntimeError: no memory"]
+
+
 def test_a_chain_that_is_too_large_for_the_memory_is_shortened(gpt: Any) -> None:
     start = profile_model(gpt.model, gpt.batch, tensor_degrees=(1,))
     assert profiling._positions(start, 1, 1, 2**40) == [0, 1, 2, 3, 4]

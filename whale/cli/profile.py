@@ -52,6 +52,9 @@ def _model_options(function: Callable[..., object]) -> Callable[..., object]:
 @click.option("--rows", callback=_counts, metavar="N,...", help="Rows of micro-batches [powers of 2 up to the batch].")
 @click.option("--cluster", metavar="FILE", help="A cluster file that names the devices: rank r is device r.")
 @click.option("--time-limit", type=click.FloatRange(min=0.1), default=120.0, metavar="SECONDS", help="[120]")
+@click.option(
+    "--passes", type=click.IntRange(min=1), default=1, metavar="N", help="Measure all so often; medians count."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
 @click.option("--parallel", is_flag=True, help="Types of devices at the same time: they do not disturb each other.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile and not a table of it.")

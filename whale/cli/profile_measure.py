@@ -37,6 +37,7 @@ def measure(
     rows: tuple[int, ...] | None,
     cluster: str | None,
     time_limit: float,
+    passes: int,
     device: str | None,
     parallel: bool,
 ) -> ModelProfile | None:
@@ -52,7 +53,14 @@ def measure(
     if loaded is not None:
         wanted = rows or _powers(_num_rows(loaded))
         items += profiling.layer_items(
-            world, places, start, partial(_capture, loaded, wanted), loaded.model, loaded.batch, rows=wanted
+            world,
+            places,
+            start,
+            partial(_capture, loaded, wanted),
+            loaded.model,
+            loaded.batch,
+            rows=wanted,
+            degrees=degrees,
         )
     items += profiling.machine_items(world, places, profiling.Sizes.of(world.device))
     made, left = profiling.measure_items(
@@ -60,6 +68,7 @@ def measure(
         items,
         start,
         time_limit=time_limit,
+        passes=passes,
         parallel=parallel,
         write=(lambda now: None) if output is None else (lambda now: write_profile(now, output)),
         tell=note,
@@ -81,6 +90,7 @@ def _start(output: Path | None, loaded: LoadedModel | None, degrees: tuple[int, 
         known = {variant.tensor_degree for variant in found.kinds[0].variants} | {degree for degree, _ in found.refused}
         if set(degrees) <= known:
             return found
+        degrees = tuple(sorted(known.union(degrees)))
     made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name)
     if found is None:
         return made

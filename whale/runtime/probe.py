@@ -284,8 +284,10 @@ def layer_seconds(
     """
     chain = Chain(layers, device=device, micro_batches=micro_batches, optimizer=optimizer)
     chain.step()  # makes the states of the optimizers, and warms up
-    estimate = max(1e-7, _wall(chain.step, 1, device))
-    steps = [chain.step() for _ in range(min(max(2, ceil(seconds / estimate)), MAX_STEPS))]
+    begin = time.perf_counter()
+    steps = [chain.step()]
+    estimate = max(1e-7, time.perf_counter() - begin)
+    steps += [chain.step() for _ in range(min(ceil(seconds / estimate), MAX_STEPS) - 1)]
     return _layer_seconds(layers, steps, ceil(WINDOW_SECONDS / estimate), micro_batches)
 
 
