@@ -14,7 +14,6 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 import whale
 
-GPT_LAYERS, GPT_WIDTH, GPT_LENGTH = 12, 256, 128
 CLASSES, SIDE = 100, 64
 
 
@@ -24,13 +23,15 @@ def block(index: int) -> str:
 
 GPT_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"": whale.replicate()},
-    "tp": {"": whale.split()},
     # 2:2:1:1, 3:2:1 and 2:1 are the speeds of the devices
-    "pp4": {block(0): whale.stage(), block(4): whale.stage(), block(8): whale.stage(), block(10): whale.stage()},
-    "pp3": {block(0): whale.stage(), block(6): whale.stage(), block(10): whale.stage()},
-    "pp2": {block(0): whale.stage(), block(8): whale.stage()},
-    "tp-pp": {block(0): [whale.stage(2), whale.split()], block(8): [whale.stage(2), whale.split()]},
-    "dp-pp": {block(0): [whale.stage(2), whale.replicate()], block(8): [whale.stage(2), whale.replicate()]},
+    "pp4": {block(0): whale.stage(), block(3): whale.stage(), block(6): whale.stage(), block(7): whale.stage()},
+    "pp3": {block(0): whale.stage(), block(4): whale.stage(), block(7): whale.stage()},
+    "pp2": {block(0): whale.stage(), block(5): whale.stage()},
+    "dp-pp": {block(0): [whale.stage(2), whale.replicate()], block(5): [whale.stage(2), whale.replicate()]},
+}
+WIDE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"": whale.split()},
+    "tp-pp": {block(0): [whale.stage(2), whale.split()], block(1): [whale.stage(2), whale.split()]},
 }
 RESNET_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"": whale.replicate()},
@@ -39,16 +40,19 @@ RESNET_LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def gpt(
-    layout: str = "dp",
-    layers: int = GPT_LAYERS,
-    width: int = GPT_WIDTH,
-    length: int = GPT_LENGTH,
-    batch_size: int = 24,
+    layout: str = "dp", layers: int = 8, width: int = 384, heads: int = 6, length: int = 128, batch_size: int = 24
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    model = gpt2(layers=layers, width=width, length=length)
-    whale.annotate(model, GPT_LAYOUTS[layout])
+    # the activation in one kernel: spelt out, a step waits for memory, which all emulated devices share
+    model = gpt2(layers=layers, width=width, length=length, heads=heads, activation="gelu")
+    whale.annotate(model, {**GPT_LAYOUTS, **WIDE_LAYOUTS}[layout])
     tokens = torch.randint(WORDS, (batch_size, length))
     return model, {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def wide(layout: str = "tp", width: int = 1152, length: int = 128) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A GPT for tensor parallelism: what is computed between two collectives is long against the slices of time in
+    which an emulated device gets its part of a core."""
+    return gpt(layout=layout, layers=2, width=width, heads=12, length=length, batch_size=8)
 
 
 def resnet(layout: str = "dp", side: int = SIDE, batch_size: int = 48) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -9,11 +9,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 WORDS = 1024
 
 
-def gpt2(*, width: int = 256, layers: int = 4, length: int = 128, heads: int = 4) -> nn.Module:
+def gpt2(
+    *, width: int = 256, layers: int = 4, length: int = 128, heads: int = 4, activation: str = "gelu_new"
+) -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=WORDS,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        activation_function=activation, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return GPT2LMHeadModel(config)

@@ -3,9 +3,9 @@
     sudo python benchmarks/testbed_noise.py            # about three minutes, on a machine that does nothing else
 
 The rate of matrix products (256 x 256) of each device while the others wait, and while all compute; spread is the
-distance from the slowest to the fastest window, as a share of the mean. *Pinned* gives each device one core of the
-machine to be on. Then what a send and an all-reduce take, the processor time of the busiest rank, and how much longer a
-computation of two seconds takes with the same all-reduces beside it.
+distance from the slowest to the fastest window, as a share of the mean. Then what a send and an all-reduce take, the
+processor time of the busiest rank, and how much longer a computation of two seconds takes with the same all-reduces
+beside it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ quarter = {{cores = {quarter}, memory = "2 GiB"}}
 """
 RATES = ("1 Gbit/s", "200 Mbit/s")
 SIZES = (2**10, 2**16, 2**20, 2**22, 2**24)
-SPEED_HEAD = ("pinned", "who computes", "products/s of ranks 0 to 3", "spread of 0.2 s", "spread of 2 s")
+SPEED_HEAD = ("who computes", "products/s of ranks 0 to 3", "spread of 0.2 s", "spread of 2 s")
 LINK_HEAD = ("link", "bytes", "send", "processor", "all-reduce of 4", "processor", "2 s of products, with all-reduces")
 
 
@@ -60,18 +60,16 @@ def main() -> None:
     links: list[Sequence[str]] = []
     for rate in RATES:
         with Testbed(Description.parse(BED.format(rate=rate, **quotas))) as testbed:
-            for pinned in ("no", "yes") if rate == RATES[0] else ("no",):
-                done = testbed.run(
-                    [sys.executable, __file__, "--repeats", str(options.repeats)],
-                    timeout_seconds=400,
-                    environment={"PYTHONPATH": str(Path(__file__).parents[1]), "PINNED": pinned},
-                    show=False,
-                )
-                found = json.loads(done.outputs[0].splitlines()[-1])
-                if rate == RATES[0]:
-                    speeds += [(pinned, *row) for row in found["speeds"]]
-                if pinned == "no":
-                    links += [(rate, *row) for row in found["links"]]
+            done = testbed.run(
+                [sys.executable, __file__, "--repeats", str(options.repeats)],
+                timeout_seconds=400,
+                environment={"PYTHONPATH": str(Path(__file__).parents[1])},
+                show=False,
+            )
+        found = json.loads(done.outputs[0].splitlines()[-1])
+        if rate == RATES[0]:
+            speeds += found["speeds"]
+        links += [(rate, *row) for row in found["links"]]
     report("testbed_noise", options, table(SPEED_HEAD, speeds) + "\n\n" + table(LINK_HEAD, links))
 
 
@@ -81,9 +79,6 @@ def main() -> None:
 def on_a_rank(repeats: int) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    if os.environ["PINNED"] == "yes":
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     dist.init_process_group("gloo")
     x = torch.randn(256, 256)
 
