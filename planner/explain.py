@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Any
 
 from whale.errors import WhaleError
@@ -92,7 +93,7 @@ def explain(workload: Workload, prediction: Prediction | None = None, *, num_cha
     good = [change for change in tried if change.fits is not False and change.step_seconds < least]
     schedules = [change for change in good if change.what.startswith(_SCHEDULE)]
     good = [change for change in good if change not in schedules[1:]]  # the best one is enough
-    stage_seconds = [workload.micro_batches * _longest(stage) for stage in workload.stages]
+    stage_seconds = [_full_micro_batches(workload) * _longest(stage) for stage in workload.stages]
     busiest = max(range(len(stage_seconds)), key=lambda index: stage_seconds[index])
     rank = max(timeline.ranks, key=lambda one: (_at_work(timeline, one), one))
     return Explanation(
@@ -105,6 +106,11 @@ def explain(workload: Workload, prediction: Prediction | None = None, *, num_cha
         changes=tuple(good[:num_changes]),
         others=tuple(change for change in tried if change not in good[:num_changes]),
     )
+
+
+def _full_micro_batches(workload: Workload) -> float:
+    """How many full micro-batches have as many rows as all of them."""
+    return workload.micro_batches - 1 + workload.last_share
 
 
 def _longest(stage: StageWork) -> float:
@@ -166,7 +172,8 @@ def _changes(workload: Workload) -> Iterator[tuple[str, Workload]]:
         if several and schedule != workload.schedule:
             yield f"{_SCHEDULE}{schedule!r} instead of {workload.schedule!r}", _with(workload, schedule=schedule)
     if several:
-        yield f"{2 * workload.micro_batches} micro-batches of half the rows", _halved(workload)
+        halved = _halved(workload)
+        yield f"{halved.micro_batches} micro-batches of half the rows", halved
     if workload.links:
         links = tuple(_with(link, bandwidth=2 * link.bandwidth) for link in workload.links)
         yield "links of twice the bandwidth between stages", _with(workload, links=links)
@@ -239,7 +246,10 @@ def _halved(workload: Workload) -> Workload:
         for boundary in workload.boundaries
     )
     stages = tuple(map(half, workload.stages))
-    return _with(workload, micro_batches=2 * workload.micro_batches, stages=stages, boundaries=boundaries)
+    wanted = 2 * _full_micro_batches(workload)
+    count = ceil(wanted - 1e-9)
+    last = wanted - count + 1
+    return _with(workload, micro_batches=count, last_share=last, stages=stages, boundaries=boundaries)
 
 
 def _less_communication(stage: StageWork) -> StageWork:

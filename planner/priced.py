@@ -258,7 +258,12 @@ class _Pricing:
             edges = (self.entering if kind == "F" else self.leaving).get(stage, ())
         keys = [(edge, "forward" if kind == "F" else "backward", micro_batch) for edge in edges]
         inputs = [message for key in keys for message in arriving.pop(key, ())]
-        return PricedTask(kind, stage, micro_batch, self.prices[rank][stage][kind], keys, inputs, first, [])
+        price = self.prices[rank][stage][kind]
+        if micro_batch == self.workload.micro_batches - 1:  # its memory is taken as that of a full one
+            seconds, communication, *sizes = price
+            share = self.workload.last_share
+            price = (seconds * share, communication * share, *sizes)  # type: ignore[assignment]
+        return PricedTask(kind, stage, micro_batch, price, keys, inputs, first, [])
 
     def _received(self, rank: int, receive: Receive) -> Message:
         queue = self.unmatched.get((receive.peer, rank))

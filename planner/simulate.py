@@ -40,8 +40,9 @@ def simulate(workload: Workload, *, order: Order | None = None) -> Timeline:
                 key = (index, direction, transfer.source, transfer.target)
                 sizes[key] = sizes.get(key, 0) + transfer.bytes
 
-    def bytes_of(rank: int, send: Send) -> int:
-        return sizes[send.edge, send.direction, rank, send.peer]
+    def bytes_of(rank: int, send: Send) -> float:
+        share = workload.last_share if send.micro_batch == workload.micro_batches - 1 else 1.0
+        return sizes[send.edge, send.direction, rank, send.peer] * share
 
     programs = project(order_of(workload) if order is None else order, stages, edges, reduces)
     return run_programs(programs, edges, workload, bytes_of)

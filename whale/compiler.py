@@ -312,11 +312,14 @@ def _request(graph: TaskGraph) -> StageRequest:
 
 
 def _rows(analysis: Analysis, options: Options, per_micro_batch: int | None) -> tuple[int, ...]:
-    """How many units of the batch each micro-batch has; a later batch fills micro-batches of the first size."""
+    """How many units of the batch each micro-batch has; the last may have fewer where the plan says so, or
+    in a later batch, which fills micro-batches of the first size."""
     count = options.micro_batches
     if count < 1:
         raise UsageError(f"micro_batches is {count}: it must be at least 1")
     units = analysis.atoms.size(analysis.batch_leaf) if analysis.batch_leaf >= 0 else 1
+    if per_micro_batch is None and options.plan is not None and options.plan.batch == units:
+        per_micro_batch = options.plan.micro_batch_rows
     if per_micro_batch is not None:
         full, rest = divmod(units, per_micro_batch)
         return (per_micro_batch,) * full + ((rest,) if rest else ())

@@ -357,6 +357,7 @@ def _workload(
     workload = Workload(
         world_size=len(costs.cluster.devices),
         micro_batches=len(compilation.rows),
+        last_share=compilation.rows[-1] / compilation.rows[0],
         schedule=schedule,
         stages=tuple(works),
         boundaries=boundaries,

@@ -51,6 +51,13 @@ CASES: dict[str, tuple[int, str]] = {
            {"ranks": [2], "axes": []},
            {"ranks": [0, 1], "axes": [{"name": "replicate", "size": 2, "role": "replicate", "shares": [4, 0]}]}]}""",
     ),
+    "a last micro-batch that is not full": (
+        3,
+        """{"world_size": 3, "batch": 8, "micro_batches": 3,
+           "annotations": {"layers.0": ["stage()", "replicate()"], "layers.1": "stage()"}, "stages": [
+           {"ranks": [0, 1], "axes": [{"name": "replicate", "size": 2, "role": "replicate", "shares": [2, 1]}]},
+           {"ranks": [2], "axes": []}]}""",
+    ),
 }
 
 

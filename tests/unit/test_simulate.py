@@ -195,6 +195,14 @@ def test_stages_of_one_device_take_turns_and_exchange_nothing() -> None:
     }  # fmt: skip
 
 
+def test_a_last_micro_batch_of_half_the_rows_takes_half_the_time() -> None:
+    workload = chain_workload(2, 2, times=[(2.0, 4.0)] * 2).model_copy(update={"last_share": 0.5})
+    assert drawing_of(simulate(workload)) == parse_drawing("""
+        rank 0  |F0--F1ppppppppppB0------B1--|
+        rank 1  |ppppF0--B0------F1B1--pppppp|
+    """)
+
+
 def test_activations_are_kept_from_forward_to_backward_and_tasks_need_more_meanwhile() -> None:
     stage = stage_work((0,), forward_peak_bytes=(130,), backward_peak_bytes=(50,))
     timeline = simulate(Workload(world_size=1, micro_batches=2, schedule="gpipe", stages=(stage,)))

@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from math import isfinite, prod
+from math import ceil, isfinite, prod
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -146,6 +146,11 @@ class PlanStage(_Record):
             stride *= axis.size
         return self
 
+    @property
+    def batch_axis(self) -> PlanAxis | None:
+        """The outermost axis along which the rows of a micro-batch are divided, if there is one."""
+        return next((axis for axis in self.axes or () if axis.role == "replicate"), None)
+
 
 class ModelIdentity(_Record):
     """The model that a plan was made for; a hash that is empty is not checked.
@@ -187,7 +192,7 @@ class Plan(_Record):
         model, cluster: what it was made for; None: anything of that many ranks.
         world_size: ranks.
         batch: rows of the global batch; None: any.
-        micro_batches: parts of the batch that a pipeline works on at a time.
+        micro_batches: parts of the batch that a pipeline works on at a time; see `micro_batch_rows`.
         schedule: as ``parallelize`` takes it.
         annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
@@ -230,22 +235,40 @@ class Plan(_Record):
         self._check_rows()
         return self
 
+    @property
+    def micro_batch_rows(self) -> int | None:
+        """Rows of every micro-batch but the last, which takes the rest of the batch; None where the batch is open.
+
+        Where the number of micro-batches divides the batch all are equal. Else the rows that the stages' shares count
+        are those of a micro-batch; without such shares there are as few as that many micro-batches need.
+
+        >>> Plan(world_size=1, batch=16, micro_batches=3).micro_batch_rows
+        6
+        """
+        if self.batch is None or self.batch % self.micro_batches == 0:
+            return None if self.batch is None else self.batch // self.micro_batches
+        counted = [axis for stage in self.stages if (axis := stage.batch_axis) is not None and axis.counts_units]
+        rows = sum(counted[0].shares) if counted else 0
+        return int(rows) or ceil(self.batch / self.micro_batches)
+
     def _check_rows(self) -> None:
         """Rows that are counted must be those of a micro-batch: along the outermost axis of the batch in each stage."""
         if self.batch is None:
             return
-        if self.batch % self.micro_batches:
-            raise ValueError(f"micro_batches: {self.micro_batches} does not divide the batch of {self.batch} rows")
-        rows = self.batch // self.micro_batches
+        rows = self.micro_batch_rows or 0
+        if not rows * (self.micro_batches - 1) < self.batch <= rows * self.micro_batches:
+            raise ValueError(
+                f"micro_batches: {self.micro_batches} of {rows} rows are not a batch of {self.batch} rows, of which the "
+                f"last may have fewer: that takes {ceil(self.batch / rows)}"
+            )
         for index, stage in enumerate(self.stages):
-            for position, axis in enumerate(stage.axes or ()):
-                if axis.role == "replicate":
-                    if axis.counts_units and sum(axis.shares) != rows:
-                        raise ValueError(
-                            f"stages.{index}.axes.{position}.shares: {_shown(axis.shares)} sum to {sum(axis.shares)}, "
-                            f"but a micro-batch has {rows} rows ({self.batch} / {self.micro_batches})"
-                        )
-                    break
+            axis = stage.batch_axis
+            if axis is not None and axis.counts_units and sum(axis.shares) != rows:
+                position = (stage.axes or ()).index(axis)
+                raise ValueError(
+                    f"stages.{index}.axes.{position}.shares: {_shown(axis.shares)} sum to {sum(axis.shares)}, "
+                    f"but a micro-batch has {rows} rows"
+                )
 
     # Files
 

@@ -96,6 +96,7 @@ class Workload(_Record):
     Attributes:
         world_size: ranks.
         micro_batches: of the step.
+        last_share: rows of the last micro-batch, as a share of those of the others.
         schedule: name, as `whale.planner.orders` knows it.
         stages: in the order of the pipeline.
         boundaries: between stages.
@@ -110,6 +111,7 @@ class Workload(_Record):
 
     world_size: Annotated[int, Field(ge=1)]
     micro_batches: Annotated[int, Field(ge=1)]
+    last_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     schedule: str = "1f1b"
     stages: tuple[StageWork, ...]
     boundaries: tuple[Boundary, ...] = ()
