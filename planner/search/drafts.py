@@ -82,7 +82,7 @@ class Scored:
 def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
     """Score a draft. O(stages^2) for the recurrence over as many micro-batches as fill the pipeline a few times."""
     count, depth = draft.micro_batches, len(draft.meshes)
-    costs = [meshes.costs(mesh, batch // count, count) for mesh in draft.meshes]
+    costs = [meshes.costs(mesh, meshes.rows(batch, count), count) for mesh in draft.meshes]
     parts = list(pairwise((*draft.starts, len(meshes.chain))))
     forward = [float(one.forward[last] - one.forward[first]) for one, (first, last) in zip(costs, parts, strict=True)]
     backward = [
@@ -91,6 +91,10 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
     hops = [float(one.hop[last]) / 2 for one, (_, last) in zip(costs, parts, strict=True)]
     once = [one.seconds_once(*part) for one, part in zip(costs, parts, strict=True)]
     ends = pipeline_ends(forward, backward, hops, count, draft.schedule)
+    missing = count - batch / meshes.rows(batch, count)
+    if missing and count > 1:  # the last micro-batch is not full
+        fewer = pipeline_ends(forward, backward, hops, count - 1, draft.schedule)
+        ends = [end - missing * (end - less) for end, less in zip(ends, fewer, strict=True)]
     held = [in_flight(draft.schedule, depth, stage, count) for stage in range(depth)]
     return Scored(
         draft=draft,
@@ -198,7 +202,7 @@ def allowed(meshes: Meshes, sequence: Sequence[Mesh], starts: Sequence[int]) -> 
 
 
 def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> CutProblem:
-    costs = [meshes.costs(mesh, batch // micro_batches, micro_batches) for mesh in sequence]
+    costs = [meshes.costs(mesh, meshes.rows(batch, micro_batches), micro_batches) for mesh in sequence]
     depth = len(sequence)
     groups = tuple(_group(meshes, one, micro_batches) for one in costs)
     hops = {group.name: one.hop for group, one in zip(groups, costs, strict=True)}

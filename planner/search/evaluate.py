@@ -53,13 +53,22 @@ def evaluate(
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule)
 
 
-def score(prices: Prices, stages: Sequence[StageChoice], *, micro_batches: int, schedule: str = "1f1b") -> Candidate:
-    """As `evaluate`, with prices that are there."""
+def score(
+    prices: Prices,
+    stages: Sequence[StageChoice],
+    *,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    batch: int | None = None,
+) -> Candidate:
+    """As `evaluate`, with prices that are there; *batch*: rows of the step, where the last micro-batch is not full."""
     _check(prices, stages)
     plan = _Plan.of_stages(prices, stages, micro_batches, schedule)
-    workload = plan.workload()
+    rows = sum(stages[0].rows)
+    batch = micro_batches * rows if batch is None else batch
+    workload = plan.workload().model_copy(update={"last_share": batch / rows - micro_batches + 1})
     simulated = _simulated(workload)
-    cluster, batch = prices.cluster, micro_batches * sum(stages[0].rows)
+    cluster = prices.cluster
     measured = all(price.measured for own in plan.costs for price in own)
     source: Literal["measured", "modelled"] = "measured" if measured else "modelled"
     error = relative_error(cluster, measured=measured)

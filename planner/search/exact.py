@@ -207,7 +207,7 @@ class _Walk:
         layers = range(bounds[first], bounds[end])
         samples, data_group = self.meshes.sample(mesh)
         groups = [group for group, num in samples for _ in range(num)]
-        rows = fastest_rows(prices, layers, groups, self.batch // self.count, self.count, held)
+        rows = fastest_rows(prices, layers, groups, self.meshes.rows(self.batch, self.count), self.count, held)
         busy = once = 0.0
         forward = backward = inf
         dense, experts = prices.parameters(layers, mesh.tensor)

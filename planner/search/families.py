@@ -4,6 +4,7 @@ A cluster of thousands of devices has more sequences of meshes than can be looke
 
 - *any*: each stage takes any units of each pool, one type or mixed, at any tensor degree; pools are cut into few units
   (16 of one type, 8 each of two, 4 of three), so pipelines are short;
+- *matched*: each stage is of one type, with as many devices as divide the rows of a micro-batch evenly;
 - *replicas*: all stages have the same data degree, and each type its own tensor degree: pipelines of any depth, in
   which a stage is of one type;
 - *alike*: all stages have the same mesh, of all types: data slices are uneven, stages equal.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import ceil, gcd
+from math import ceil, gcd, prod
 
 from whale.planner.search.devices import Mesh, Pool
 from whale.planner.search.meshes import Meshes
@@ -32,8 +33,14 @@ Sample = tuple[int, Mesh]
 UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
 """Of each pool in the family *any*, by the number of pools; two for more."""
 
-DEEPEST = {"any": 8}
+DEEPEST = {"any": 8, "matched": 6}
 """Stages of the family *any* where there is more than one pool."""
+
+MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Rows of a data slice in the family *matched*."""
+
+MOST_STATES = 4_000
+"""Of the quota program of the family *matched*."""
 
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
 """Bounds on the slowest stage that are tried, as multiples of what equal stages would take."""
@@ -74,7 +81,7 @@ class Family:
 
     def sequences(self, meshes: Meshes, batch: int, schedule: str) -> list[Sequenced]:
         """For each number of stages the one with the quickest slowest stage."""
-        rows = batch // self.micro_batches
+        rows = meshes.rows(batch, self.micro_batches)
         options = [Option(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in self.meshes]
         return quota_sequences(
             options,
@@ -87,20 +94,22 @@ class Family:
         )
 
 
-def fit_tensor_degrees(pools: Sequence[Pool], counts: Sequence[int], degrees: Sequence[int]) -> list[int]:
+def fit_tensor_degrees(meshes: Meshes, counts: Sequence[int]) -> list[int]:
     """The tensor degrees for a mesh of these counts: a group is of one type, within a node or of whole nodes."""
-    used = [(pool, count) for pool, count in zip(pools, counts, strict=True) if count]
+    used = [(pool, count) for pool, count in zip(meshes.pools, counts, strict=True) if count]
+    fit = [meshes.degrees(pool) for pool, _ in used]
     return [
         degree
-        for degree in degrees
-        if all(count % degree == 0 and (degree <= pool.per_node or degree % pool.per_node == 0) for pool, count in used)
+        for degree in meshes.prices.tensor_degrees
+        if all(degree in own for own in fit) and all(count % degree == 0 for _, count in used)
     ]
 
 
 def families_of(meshes: Meshes, batch: int, micro_batches: int, max_stages: int) -> list[Family]:
     """All families for a number of micro-batches."""
-    rows = batch // micro_batches
+    rows = meshes.rows(batch, micro_batches)
     found = [any_meshes(meshes, rows, micro_batches, max_stages)]
+    found.append(_matched(meshes, rows, micro_batches, max_stages))
     found += _replicas(meshes, rows, micro_batches, max_stages)
     found += _alike(meshes, rows, micro_batches, max_stages)
     return [family for family in found if family is not None]
@@ -123,7 +132,7 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
     chosen = []
     for own in product(*(range(quota + 1) for quota in quotas)):
         counts = tuple(number * unit for number, unit in zip(own, units, strict=True))
-        for degree in fit_tensor_degrees(pools, counts, meshes.prices.tensor_degrees) if any(own) else ():
+        for degree in fit_tensor_degrees(meshes, counts) if any(own) else ():
             mesh = Mesh(counts, degree)
             if mesh.data <= rows:
                 chosen.append((own, mesh))
@@ -131,14 +140,32 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
     return _family("any", meshes, rows, micro_batches, chosen, quotas, deepest)
 
 
+def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
+    """The family *matched*: stages of one type whose data slices all have the same rows r, which divide a micro-batch
+    of R: at tensor degree t a stage takes t R / r devices. So counts need not be searched."""
+    pools = meshes.pools
+    found: list[list[tuple[int, int]]] = []
+    for pool in pools:
+        divisors = [share for share in MATCHED_ROWS if rows % share == 0]
+        sizes = {(degree * rows // share, degree) for share in divisors for degree in meshes.degrees(pool)}
+        found.append(sorted(one for one in sizes if one[0] <= len(pool.ranks)))
+    units = [gcd(*(size for size, _ in own)) or 1 for own in found]
+    quotas = tuple(len(pool.ranks) // unit for pool, unit in zip(pools, units, strict=True))
+    if prod(quota + 1 for quota in quotas) > MOST_STATES:
+        return None
+    chosen = [
+        (_single(index, size // units[index], len(pools)), Mesh(_single(index, size, len(pools)), degree))
+        for index, own in enumerate(found)
+        for size, degree in own
+    ]
+    return _family("matched", meshes, rows, micro_batches, chosen, quotas, min(max_stages, DEEPEST["matched"]))
+
+
 def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
     pools = meshes.pools
     most = max(len(pool.ranks) for pool in pools)
     data_degrees = [degree for degree in _degrees(most) if degree <= rows]
-    choices = [
-        [degree for degree in meshes.prices.tensor_degrees if degree <= pool.per_node or degree % pool.per_node == 0]
-        for pool in pools
-    ]
+    choices = [meshes.degrees(pool) for pool in pools]
     for data, tensors in product(data_degrees, product(*choices)):
         sizes = [data * tensor for tensor in tensors]
         quotas = tuple(len(pool.ranks) // size for pool, size in zip(pools, sizes, strict=True))
@@ -157,7 +184,7 @@ def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> It
         return
     for depth in _degrees(gcd(*nums)):
         counts = tuple(num // depth for num in nums)
-        for degree in fit_tensor_degrees(meshes.pools, counts, meshes.prices.tensor_degrees):
+        for degree in fit_tensor_degrees(meshes, counts):
             mesh = Mesh(counts, degree)
             if mesh.data <= rows and depth <= max_stages:
                 yield _family("alike", meshes, rows, micro_batches, [((1,), mesh)], (depth,), depth)

@@ -31,7 +31,9 @@ def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
         layers = range(bounds[draft.starts[index]], bounds[ends[index]])
         held = in_flight(draft.schedule, len(draft.meshes), index, draft.micro_batches)
         priced = [meshes.prices.group(ranks, mesh.data) for ranks in groups]
-        rows = fastest_rows(meshes.prices, layers, priced, batch // draft.micro_batches, draft.micro_batches, held)
+        rows = fastest_rows(
+            meshes.prices, layers, priced, meshes.rows(batch, draft.micro_batches), draft.micro_batches, held
+        )
         stages.append(
             StageChoice(
                 first=layers.start,
@@ -42,7 +44,7 @@ def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
                 rows=rows,
             )
         )
-    return score(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule)
+    return score(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule, batch=batch)
 
 
 def fastest_rows(

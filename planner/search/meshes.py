@@ -187,6 +187,46 @@ class Meshes:
     _samples: dict[Mesh, tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]] = field(default_factory=dict)
     _syncs: dict[Mesh, tuple[float, float]] = field(default_factory=dict)
 
+    def rows(self, batch: int, micro_batches: int) -> int:
+        """Rows of a micro-batch; the last one has fewer where their number does not divide the batch.
+
+        Then there is a choice: those that most data degrees of a pool's devices divide, or are divided by.
+        """
+        if batch % micro_batches == 0:
+            return batch // micro_batches
+        least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
+        return max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
+
+    def matching_micro_batches(self, batch: int) -> list[int]:
+        """Numbers of micro-batches whose rows every pool can divide evenly at some tensor degree."""
+        found = set()
+        for pool in self.pools:
+            for degree in self.degrees(pool):
+                for factor in (1, 2, 3, 4, 6, 8):
+                    rows = len(pool.ranks) // degree * factor
+                    if 0 < rows <= batch and all(self._matches(rows)):
+                        count = -(-batch // rows)
+                        if self.rows(batch, count) == rows:
+                            found.add(count)
+        return sorted(found)
+
+    def _matches(self, rows: int) -> list[int]:
+        """At how many tensor degrees the devices of each pool divide so many rows evenly."""
+        found = []
+        for pool in self.pools:
+            slices = [len(pool.ranks) // degree for degree in self.degrees(pool)]
+            found.append(sum(num > 0 and (rows % num == 0 or num % rows == 0) for num in slices))
+        return found
+
+    def degrees(self, pool: Pool) -> list[int]:
+        """Tensor degrees of groups of a pool's devices: within a node or of whole nodes, where times are known."""
+        return [
+            degree
+            for degree in self.prices.tensor_degrees
+            if (degree <= pool.per_node or degree % pool.per_node == 0)
+            and self.prices.knows(pool.type, degree, pool.per_node)
+        ]
+
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         """Of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
         key = (mesh, rows, micro_batches)

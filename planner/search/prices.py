@@ -153,6 +153,18 @@ class Prices:
         refused = {degree for degree, _ in self.profile.refused}
         return tuple(sorted((common or set()) - refused))
 
+    def knows(self, type_: DeviceType, degree: int, per_node: int) -> bool:
+        """Whether layers have times on groups of so many devices of a type, of which a node has *per_node*.
+
+        Times that hold the collectives of their group tell nothing of other groups, nor of one that spans nodes.
+        """
+        told = True
+        for kind in self.profile.kinds:
+            own = [one for one in kind.measured if one.device_type == type_.name and one.includes_communication]
+            if own and degree > 1:
+                told = told and degree <= per_node and any(one.tensor_degree == degree for one in own)
+        return told
+
     @cached_property
     def flops(self) -> float:
         """Multiplications and additions of a row's forward."""

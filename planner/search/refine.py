@@ -82,13 +82,13 @@ def _moves(
         yield from _recut(meshes, sequence, draft.micro_batches, batch, draft.schedule)
     place = micro_batches.index(draft.micro_batches)
     for count in (*micro_batches[max(0, place - 1) : place], *micro_batches[place + 1 : place + 2]):
-        if all(mesh.data <= batch // count for mesh in draft.meshes):
+        if all(mesh.data <= meshes.rows(batch, count) for mesh in draft.meshes):
             yield replace(draft, micro_batches=count)
             yield from _recut(meshes, draft.meshes, count, batch, draft.schedule)
 
 
 def _recut(meshes: Meshes, sequence: Sequence[Mesh], micro_batches: int, batch: int, schedule: str) -> Iterator[Draft]:
-    if any(mesh.data > batch // micro_batches for mesh in sequence):
+    if any(mesh.data > meshes.rows(batch, micro_batches) for mesh in sequence):
         return
     starts = best_cuts(meshes, sequence, batch, micro_batches, schedule)
     if starts is not None:
@@ -128,7 +128,7 @@ def _even_share(mesh: Mesh, pool: int) -> int:
 
 def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
     mesh = draft.meshes[stage]
-    for degree in fit_tensor_degrees(meshes.pools, mesh.counts, meshes.prices.tensor_degrees):
+    for degree in fit_tensor_degrees(meshes, mesh.counts):
         if degree != mesh.tensor:
             yield _put(draft.meshes, {stage: Mesh(mesh.counts, degree)})
             alike = {index: Mesh(mesh.counts, degree) for index, other in enumerate(draft.meshes) if other == mesh}

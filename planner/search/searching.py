@@ -201,13 +201,19 @@ class _Search:
     def _drafts(self, micro_batches: Sequence[int], max_stages: int) -> None:
         for schedule in self.settings.schedules:
             self._single_strategies(micro_batches, schedule, max_stages)
-            self._families(_spread(micro_batches, MOST_MICRO_BATCHES), schedule, max_stages)
+            dividing = [count for count in micro_batches if self.batch % count == 0]
+            matching = self.meshes.matching_micro_batches(self.batch)
+            tried = {*_spread(dividing, MOST_MICRO_BATCHES), *(count for count in matching if count in micro_batches)}
+            self._families(sorted(tried), schedule, max_stages)
 
     def _micro_batches(self) -> list[int]:
         if self.settings.micro_batches is not None:
             return [self.settings.micro_batches]
         small = [count for count in range(1, isqrt(self.batch) + 1) if self.batch % count == 0]
-        return sorted({*small, *(self.batch // count for count in small)})
+        found = {*small, *(self.batch // count for count in small)}
+        if not is_small(self.meshes):
+            found.update(self.meshes.matching_micro_batches(self.batch))
+        return sorted(found)
 
     def _max_stages(self) -> int:
         most = min(len(self.meshes.chain), len(self.meshes.prices.cluster.devices))
@@ -260,7 +266,7 @@ class _Search:
             self._draft(sequenced.meshes, count, schedule)
 
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
-        if any(mesh.data > self.batch // count for mesh in sequence):
+        if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
             return
         scored = drafted(self.meshes, sequence, self.batch, count, schedule)
         if scored is None:

@@ -258,8 +258,8 @@ class Plan(_Record):
         rows = self.micro_batch_rows or 0
         if not rows * (self.micro_batches - 1) < self.batch <= rows * self.micro_batches:
             raise ValueError(
-                f"micro_batches: {self.micro_batches} of {rows} rows are not a batch of {self.batch} rows, of which the "
-                f"last may have fewer: that takes {ceil(self.batch / rows)}"
+                f"micro_batches: {self.micro_batches} of {rows} rows are not a batch of {self.batch} rows, of which "
+                f"the last may have fewer: that takes {ceil(self.batch / rows)}"
             )
         for index, stage in enumerate(self.stages):
             axis = stage.batch_axis
