@@ -90,6 +90,7 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     known: Memo | None = None,
+    prices: Prices | None = None,
 ) -> Found:
     """Find the quickest plans for a step of *batch* rows.
 
@@ -103,6 +104,7 @@ def search(
         progress: is told now and then how far the search is.
         stop: is asked often; once it says so the best so far is the answer.
         known: prices of an earlier search for the same model, which this one adds to.
+        prices: to be paid in place of Whale's own, of the same profile and cluster.
 
     Raises:
         InfeasibleError: nothing fits: what is missing, and what would help.
@@ -112,7 +114,7 @@ def search(
     settings.check(batch)
     fixed = settings.fixed or Fixed()
     fixed.check(len(profile.layers))
-    prices = Prices.of(profile, cluster, precision=settings.precision, eager=settings.eager, known=known)
+    prices = prices or Prices.of(profile, cluster, precision=settings.precision, eager=settings.eager, known=known)
     if not prices.tensor_degrees:
         raise UsageError(f"the profile of {profile.name} has no tensor degree that all layers know; profile it again")
     if prices.tensor_degrees[0] > len(cluster.devices):

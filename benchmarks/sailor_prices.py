@@ -1,0 +1,56 @@
+"""Sailor's prices for Whale's search: what `sailor_scores.Strict` takes for a layer, a message, a reduction, a device.
+
+Only to compare: so that what is scored by those formulas was also searched by them. Messages cost as much, but the
+search hides them where Whale's executor would; plans are scored again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isinf
+
+from sailor_scores import PROCESS_BYTES, STATE_BYTES, Slice, Strict
+
+from whale.ir.cluster import DeviceType
+from whale.planner.compute import LayerSeconds
+from whale.planner.memory import StateBytes
+from whale.planner.precision import precision_named
+from whale.planner.search.prices import Hop, Prices, TensorGroup
+
+UNKNOWN_SECONDS = 1e3
+"""Of a layer on rows that were not measured: more than any plan takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SailorPrices(Prices):
+    """Prices by the formulas ``rules``."""
+
+    rules: Strict
+
+    @classmethod
+    def by(cls, rules: Strict) -> SailorPrices:
+        return cls(profile=rules.profile, cluster=rules.cluster, precision=precision_named("fp32"), rules=rules)
+
+    @cached_property
+    def overhead_bytes(self) -> dict[str, float]:
+        return {device.type.name: PROCESS_BYTES[True] for device in self.cluster.devices}
+
+    def state(self, parameters: float) -> StateBytes:
+        each = parameters * STATE_BYTES / 3
+        return StateBytes(parameters=each, gradients=each, optimizer=each)
+
+    def all_reduce(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
+        return self.rules.ring([self.cluster.devices[rank].type.name for rank in ranks], num_bytes)
+
+    def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
+        ends = [Slice(ranks=tuple(ranks), rows=1) for ranks in (source, target)]
+        seconds = self.rules.message(ends[0], ends[1], max(1.0, whole))
+        return Hop(0.0, max(1, num_bytes) / seconds)
+
+    def _seconds(self, kind: int, type_: DeviceType, degree: int, rows: int, micro_batches: int) -> LayerSeconds:
+        forward, backward, update = (
+            UNKNOWN_SECONDS if isinf(value) else value for value in self.rules.times(kind, type_.name, degree, rows)
+        )
+        return LayerSeconds(forward=forward, backward=backward, weights=backward / 2, update=update, measured=True)
