@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from whale.errors import UsageError
 from whale.planner.algorithms import ALGORITHMS, Algorithm, Collective, Duration, Group, Line, quickest
-from whale.planner.curves import curves_between, measured_seconds
+from whale.planner.curves import curves_between, measured_cores, measured_seconds
 from whale.planner.topology import Member, Topology
 
 __all__ = ["Algorithm", "Collective", "CommunicationCost", "collective", "send"]
@@ -35,6 +35,7 @@ class CommunicationCost:
         algorithm: the one that is quickest of those that a communication library has for it, or ``measured``.
         bottleneck: the link that decides: its kind, and whether it lies within a node or between nodes.
         interval: seconds between which it lies with 9 chances in 10.
+        cores: of a processor that each process uses meanwhile, where that was measured.
     """
 
     seconds: float
@@ -43,6 +44,7 @@ class CommunicationCost:
     algorithm: Algorithm
     bottleneck: str
     interval: tuple[float, float]
+    cores: float = 0.0
 
 
 FREE = CommunicationCost(
@@ -170,7 +172,9 @@ def _measured(
         like = Group.of(topology, [Member(node=node, ranks=node.ranks[:per_node]) for node in nodes])
         told = measured_seconds(curve, num_bytes)
         seconds.append(told * modelled.seconds / quickest(like, kind, num_bytes).seconds)
-    return _as_measured(modelled, max(seconds))
+    return replace(
+        _as_measured(modelled, max(seconds)), cores=max(measured_cores(curve, num_bytes) for curve in curves)
+    )
 
 
 def _modelled(duration: Duration) -> CommunicationCost:

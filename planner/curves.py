@@ -16,7 +16,7 @@ from typing import Literal
 
 from whale.ir.profile import LinkCurve
 
-__all__ = ["curves_between", "measured_seconds"]
+__all__ = ["curves_between", "measured_cores", "measured_seconds"]
 
 SMALLEST_FITTED = 50e3
 """Bytes below which no fitted polynomial is asked: those of Sailor's artifact are negative below 8 kB to 200 kB."""
@@ -42,6 +42,15 @@ def measured_seconds(curve: LinkCurve, num_bytes: float) -> float:
     left, right = sizes[above - 1], sizes[above]
     share = log(num_bytes / left) / log(right / left)
     return exp((1 - share) * log(seconds[above - 1]) + share * log(seconds[above]))
+
+
+def measured_cores(curve: LinkCurve, num_bytes: float) -> float:
+    """Cores of a processor that a process uses while such a message travels: of the nearest size that was measured; 0
+    where none was."""
+    if not curve.processor:
+        return 0.0
+    nearest = min(range(len(curve.sizes)), key=lambda index: abs(curve.sizes[index] - num_bytes))
+    return curve.processor[nearest]
 
 
 @lru_cache(maxsize=4096)

@@ -171,7 +171,7 @@ class _Engine:
 
     def _begin(self, rank: RankState, task: PricedTask, now: float) -> None:
         rank.running = True
-        rank.slowed = rank.reducing
+        rank.slowed = rank.reducing is not None
         rank.start = rank.since = now
         rank.done = 0.0
         rank.milestone = 0
@@ -184,7 +184,7 @@ class _Engine:
         self._schedule(rank, task)
 
     def _speed(self, rank: RankState) -> float:
-        return 1 / (1 + self.workload.overlap_slowdown) if rank.reducing else 1.0
+        return 1.0 if rank.reducing is None else 1 / (1 + rank.reducing)
 
     def _schedule(self, rank: RankState, task: PricedTask) -> None:
         """Set the clock for the next milestone of the running task, or for its end."""
@@ -347,7 +347,7 @@ class _Engine:
             return
         bucket.start = now
         for rank in members:
-            self._set_reducing(rank, True, now)
+            self._set_reducing(rank, bucket.slowdown[rank.index], now)
         self._at(now + bucket.seconds, self._reduced, bucket)
 
     def _reduced(self, bucket: Bucket, now: float) -> None:
@@ -361,7 +361,7 @@ class _Engine:
             event = Event("reduce", rank.index, start, now, bucket=bucket.index, after=after)
             bucket.event = self._emit(event)
             rank.reduced += 1
-            self._set_reducing(rank, False, now)
+            self._set_reducing(rank, None, now)
         for rank in members:
             if rank.reduced < len(rank.buckets):
                 self._reduce(rank.buckets[rank.reduced], now)
@@ -369,13 +369,13 @@ class _Engine:
             if rank.at_end and not rank.blockers:
                 self._finish(rank, now)
 
-    def _set_reducing(self, rank: RankState, reducing: bool, now: float) -> None:
+    def _set_reducing(self, rank: RankState, reducing: float | None, now: float) -> None:
         """Slow the running task down, or let it go on at full speed."""
         if rank.running:
             rank.done += (now - rank.since) * self._speed(rank)
             rank.since = now
         rank.reducing = reducing
-        rank.slowed |= reducing
+        rank.slowed |= reducing is not None
         if rank.running:
             rank.version += 1
             self._schedule(rank, rank.tasks[rank.next_task])

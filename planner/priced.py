@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from whale.errors import ScheduleError, UsageError
 from whale.ir.program import Compute, Copy, Edge, Free, Program, Receive, Reduce, Send
 from whale.ir.schedule import Kind
-from whale.ir.workload import LinkTime, StageWork, Workload
+from whale.ir.workload import LinkTime, Reduction, StageWork, Workload
 from whale.planner.timeline import PARTS, Part
 
 __all__ = ["Bucket", "Group", "Link", "Message", "PricedPrograms", "PricedTask", "RankState", "price_programs"]
@@ -70,6 +70,7 @@ class Bucket:
     seconds: float
     ready: float
     stages: frozenset[int]
+    slowdown: dict[int, float]  # by rank: of computation beside it
     ranks: list[int] = field(default_factory=list)
     launched: int = 0
     last: tuple[float, int, int] = (0.0, -1, -1)  # when, on which rank and after which event it could start
@@ -139,7 +140,7 @@ class RankState:
     ready: set[int] = field(default_factory=set)
     launched: int = 0
     reduced: int = 0
-    reducing: bool = False
+    reducing: float | None = None  # by how much what runs beside a reduction is slowed down, while one runs
     at_end: bool = False
     finished: bool = False
     # results
@@ -185,7 +186,9 @@ class _Pricing:
                 if rank in self.prices:
                     self.prices[rank][index] = _prices(stage, position)
         self.buckets = [
-            Bucket(index, reduction.seconds, reduction.ready, frozenset(reduction.stages))
+            Bucket(
+                index, reduction.seconds, reduction.ready, frozenset(reduction.stages), _slowdowns(workload, reduction)
+            )
             for index, reduction in enumerate(workload.reductions)
         ]
         self.entering: dict[int, list[int]] = {}
@@ -282,6 +285,12 @@ class _Pricing:
                 task.milestones = tuple(sorted(milestones, key=lambda milestone: milestone[0]))
                 return bucket
         raise UsageError(f"rank {rank} reduces bucket {index}, but runs no backward of its stages before")
+
+
+def _slowdowns(workload: Workload, reduction: Reduction) -> dict[int, float]:
+    """By how much computation on each rank is slowed down beside a reduction."""
+    each = reduction.slowdown or (workload.overlap_slowdown,) * len(reduction.ranks)
+    return dict(zip(reduction.ranks, each, strict=True))
 
 
 def _prices(work: StageWork, position: int) -> dict[Kind, Price]:

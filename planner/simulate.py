@@ -186,5 +186,9 @@ def check_workload(workload: Workload) -> None:
         if not set(reduction.ranks) <= owners:
             others = sorted(set(reduction.ranks) - owners)
             raise UsageError(f"reduction {index} of the workload is over ranks {others}, which have none of its stages")
+        if reduction.slowdown and len(reduction.slowdown) != len(reduction.ranks):
+            raise UsageError(
+                f"'slowdown' of reduction {index} needs an entry for each of its {len(reduction.ranks)} ranks"
+            )
     if workload.update and len(workload.update) != workload.world_size:
         raise UsageError(f"'update' of the workload needs {workload.world_size} entries, not {len(workload.update)}")

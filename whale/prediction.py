@@ -54,8 +54,9 @@ PRECISIONS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16
 """What the planner calls a model's number type. (No mixed precision: a model runs in the type that it has.)"""
 
 CPU_OVERLAP_SLOWDOWN = 0.5
-"""gloo takes some 1.1 ns of processor time for a byte of an all-reduce whose wire time at 1 Gbit/s is 8 ns, so on a
-quarter of a core computation beside it takes half as long again (benchmarks/testbed_noise.py)."""
+"""Where nothing was measured: gloo takes some 1.1 ns of processor time for a byte of an all-reduce whose wire time at
+1 Gbit/s is 8 ns, so on a quarter of a core computation beside it takes half as long again
+(benchmarks/testbed_noise.py)."""
 
 GPU_OVERLAP_SLOWDOWN = 0.126
 """Galvatron's coefficient for A100, as in `whale.planner.stages`."""
@@ -505,16 +506,32 @@ def _reductions(compilation: Compilation, costs: Costs) -> tuple[Reduction, ...]
     for spec, size in zip(compilation.reduces, sizes, strict=True):
         key = (spec.ranks, spec.stages)
         done[key] += size
+        cost = collective(costs.topology, "all_reduce", spec.ranks, size)
         found.append(
             Reduction(
                 ranks=spec.ranks,
                 stages=spec.stages,
                 bytes=size,
-                seconds=collective(costs.topology, "all_reduce", spec.ranks, size).seconds,
+                seconds=cost.seconds,
                 ready=1.0 if len(spec.stages) > 1 else min(1.0, done[key] / max(1, groups[key])),
+                slowdown=_slowdowns(costs, spec.ranks, cost.cores),
             )
         )
     return tuple(found)
+
+
+def _slowdowns(costs: Costs, ranks: Sequence[int], cores: float) -> tuple[float, ...]:
+    """By how much computation takes longer beside a collective that uses so much of each rank's processor; empty where
+    that was not measured.
+
+    Computation has what the collective leaves of the cores that the process may use, and at least half of them: threads
+    that both have work to do get equal parts.
+    """
+    names = [costs.cluster.devices[rank].type.name for rank in ranks]
+    owned = [costs.profile.device_types.get(name, {}).get("cores", 0.0) for name in names]
+    if not cores or not all(owned):
+        return ()
+    return tuple(min(1.0, cores / max(own - cores, cores)) for own in owned)
 
 
 def _forward_flops(kind: LayerKind) -> float:

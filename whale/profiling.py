@@ -214,9 +214,9 @@ def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ..
     def run(seconds: float) -> list[float]:
         if kind == "memory":
             measured = probe.copy_seconds(side, device=world.device, seconds=seconds)
-            return [side / measured.seconds, measured.spread]
+            return [side / measured.seconds, measured.spread, 0.0]
         measured = probe.matmul_seconds(side, dtype, device=world.device, seconds=seconds)
-        return [2 * side**3 / measured.seconds, measured.spread]
+        return [2 * side**3 / measured.seconds, measured.spread, measured.cores]
 
     def known(profile: ModelProfile) -> bool:
         return any(
@@ -236,6 +236,8 @@ def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ..
         figure = "memory_bandwidth" if kind == "memory" else dtype
         figures = {"memory_bytes": float(place.memory_bytes)} | profile.device_types.get(place.device_type, {})
         figures[figure] = max(figures.get(figure, 0.0), found[0])
+        if world.device.type == "cpu" and found[2] > 0:
+            figures["cores"] = max(figures.get("cores", 0.0), found[2])
         return profile.model_copy(
             update={
                 "rates": (*profile.rates, rate),
@@ -254,28 +256,33 @@ def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ..
 
 
 def _send(world: World, places: Sequence[Place], pair: tuple[int, int], group: Any, size: int) -> Item:
-    def run(seconds: float) -> float:
+    def run(seconds: float) -> list[float]:
         rank, peer = pair if world.rank == pair[0] else pair[::-1]
         measured = probe.send_seconds(size, rank, peer, group, device=world.device, seconds=seconds)
-        return measured.seconds
+        return [measured.seconds, measured.cores]
 
-    return _link_item(places, "send", pair, size, run)
+    return _link_item(world, places, "send", pair, size, run)
 
 
 def _collective(
     world: World, places: Sequence[Place], operation: str, ranks: tuple[int, ...], group: Any, size: int
 ) -> Item:
-    def run(seconds: float) -> float:
+    def run(seconds: float) -> list[float]:
         measured = probe.collective_seconds(
             operation, size, ranks, world.rank, group, device=world.device, seconds=seconds
         )
-        return measured.seconds
+        return [measured.seconds, measured.cores]
 
-    return _link_item(places, operation, ranks, size, run)
+    return _link_item(world, places, operation, ranks, size, run)
 
 
 def _link_item(
-    places: Sequence[Place], operation: str, ranks: tuple[int, ...], size: int, run: Callable[[float], float]
+    world: World,
+    places: Sequence[Place],
+    operation: str,
+    ranks: tuple[int, ...],
+    size: int,
+    run: Callable[[float], list[float]],
 ) -> Item:
     members = [places[rank] for rank in ranks]
     types = sorted(place.device_type for place in members)
@@ -296,15 +303,21 @@ def _link_item(
     def known(profile: ModelProfile) -> bool:
         return any(size in curve.sizes for curve in profile.links if mine(curve))
 
-    def merged(profile: ModelProfile, seconds: float) -> ModelProfile:
+    def merged(profile: ModelProfile, found: list[float]) -> ModelProfile:
         old = next((curve for curve in profile.links if mine(curve)), None)
-        points = dict(zip(old.sizes, old.bandwidths, strict=True)) if old else {}
-        points[float(size)] = size / seconds
+        cores = world.device.type == "cpu" and (old is None or bool(old.processor))
+        points: dict[float, tuple[float, float]] = {}
+        if old is not None:
+            used = old.processor or (0.0,) * len(old.sizes)
+            points |= zip(old.sizes, zip(old.bandwidths, used, strict=True), strict=True)
+        points[float(size)] = size / found[0], found[1]
+        bandwidths, processor = zip(*(points[at] for at in sorted(points)), strict=True)
         new = LinkCurve(
             **identity,
             sizes=tuple(sorted(points)),
-            bandwidths=tuple(points[at] for at in sorted(points)),
-            maximum=max(points.values()),
+            bandwidths=bandwidths,
+            maximum=max(bandwidths),
+            processor=processor if cores else (),
         )
         links = [new if curve is old else curve for curve in profile.links]
         return profile.model_copy(update={"links": tuple(links if old else [*links, new])})

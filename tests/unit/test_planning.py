@@ -16,7 +16,7 @@ from whale.compiler import Options
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
-from whale.ir.profile import ModelProfile
+from whale.ir.profile import LinkCurve, ModelProfile
 from whale.planner.simulate import simulate
 from whale.planning import Planned, cut_into_stages, make_plan
 from whale.prediction import Costs
@@ -142,3 +142,28 @@ def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> Non
     assert written.cluster is not None and dict(written.cluster.devices) == {"T4": (0, 1)}
     wrong = CliRunner().invoke(app, [*given, "--stages", "2"])
     assert wrong.exit_code == 2 and "has some" in wrong.stderr
+
+
+def test_what_a_collective_takes_of_the_processor_is_missing_beside_it(profile: ModelProfile) -> None:
+    machines = cluster(2, 1)
+    figures = {
+        device.type.name: {"memory_bytes": 2.0**33, "memory_bandwidth": 1e8, "float32": 1e8, "cores": cores}
+        for device, cores in zip(machines.devices, (0.5, 0.25), strict=True)
+    }
+    types = tuple(sorted(figures))
+    curve = LinkCurve(
+        operation="all_reduce",
+        source=types[0],
+        target=types[1],
+        types=types,
+        devices=2,
+        within="node",
+        sizes=(1e3, 1e6),
+        bandwidths=(1e8, 1e8),
+        processor=(0.1, 0.2),
+    )
+    measured = profile.model_copy(update={"device_types": figures, "links": (curve,)})
+    found = plan(measured, machines, {"": replicate()})
+    assert {one.slowdown for one in found.predicted.workload.reductions} == {(0.1 / 0.4, 0.1 / 0.15)}
+    other = plan(profile, machines, {"": replicate()})
+    assert {one.slowdown for one in other.predicted.workload.reductions} == {()}

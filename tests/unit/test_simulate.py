@@ -150,6 +150,24 @@ def test_buckets_are_reduced_beside_the_last_backward_and_slow_it_down() -> None
     assert [str(event) for event in timeline.critical_path()][-4:] == ["0B1", "reduce bucket 1", "update", "overhead"]
 
 
+def test_a_bucket_may_slow_each_rank_down_in_its_own_measure() -> None:
+    workload = Workload(
+        world_size=2,
+        micro_batches=1,
+        stages=(stage_work((0, 1), backward=(4.0, 4.0)),),
+        reductions=(
+            Reduction(ranks=(0, 1), stages=(0,), bytes=1, seconds=2.0, ready=0.5, slowdown=(0.0, 1.0)),
+        ),
+        overlap_slowdown=9.0,
+    )
+    assert drawing_of(simulate(workload)) == parse_drawing("""
+        rank 0    |F0B0------pp|
+        0 reduce  |......r0--..|
+        1 reduce  |......r0--..|
+        rank 1    |F0B0--------|
+    """)
+
+
 def test_a_bucket_of_two_stages_waits_for_the_later_one() -> None:
     workload = chain_workload(2, 1)
     tied = Reduction(ranks=(0, 1), stages=(0, 1), bytes=1, seconds=1.0)

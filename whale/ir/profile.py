@@ -40,7 +40,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 
 
-DEVICE_FIGURES = ("memory_bytes", "devices_per_node", "memory_bandwidth", *DTYPES)
+DEVICE_FIGURES = ("memory_bytes", "devices_per_node", "memory_bandwidth", "cores", *DTYPES)
 """What a profile may say of a device type; a number type stands for FLOP/s."""
 
 
@@ -231,7 +231,9 @@ class LinkCurve(_Record):
     (``target_devices`` of the target's node, where they are not as many);
     ``within`` a node or between nodes. ``coefficients`` are of a polynomial in log10(bytes) for GB/s, highest first;
     ``maximum`` is the largest value measured, in bytes per second; or ``sizes`` (bytes) and ``bandwidths`` (bytes per
-    second) are the points: the bandwidth of a size is the size by the seconds that all of it took.
+    second) are the points: the bandwidth of a size is the size by the seconds that all of it took. ``processor`` is,
+    for each size, the part of a processor's core that a rank's process used meanwhile (0.5 is half of one; empty where
+    accelerators move bytes): computation beside it on the same cores has so much less.
     """
 
     operation: Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = "send"
@@ -246,11 +248,13 @@ class LinkCurve(_Record):
     maximum: NonNegative = 0
     sizes: tuple[NonNegative, ...] = ()
     bandwidths: tuple[NonNegative, ...] = ()
+    processor: tuple[NonNegative, ...] = ()
 
     @model_validator(mode="after")
     def _has_an_entry_for_each(self) -> Self:
         _check_ascending("sizes", self.sizes)
         _check_length("bandwidths", self.bandwidths, "sizes", self.sizes)
+        _check_length("processor", self.processor, "sizes", self.sizes, may_be_empty=True)
         if not self.sizes and not self.coefficients:
             raise ValueError("give sizes and bandwidths, or coefficients")
         return self
@@ -269,7 +273,8 @@ class ModelProfile(_Record):
         precision: the number type in which ``measured`` times were taken and the model was captured.
         row_tokens: tokens in a row of the batch (1 where a row is a sample).
         device_types: figures of device types that the profile brings along, by name: ``memory_bytes``,
-            ``devices_per_node``, ``memory_bandwidth`` (bytes per second), and FLOP/s by number type (``float32``);
+            ``devices_per_node``, ``memory_bandwidth`` (bytes per second), FLOP/s by number type (``float32``), and of
+            processors ``cores`` (those that a process had while it computed: 0.25 under a quota of a quarter);
             a cluster file may use types whose figures are known (`whale.planner.catalog.device_types_with`).
         links: measured curves.
         rates: measured rates of devices.

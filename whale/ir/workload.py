@@ -68,13 +68,16 @@ class Boundary(_Record):
 
 class Reduction(_Record):
     """A bucket of gradients that ``ranks`` sum once the backwards of ``stages`` are done; ``seconds`` on a free
-    network. ``ready`` is how much of the last backward must be done before it can start (1: all of it)."""
+    network. ``ready`` is how much of the last backward must be done before it can start (1: all of it); ``slowdown``
+    is, of each of ``ranks``, how much longer computation takes beside it (0.1 is 10%; empty: the workload's
+    ``overlap_slowdown``)."""
 
     ranks: tuple[Rank, ...]
     stages: tuple[Annotated[int, Field(ge=0)], ...]
     bytes: Bytes
     seconds: Seconds
     ready: Annotated[float, Field(ge=0, le=1)] = 1.0
+    slowdown: tuple[Seconds, ...] = ()
 
 
 class LinkTime(_Record):

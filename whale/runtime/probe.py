@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
 from typing import Protocol
@@ -46,10 +46,11 @@ MAX_WINDOWS = 9
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Seconds of one run: the median of windows; ``spread`` is the distance between their quartiles, as a share of
-    it."""
+    it. ``cores`` are those of the processor that this process used meanwhile, all its threads together."""
 
     seconds: float
     spread: float
+    cores: float = 0.0
 
 
 def summary(values: Sequence[float]) -> Measured:
@@ -93,7 +94,9 @@ def measure(
     estimate = max(1e-7, agree(_wall(run, 1, device)))
     repeats = ceil(min(WINDOW_SECONDS, seconds / 3) / estimate)
     num_windows = min(max(1, int(seconds / (repeats * estimate))), MAX_WINDOWS)
-    return summary([_wall(run, repeats, device) / repeats for _ in range(num_windows)])
+    begin, used = time.perf_counter(), time.process_time()
+    found = summary([_wall(run, repeats, device) / repeats for _ in range(num_windows)])
+    return replace(found, cores=(time.process_time() - used) / (time.perf_counter() - begin))
 
 
 def _wall(run: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -157,7 +160,7 @@ def send_seconds(
                 work.wait()
 
     both = measure(there_and_back, device=device, seconds=seconds, agree=_largest(group, device))
-    return Measured(seconds=both.seconds / 2, spread=both.spread)
+    return replace(both, seconds=both.seconds / 2)
 
 
 def collective_seconds(
