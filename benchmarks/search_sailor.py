@@ -206,8 +206,9 @@ def as_chain(stages: Sequence[StageChoice]) -> tuple[Stage, ...]:
 
 def described(one: Case, cluster: Cluster, chain: Sequence[Stage], score: Score, rules: str) -> Iterator[str]:
     yield (
-        f"- {one.name}, {rules}: {score.per_second:.4f} steps/s, {score.micro_batches} micro-batches of {chain[0].rows} "
-        f"rows, {score.straggler * 1e3:.1f} ms on the slowest stage, {score.reduction:.3f} s of reduction, "
+        f"- {one.name}, {rules}: {score.per_second:.4f} steps/s, {score.micro_batches} micro-batches of "
+        f"{chain[0].rows} rows, "
+        f"{score.straggler * 1e3:.1f} ms on the slowest stage, {score.reduction:.3f} s of reduction, "
         f"{score.memory:.0%} of memory"
     )
     for stage in chain:

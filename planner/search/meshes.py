@@ -186,6 +186,7 @@ class Meshes:
     _costs: dict[Any, MeshCosts] = field(default_factory=dict)
     _samples: dict[Mesh, tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]] = field(default_factory=dict)
     _syncs: dict[Mesh, tuple[float, float]] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def rows(self, batch: int, micro_batches: int) -> int:
         """Rows of a micro-batch; the last one has fewer where their number does not divide the batch.
@@ -194,8 +195,11 @@ class Meshes:
         """
         if batch % micro_batches == 0:
             return batch // micro_batches
-        least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
-        return max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
+        if (batch, micro_batches) not in self._rows:
+            least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
+            found = max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
+            self._rows[batch, micro_batches] = found
+        return self._rows[batch, micro_batches]
 
     def matching_micro_batches(self, batch: int) -> list[int]:
         """Numbers of micro-batches whose rows every pool can divide evenly at some tensor degree."""
@@ -218,14 +222,21 @@ class Meshes:
             found.append(sum(num > 0 and (rows % num == 0 or num % rows == 0) for num in slices))
         return found
 
-    def degrees(self, pool: Pool) -> list[int]:
+    def degrees(self, pool: Pool) -> tuple[int, ...]:
         """Tensor degrees of groups of a pool's devices: within a node or of whole nodes, where times are known."""
-        return [
-            degree
-            for degree in self.prices.tensor_degrees
-            if (degree <= pool.per_node or degree % pool.per_node == 0)
-            and self.prices.knows(pool.type, degree, pool.per_node)
-        ]
+        return self._degrees[pool.type.name]
+
+    @cached_property
+    def _degrees(self) -> dict[str, tuple[int, ...]]:
+        return {
+            pool.type.name: tuple(
+                degree
+                for degree in self.prices.tensor_degrees
+                if (degree <= pool.per_node or degree % pool.per_node == 0)
+                and self.prices.knows(pool.type, degree, pool.per_node)
+            )
+            for pool in self.pools
+        }
 
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         """Of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
