@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 
-__all__ = ["PRECISIONS", "Precision", "precision_named"]
+__all__ = ["BY_DTYPE", "PRECISIONS", "Precision", "precision_named"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,9 @@ PRECISIONS = {
 }
 """By name. ``fp32`` multiplies on tensor cores (TF32) where the device has them, as NVIDIA's containers and Megatron
 do."""
+
+BY_DTYPE = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""What the precision of a model is called by its number type. (No mixture: a model runs in the type that it has.)"""
 
 
 def precision_named(name: str) -> Precision:

@@ -43,6 +43,7 @@ __all__ = [
     "annotate",
     "cluster",
     "enter_module",
+    "forget",
     "get_default_strategy",
     "module_scopes",
     "recording",
@@ -285,6 +286,12 @@ def annotate(model: torch.nn.Module, mapping: Mapping[str, Annotation | Sequence
     for path, pattern in chosen.items():
         mark = _Mark(origin="annotate", key=pattern.text, path=path, strategies=values[pattern.text])
         _store(modules[path], mark)
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Take all marks off the modules of *model*, those of ``annotate`` and those that its own code made."""
+    for module in model.modules():
+        module.__dict__.pop(_ATTRIBUTE, None)
 
 
 def _strategies_of(key: object, value: object) -> tuple[Strategy, ...]:

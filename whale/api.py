@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from whale.annotations import Annotation, annotate, get_default_strategy, module_scopes
+from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
 from whale.assembly import assemble
+from whale.automatic import automatic_plan
 from whale.compiler import Compilation, Options, compile_model, local_tensors
+from whale.detection import detect
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.refusals import check_hooks
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.catalog import device_types
+from whale.planner.kept import is_kept
 from whale.planner.orders import SCHEDULES
 from whale.planner.place import Preference
 from whale.runtime.agreement import agree, agree_on_values, meet
@@ -63,8 +66,10 @@ def parallelize(
             positional ones, or one tensor. The first dim of its tensors is the batch.
         state_dict: whole tensors under the model's names, for a model on the meta device or a function. Mapped from a
             file they are read only in parts.
-        cluster: a cluster file, or a Cluster; by default the devices of the launch, taken as equal.
-        plan: a plan file, or a Plan: what to run, decided before.
+        cluster: a cluster file, or a Cluster; by default the devices of the launch, taken as equal (for ``plan="auto"``
+            as detected).
+        plan: a plan file, or a Plan: what to run, decided before. ``"auto"``: rank 0 searches for one, for a model
+            without annotations; *micro_batches* and *schedule*, where given, are kept.
         micro_batches: the parts of the batch that a pipeline works on at a time; must divide it.
         schedule: ``gpipe``, ``1f1b`` (the default), ``1f1b_deep`` (more warm-up forwards, for slow links),
             ``interleaved``, ``zero_bubble`` or ``zero_bubble_1p`` (the memory of 1F1B's first stage on all),
@@ -97,10 +102,9 @@ def parallelize(
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
     if device is not None:
         check_choice("device", device, ("cpu", "cuda"))
-    if plan == "auto":
-        raise UsageError("plan='auto' is not there yet; annotate the model, or give the path of a plan file")
+    automatic = plan == "auto"
     if isinstance(plan, (str, PathLike)):
-        plan = Plan.load(plan)
+        plan = None if automatic else Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
     if plan is not None:
         plan.check_options(micro_batches=micro_batches, schedule=schedule, schedules=SCHEDULES)
@@ -140,6 +144,21 @@ def parallelize(
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
+    world: World | None = None
+    if automatic and launch.size > 1:
+        world = initialize(timeout_seconds, device_type=device)
+        described = detect(world) if cluster is None else described
+        plan = automatic_plan(
+            world,
+            template,
+            leaves,
+            described,
+            options=options,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            loss_fn=loss_fn,
+        )
+        options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
     if plan is not None and plan.annotations:
         _annotate_as_planned(template, plan)
     compilation = compile_model(
@@ -149,7 +168,7 @@ def parallelize(
     calls = ""
     if launch.size <= _CHECKED_RANKS:
         calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
-    world = initialize(timeout_seconds, device_type=device)
+    world = world or initialize(timeout_seconds, device_type=device)
     texts = {
         **compilation.texts(),
         "the collectives of its programs": calls,
@@ -312,18 +331,27 @@ class _Builder:
 
 
 def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:
-    """Put the plan's annotations on our copy of an unmodified model."""
-    if own := module_scopes(template):
-        raise PlanMismatchError(
-            f"the plan has annotations, but the model has its own too, on {', '.join(list(own)[:4]) or 'all of it'}; "
-            "remove one of them"
-        )
+    """Put the plan's annotations on our copy of the model, in place of its own, which they keep."""
+    own = module_scopes(template)
+    forget(template)
     try:
         annotate(
             template, {key: [Annotation(strategy=s) for s in several] for key, several in plan.strategies().items()}
         )
     except AnnotationError as error:
         raise PlanMismatchError(f"the plan's annotations do not fit the model: {error}") from error
+    planned = module_scopes(template)
+    for path, scopes in own.items():
+        around = path
+        while around not in planned and around:
+            around = around.rpartition(".")[0]
+        told = [scope.strategy for scope in planned.get(around, ())]
+        for scope in scopes:
+            if not is_kept(scope.strategy, told):
+                raise PlanMismatchError(
+                    f"the model's code says {scope.strategy} of {path or 'the whole model'}, but the plan's "
+                    f"annotations say {' > '.join(map(str, told)) or 'nothing'}; change one, or search for a new plan"
+                )
 
 
 def _leaves(*args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from whale.runtime.collectives import Rehearsal
 from whale.runtime.failure import Failures
 from whale.runtime.random import Clock
 
-__all__ = ["OPTIMIZERS", "Occupancy", "Optimizer", "TaskBytes", "occupancy"]
+__all__ = ["OPTIMIZERS", "Occupancy", "Optimizer", "TaskBytes", "brief_occupancy", "occupancy"]
 
 Optimizer = Literal["adamw", "sgd", "sgd_momentum", "none"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
@@ -46,6 +46,10 @@ _STEP_BYTES: dict[Optimizer, int] = {"adamw": 4, "sgd": 0, "sgd_momentum": 0, "n
 
 _TEMPORARY: dict[Optimizer, int] = {"adamw": 2, "sgd": 0, "sgd_momentum": 0, "none": 0}
 """Tensors of the largest parameter's size that torch's loop over parameters makes and drops (a root and a quotient)."""
+
+_MESSAGES = 4
+"""Micro-batches whose messages a rank of a full pipeline has on their way at a time, as a rule: they are dropped a few
+tasks after they were sent."""
 
 _SMALL_BYTES = 1024
 """The loss, its sum over ranks, and what ranks compare of their batches: a few numbers of 8 bytes."""
@@ -104,16 +108,46 @@ def occupancy(
     Raises:
         UsageError: an unknown optimizer.
     """
+    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation, rank, clock):
+        trial = _Trial(compilation, rank, torch.device(device), clock)
+        trial.run(_program(compilation, rank, schedule))
+    return _held(trial, optimizer, Counter())
+
+
+def brief_occupancy(
+    compilation: Compilation,
+    rank: int,
+    *,
+    schedule: str,
+    optimizer: Optimizer = "adamw",
+    device: torch.device | str = "cpu",
+    clock: Clock | None = None,
+) -> Occupancy:
+    """As `occupancy`, from a single micro-batch, and so in a fraction of the time.
+
+    The gradients are there when it begins, as for all micro-batches but the first. What the others in flight keep is
+    added, and their messages are guessed from its own.
+    """
+    sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
+    order = schedule_order(schedule, len(compilation.stages), 1, sets)
+    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation, rank, clock):
+        trial = _Trial(compilation, rank, torch.device(device), clock)
+        trial.hold_gradients()
+        trial.run(project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank))
+    most = peak_in_flight(compilation.order)
+    kept = sum((most[stage] - 1) * task.kept for stage, task in trial.tasks().items())
+    messages = (min(_MESSAGES, len(compilation.rows)) - 1) * trial.live.at_peak["buffers"]
+    return _held(trial, optimizer, Counter(activations=kept, buffers=messages))
+
+
+def _held(trial: _Trial, optimizer: Optimizer, more: Counter[str]) -> Occupancy:
+    """What a trial found, with *more* bytes at its peak."""
     if optimizer not in _STATES:
         raise UsageError(f"unknown optimizer {optimizer!r}; use one of {', '.join(OPTIMIZERS)}")
-    device = torch.device(device)
-    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation, rank, clock):
-        trial = _Trial(compilation, rank, device, clock)
-        trial.run(_program(compilation, rank, schedule))
     parameters = [t for t in trial.parameters.values() if t.requires_grad]
     sizes = [p.numel() * p.element_size() for p in parameters]
     state = _STATES[optimizer] * sum(sizes) + _STEP_BYTES[optimizer] * len(sizes)
-    at_peak, live = trial.live.at_peak, trial.live.by_purpose
+    at_peak, live = trial.live.at_peak + more, trial.live.by_purpose
     update = _TEMPORARY[optimizer] * max(sizes, default=0)
     if live.total() + update > at_peak.total():  # after the last backward
         at_peak = live + Counter(activations=update)
@@ -242,6 +276,13 @@ class _Trial:
             else:
                 self.tensors["constant", node.name] = tensor
                 self.live.add(tensor, "parameters")
+
+    def hold_gradients(self) -> None:
+        """Let every parameter have its gradient already."""
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+                self.live.add(parameter.grad, "gradients")
 
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -9,7 +9,7 @@ step without data. Nothing is allocated and no process group is needed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -49,9 +49,6 @@ from whale.strategies.lowering import PlacedStage
 from whale.strategies.rehearsal import StageCalls, like_ranks, stage_calls
 
 __all__ = ["Costs", "Predicted", "predict"]
-
-PRECISIONS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""What the planner calls a model's number type. (No mixed precision: a model runs in the type that it has.)"""
 
 CPU_OVERLAP_SLOWDOWN = 0.5
 """Where nothing was measured: gloo takes some 1.1 ns of processor time for a byte of an all-reduce whose wire time at
@@ -235,14 +232,17 @@ def predict(
     schedule: str,
     optimizer: Optimizer = "adamw",
     clock: Clock | None = None,
+    held_by: Callable[..., Occupancy] = occupancy,
 ) -> Predicted:
     """What the compiled step should take on the cluster of *costs*.
+
+    *held_by* finds the bytes of a rank: `occupancy`, or `whale.occupancy.brief_occupancy` where time matters.
 
     Raises:
         UsageError: the profile is not of this model, or the cluster does not say how ranks are linked.
     """
     layers = stage_layers(compilation, costs.profile)
-    held = _occupancies(compilation, costs, schedule, optimizer, clock)
+    held = _occupancies(compilation, schedule, optimizer, clock, held_by)
     workload, measured = _workload(compilation, costs, layers, held, schedule, clock)
     timeline = simulate(workload)
     memory = tuple(_memory(costs.cluster, rank, held[rank]) for rank in sorted(held))
@@ -269,7 +269,11 @@ def predict(
 
 
 def _occupancies(
-    compilation: Compilation, costs: Costs, schedule: str, optimizer: Optimizer, clock: Clock | None
+    compilation: Compilation,
+    schedule: str,
+    optimizer: Optimizer,
+    clock: Clock | None,
+    held_by: Callable[..., Occupancy],
 ) -> dict[int, Occupancy]:
     """Of every rank that works; ranks that compute and exchange alike are tried once."""
     alike: dict[Any, list[int]] = {}
@@ -290,7 +294,7 @@ def _occupancies(
         alike.setdefault((computed, tuple(sorted(moved.items())), sizes), []).append(rank)
     found: dict[int, Occupancy] = {}
     for members in alike.values():
-        one = occupancy(
+        one = held_by(
             compilation,
             members[0],
             schedule=schedule,

@@ -9,14 +9,12 @@ being measured.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from itertools import combinations
 from statistics import mean, median
@@ -25,15 +23,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.errors import PlanMismatchError, UsageError, WhaleError, WorkerError
+from whale.errors import PlanMismatchError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import LayerKind, LinkCurve, MeasuredRate, MeasuredTimes, ModelProfile
 from whale.runtime import probe
+from whale.runtime.board import Board
 from whale.runtime.launch import World, groups
 from whale.strategies.layers import LayeredModel
 from whale.strategies.runnable import runnable_layers
 
-__all__ = ["Item", "Place", "Sizes", "from_first", "layer_items", "machine_items", "measure_items", "places_of"]
+__all__ = ["Item", "Place", "Sizes", "layer_items", "machine_items", "measure_items", "places_of"]
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MOST_SECONDS = 1.0
@@ -121,7 +120,7 @@ def places_of(world: World, cluster: Cluster | None) -> tuple[Place, ...]:
             Place(rank=d.rank, device_type=d.type.name, node=d.node, memory_bytes=d.memory_bytes)
             for d in cluster.devices
         )
-    board = _Board(world)
+    board = Board(world, "profile")
     board.put(f"place/{world.rank}", [_device_name(world.device), socket.gethostname(), _memory_bytes(world.device)])
     found = [board.get(f"place/{rank}") for rank in range(world.size)]
     return tuple(
@@ -466,54 +465,6 @@ def _positions(chain: ModelProfile, degree: int, rows: int, memory_bytes: int) -
 # --- doing it ---------------------------------------------------------------------------------------------------------
 
 
-def from_first(world: World, make: Callable[[], ModelProfile]) -> ModelProfile:
-    """What rank 0 makes, on all ranks; the others wait for it.
-
-    Raises:
-        WorkerError: rank 0 failed to make it.
-    """
-    board = _Board(world, patience_seconds=PREPARATION_SECONDS)
-    if world.rank == 0:
-        try:
-            made = make()
-        except Exception as error:
-            board.put("failure", f"rank 0: {error}")
-            board.put("made", "")
-            raise
-        board.put("made", made.dumps())
-        return made
-    text = board.get("made")
-    if not text:
-        raise WorkerError(str(board.get("failure")))
-    return ModelProfile.parse(text)
-
-
-class _Board:
-    """Where ranks leave each other notes: the store of the launch, or a table of one process."""
-
-    def __init__(self, world: World, patience_seconds: float = 600.0) -> None:
-        self.world, self.patience_seconds = world, patience_seconds
-        self.own: dict[str, Any] = {}
-        # All ranks make their boards in one order, so that the same number means the same board.
-        self.number = world.store.add(f"profile/boards/{world.rank}", 1) if world.store is not None else 0
-
-    def put(self, key: str, value: Any) -> None:
-        if self.world.store is None:
-            self.own[key] = value
-        else:
-            self.world.store.set(f"profile/{self.number}/{key}", json.dumps(value))
-
-    def get(self, key: str) -> Any:
-        store = self.world.store
-        if store is None:
-            return self.own[key]
-        try:
-            store.wait([f"profile/{self.number}/{key}"], timedelta(seconds=self.patience_seconds))
-            return json.loads(store.get(f"profile/{self.number}/{key}"))
-        except RuntimeError as error:
-            raise self.world.failures.lost(f"{key} of the profile", (), error) from error
-
-
 def measure_items(
     world: World,
     items: Sequence[Item],
@@ -535,7 +486,7 @@ def measure_items(
     faster and now slower. *parallel* lets items that follow each other run at the same time where they have no rank in
     common.
     """
-    board = _Board(world, patience_seconds=time_limit + PREPARATION_SECONDS)
+    board = Board(world, "profile", time_limit + PREPARATION_SECONDS)
     if world.rank == 0:
         board.put("known", [item.known(profile) for item in items])
     missing = [item for item, known in zip(items, board.get("known"), strict=True) if not known]

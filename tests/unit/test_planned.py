@@ -100,8 +100,10 @@ def test_arguments_that_contradict_the_plan_are_refused(launched: Callable[[int]
     with pytest.raises(PlanMismatchError, match="has T4 at rank 0, but this one has device"):
         parallelize(named, cluster=Cluster.homogeneous(3))
     annotated = decoder(layers=2)
-    whale.annotate(annotated, {"layers.1": whale.stage()})
-    with pytest.raises(PlanMismatchError, match="the model has its own too, on layers.1"):
+    whale.annotate(annotated, {"layers.1": whale.split(4)})
+    with pytest.raises(
+        PlanMismatchError, match=r"code says split\(4\) of layers.1, but the plan.s annotations say stage"
+    ):
         whale.parallelize(annotated, tokens(), plan=plan, device="cpu")
 
 

@@ -376,8 +376,10 @@ def test_a_matrix_with_fewer_units_than_ranks_is_named_with_its_shape(launched: 
 # --- the world --------------------------------------------------------------------------------------------------------
 
 
-def test_an_automatic_plan_is_not_taken_for_a_file() -> None:
-    refused(UsageError, ["plan='auto' is not there yet", "plan file"], decoder(layers=1), plan="auto")
+def test_an_automatic_plan_of_one_process_is_the_model_alone() -> None:
+    model = api.parallelize(decoder(layers=1), tokens(), plan="auto", device="cpu")
+    assert model.world_size == 1
+    assert model.train_step(**tokens()).item() == pytest.approx(decoder(layers=1)(**tokens()).item(), rel=1e-12)
 
 
 def test_a_plan_for_another_world_or_model_is_refused(launched: Launched) -> None:

@@ -22,6 +22,7 @@ from whale.cli.estimate import estimate
 from whale.cli.explain import diff, explain
 from whale.cli.plan import plan
 from whale.cli.profile import profile
+from whale.cli.search import search
 from whale.cli.simulate import simulate
 from whale.cli.verify import verify
 from whale.errors import WhaleError
@@ -90,7 +91,7 @@ def app() -> None:
     Results go to stdout (--json for their machine form), notes and errors to stderr.
 
     Exit codes: 0 done, 1 a fault of ours, 2 usage, 3 a bad input file, 4 infeasible,
-    5 a damaged checkpoint, 6 a worker failed, 130 interrupted.
+    5 a damaged checkpoint, 6 a worker failed, 130 interrupted, 143 terminated.
     """
 
 
@@ -100,5 +101,6 @@ app.add_command(estimate)
 app.add_command(explain)
 app.add_command(plan)
 app.add_command(profile)
+app.add_command(search)
 app.add_command(simulate)
 app.add_command(verify)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import note, verbosity_options
+from whale.cli.options import Numbers, note, verbosity_options
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,27 +21,6 @@ if TYPE_CHECKING:
     from whale.planner.estimate import Estimate
 
 GIB = 2**30
-
-
-class Numbers(click.ParamType):
-    """Whole numbers between commas, with ranges: ``12,14`` or ``8-15,0-7``."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Read the text."""
-        if isinstance(value, tuple):
-            return value
-        found: list[int] = []
-        for part in str(value).split(","):
-            first, dash, last = part.strip().partition("-")
-            if not first.isdigit() or (dash and not last.isdigit()):
-                self.fail(f"{value!r}: write whole numbers with commas between them, such as 12,14 or 0-7", param, ctx)
-            stop = int(last) if dash else int(first)
-            if stop - int(first) > 1_000_000:
-                self.fail(f"{value!r} is too long", param, ctx)
-            found += range(int(first), stop + 1)
-        return tuple(found)
 
 
 _AT_LEAST_1 = click.IntRange(min=1)

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+class Numbers(click.ParamType):
+    """Whole numbers between commas, with ranges: ``12,14`` or ``8-15,0-7``."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Read the text."""
+        if isinstance(value, tuple):
+            return value
+        found: list[int] = []
+        for part in str(value).split(","):
+            first, dash, last = part.strip().partition("-")
+            if not first.isdigit() or (dash and not last.isdigit()):
+                self.fail(f"{value!r}: write whole numbers with commas between them, such as 12,14 or 0-7", param, ctx)
+            stop = int(last) if dash else int(first)
+            if stop - int(first) > 1_000_000:
+                self.fail(f"{value!r} is too long", param, ctx)
+            found += range(int(first), stop + 1)
+        return tuple(found)
 
 
 def _add_to_verbosity(ctx: click.Context, parameter: click.Parameter, value: int) -> None:
@@ -31,6 +52,11 @@ def verbosity_options(function: _Function) -> _Function:
 
 def note(message: str) -> None:
     """Say something on stderr that is not the result; silent under ``-q``."""
-    ctx = click.get_current_context(silent=True)
-    if ctx is None or ctx.find_root().meta.get("whale.verbosity", 0) >= 0:
+    if not is_quiet():
         click.echo(message, err=True)
+
+
+def is_quiet() -> bool:
+    """Whether ``-q`` was given."""
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and ctx.find_root().meta.get("whale.verbosity", 0) < 0

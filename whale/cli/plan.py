@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.files import write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import note, verbosity_options
+from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
-    from whale.ir.plan import Plan
     from whale.planning import Planned
 
-GIB = 2**30
 _AT_LEAST_1 = click.IntRange(min=1)
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "none")
 
@@ -85,8 +85,9 @@ def plan(
     from whale.annotations import module_scopes
     from whale.compiler import Options, main_dtype
     from whale.graph.capture import batch_rows
+    from whale.planner.precision import BY_DTYPE
     from whale.planning import cut_into_stages, make_plan
-    from whale.prediction import PRECISIONS, Costs
+    from whale.prediction import Costs
     from whale.strategies.profile import profile_model
 
     rows = batch_rows(loaded.batch)
@@ -98,7 +99,7 @@ def plan(
         split = any(scope.strategy.kind == "split" for path in scopes.values() for scope in path)
         degrees = [degree for degree in (1, 2, 4, 8) if degree == 1 or (split and degree <= len(cluster.devices))]
         profile = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name)
-    precision = PRECISIONS[main_dtype(loaded.model)]
+    precision = BY_DTYPE[main_dtype(loaded.model)]
     annotations = None
     if stages is not None:
         if scopes:
@@ -131,7 +132,8 @@ def plan(
         optimizer=optimizer,
     )
     if output is not None:
-        _write(found.plan, output)
+        write_whole(output, found.plan.dumps())
+        note(f"wrote {output}")
     click.echo(found.plan.dumps() if as_json else as_text(found, cluster, output), nl=not as_json)
 
 
@@ -140,74 +142,14 @@ def _accelerated(cluster: Cluster) -> bool:
     return not any(device.type.is_processor for device in cluster.devices)
 
 
-def _write(plan: Plan, path: Path) -> None:
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise UsageError(f"-o {path} cannot be written: {error.strerror}") from error
-    note(f"wrote {path}")
-
-
 def as_text(found: Planned, cluster: Cluster, path: Path | None) -> str:
     """The stages, the step, the reasons, and the command."""
-    from whale.cli.tables import text_table
     from whale.planner.gantt import milliseconds
 
-    plan, prediction, workload = found.plan, found.predicted.prediction, found.predicted.workload
-    memory = {device.rank: device for device in prediction.memory}
-    stages = []
-    for index, (stage, work) in enumerate(zip(plan.stages, workload.stages, strict=True)):
-        axes = [f"{axis.name} {axis.size}{_shares(axis.shares)}" for axis in stage.axes or ()]
-        tasks = [ahead + back for ahead, back in zip(work.forward, work.backward, strict=True)]
-        fullest = max((memory[rank] for rank in stage.ranks), key=lambda device: device.total / device.capacity)
-        types = dict.fromkeys(cluster.devices[rank].type.name for rank in stage.ranks)
-        stages.append(
-            [
-                str(index),
-                _ranks(stage.ranks),
-                ", ".join(types),
-                "; ".join(axes) or "one device",
-                milliseconds(max(tasks)),
-                f"{fullest.total / GIB:.2f} GiB ({fullest.total / fullest.capacity:.0%})",
-            ]
-        )
-    low, high = prediction.step_seconds_interval
-    lines = [
-        text_table("", ["stage", "ranks", "devices", "mesh", "a micro-batch", "fullest device"], stages),
-        "",
-        f"{plan.schedule}, {plan.micro_batches} micro-batches of {(plan.batch or 0) // plan.micro_batches} rows",
-        f"step {milliseconds(prediction.step_seconds)} ({milliseconds(low)} to {milliseconds(high)}, "
-        f"{prediction.source}), {(plan.batch or 0) / prediction.step_seconds:.1f} rows/s, "
-        f"bubble {prediction.bubble:.1%}",
-        "of which "
-        + ", ".join(f"{part} {milliseconds(spent)}" for part, spent in prediction.breakdown.items() if spent > 0),
-    ]
+    plan, prediction = found.plan, found.predicted.prediction
+    lines = [stage_table(plan, prediction, found.predicted.workload, cluster), "", *step_lines(plan, prediction)]
     if found.even is not None and found.even is not found.predicted:
         even = found.even.prediction.step_seconds
         lines.append(f"even shares: {milliseconds(even)}, {even / prediction.step_seconds:.2f} times as long")
     lines += [*(f"why: {reason}" for reason in found.reasons), "", command(plan, cluster, path)]
     return "\n".join(lines)
-
-
-def command(plan: Plan, cluster: Cluster, path: Path | None) -> str:
-    """What runs the plan, one process a device."""
-    counts = {len(node.ranks) for node in cluster.nodes}
-    if len(counts) == 1:
-        nodes = f"--nnodes {len(cluster.nodes)} " if len(cluster.nodes) > 1 else ""
-        start = f"torchrun {nodes}--nproc-per-node {counts.pop()}"
-    else:
-        start = f"torchrun (as many processes on each node as it has devices: {plan.world_size} in total)"
-    return f"{start} train.py    # with whale.parallelize(model, batch, plan={str(path or 'plan.json')!r})"
-
-
-def _shares(shares: tuple[float, ...]) -> str:
-    if not shares:
-        return ""
-    shown = ":".join(f"{share:g}" for share in shares[:8])
-    return f" ({shown}{':...' if len(shares) > 8 else ''})"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    from whale.ir.ranks import write_ranks
-
-    return ", ".join(map(str, write_ranks(ranks)))

@@ -7,14 +7,13 @@ what they return.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.files import write_whole
 from whale.cli.options import note, verbosity_options
 from whale.errors import UsageError
 
@@ -142,19 +141,7 @@ def import_(layout: str, folder: Path, output: Path | None, precision: str | Non
 
 
 def write_profile(made: ModelProfile, path: Path) -> None:
-    """Put the profile there at once: who reads the file at any time finds the old one or the new one, whole."""
+    """Put the profile there, at once."""
     if path.suffix.lower() != ".json":
         raise UsageError(f"-o {path}: a profile is a JSON file; give a name that ends with .json")
-    try:
-        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
-            file.write(made.dumps())
-        os.chmod(file.name, 0o666 & ~_umask())
-        os.replace(file.name, path)
-    except OSError as error:
-        raise UsageError(f"-o {path} cannot be written: {error.strerror}") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    write_whole(path, made.dumps())

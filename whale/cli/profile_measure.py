@@ -20,6 +20,7 @@ from whale.graph.capture import batch_leaves
 from whale.ir.cluster import DTYPES, Cluster
 from whale.ir.profile import LayerKind, ModelProfile
 from whale.planner.catalog import device_types
+from whale.runtime.board import from_first
 from whale.runtime.launch import initialize
 from whale.strategies.layers import LayeredModel, layered
 from whale.strategies.profile import profile_model
@@ -48,7 +49,10 @@ def measure(
     loaded = None if spec is None else load_model(spec, parse_settings(settings), batch_size=batch_size)
     world = initialize(device_type=device, timeout_seconds=max(120.0, time_limit))
     places = profiling.places_of(world, described)
-    start = profiling.from_first(world, partial(_start, output, loaded, degrees or _powers(world.size)))
+    make = partial(_start, output, loaded, degrees or _powers(world.size))
+    start = ModelProfile.parse(
+        from_first(world, "profile", lambda: make().dumps(), patience_seconds=profiling.PREPARATION_SECONDS)
+    )
     items = []
     if loaded is not None:
         wanted = rows or _powers(_num_rows(loaded))

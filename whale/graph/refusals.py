@@ -33,6 +33,7 @@ __all__ = [
     "check_hooks",
     "check_static",
     "module_of",
+    "modules_around",
     "place_of_node",
     "refusing",
     "where",
@@ -107,9 +108,14 @@ def where(node: fx.Node) -> str:
 
 def module_of(node: fx.Node) -> str:
     """Path of the innermost module of the model whose forward made an operator; empty for the model itself."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    return path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+    return next(reversed(modules_around(node)), "")
+
+
+def modules_around(node: fx.Node) -> list[str]:
+    """Paths of the modules of the model in whose forwards an operator was made, outermost first; the model is the empty
+    path, and what computes the loss from its output lies in none."""
+    paths = [str(entry[0]).removeprefix("L['self'].") for entry in (node.meta.get("nn_module_stack") or {}).values()]
+    return [path.removeprefix("model").removeprefix(".") for path in paths if path]
 
 
 def _place_of_forward(model: nn.Module) -> Place | None:

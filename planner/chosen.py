@@ -1,0 +1,194 @@
+"""What the search chose, as a plan that the executor runs: annotations by module path, ranks, axes and shares.
+
+The first layer of a stage is annotated with ``stage(n)`` and the others follow it by the flow of data; where something
+is split, every module that computes is told so, in as few keys as it takes. It chooses nothing, and knows a model only
+as a list of which module computes in which stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from whale.errors import UsageError
+from whale.ir.cluster import Cluster
+from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
+from whale.planner.search import Candidate, StageChoice
+
+__all__ = ["annotations_of", "plan_of", "split_shares"]
+
+Annotations = Mapping[str, tuple[str, ...]]
+
+
+def plan_of(
+    candidate: Candidate,
+    cluster: Cluster,
+    *,
+    batch: int,
+    annotations: Annotations,
+    model: ModelIdentity | None = None,
+    shares: Sequence[tuple[float, ...]] | None = None,
+) -> Plan:
+    """The plan of a candidate, with the prediction that the search made.
+
+    Args:
+        candidate: of the search.
+        cluster: that it was found for.
+        batch: rows of the global batch.
+        annotations: as `annotations_of` makes them.
+        model: that it is for.
+        shares: of each stage along its axis ``split``, as `split_shares` makes them; None: equal.
+    """
+    uneven = shares or [()] * len(candidate.stages)
+    ragged = bool(batch % candidate.micro_batches)
+    plan = Plan(
+        model=model,
+        cluster=ClusterIdentity.of(cluster),
+        world_size=len(cluster.devices),
+        batch=batch,
+        micro_batches=candidate.micro_batches,
+        schedule=candidate.schedule,
+        annotations=dict(annotations),
+        stages=tuple(_plan_stage(stage, own, ragged) for stage, own in zip(candidate.stages, uneven, strict=True)),
+    )
+    return plan.with_prediction(candidate.prediction, candidate.workload)
+
+
+def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool) -> PlanStage:
+    """With its rows where they are not equal, or say how large a micro-batch is that does not divide the batch."""
+    axes = []
+    if stage.data > 1:
+        rows = stage.rows if ragged or len(set(stage.rows)) > 1 else ()
+        axes.append(PlanAxis(name="replicate", size=stage.data, role="replicate", shares=rows))
+    if stage.tensor > 1:
+        axes.append(PlanAxis(name="split", size=stage.tensor, role="split", shares=shares))
+    return PlanStage(ranks=stage.ranks, axes=tuple(axes))
+
+
+def split_shares(stage: StageChoice, cluster: Cluster, dtype: str) -> tuple[float, ...]:
+    """Proportions by speed along the axis ``split`` of a stage whose tensor groups mix types of devices; else empty.
+
+    All data slices have the same shares, so each part is as fast as its slowest device.
+    """
+    parts = [[cluster.devices[rank] for rank in stage.ranks[part :: stage.tensor]] for part in range(stage.tensor)]
+    speeds = tuple(min(device.speed(dtype) for device in devices) for devices in parts)
+    slowest = min(speeds)
+    return tuple(round(speed / slowest, 3) for speed in speeds) if max(speeds) > slowest else ()
+
+
+# --- annotations ------------------------------------------------------------------------------------------------------
+
+
+def annotations_of(
+    stages: Sequence[StageChoice], anchors: Sequence[str], places: Iterable[tuple[str, int]]
+) -> dict[str, tuple[str, ...]]:
+    """The annotations with which a model without any becomes these stages.
+
+    Args:
+        stages: in the order of the pipeline.
+        anchors: the module with which each stage begins.
+        places: for what the model computes, the path of the module and the stage.
+
+    Raises:
+        UsageError: a stage begins with no module, or with one that another stage needs too.
+
+    >>> two = [
+    ...     StageChoice(first=0, last=3, ranks=(0,), data=1, tensor=1, rows=(4,)),
+    ...     StageChoice(first=3, last=6, ranks=(1, 2), data=1, tensor=2, rows=(4,)),
+    ... ]
+    >>> places = [("embed", 0), ("layers.0", 0), ("layers.1", 0), ("layers.2", 1), ("layers.3", 1), ("head", 1)]
+    >>> annotations_of(two, ["embed", "layers.2"], places)
+    {'embed': ('stage(1)',), 'layers.2': ('stage(2)', 'split(2)'), 'head': ('split(2)',), 'layers.3': ('split(2)',)}
+    """
+    if len(stages) == 1:
+        nest = _nest(stages[0])
+        return {"": nest} if nest else {}
+    for index, anchor in enumerate(anchors):
+        if not anchor or anchor in anchors[:index]:
+            raise UsageError(
+                f"layer {stages[index].first}, with which stage {index} would begin, has no module of its own to "
+                "annotate"
+            )
+    found = {
+        anchor: (f"stage({len(stage.ranks)})", *_nest(stage)) for anchor, stage in zip(anchors, stages, strict=True)
+    }
+    rest = _nests(stages, list(places), set(anchors))
+    return found | _folded(rest)
+
+
+def _nest(stage: StageChoice) -> tuple[str, ...]:
+    data = (f"replicate({stage.data})",) if stage.data > 1 else ()
+    return (*data, f"split({stage.tensor})") if stage.tensor > 1 else data
+
+
+def _nests(
+    stages: Sequence[StageChoice], places: Sequence[tuple[str, int]], anchors: set[str]
+) -> dict[str, tuple[str, ...]]:
+    """What each module is told that computes outside the anchors, where it is not what the module around it is told.
+
+    A module is told what all that lies in it is told, or else what its own operators are. Where these lie in stages
+    that are split otherwise, they are computed in parts of the batch, as without an annotation.
+    """
+    own: dict[str, set[int]] = {}
+    below: dict[str, set[int]] = {}
+    for path, stage in places:
+        own.setdefault(path, set()).add(stage)
+        while True:
+            below.setdefault(path, set()).add(stage)
+            if not path:
+                break
+            path = path.rpartition(".")[0]
+    nests = [_nest(stage) if stage.tensor > 1 else () for stage in stages]
+    told: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for path in sorted(below, key=_depth):
+        around = told[path.rpartition(".")[0]] if path else ()
+        where = below[path] if len({nests[stage] for stage in below[path]}) == 1 else own.get(path, set())
+        wanted = {nests[stage] for stage in where}
+        if not where:  # it computes nothing itself: what it holds is told apart
+            told[path] = around
+            continue
+        told[path] = wanted.pop() if len(wanted) == 1 else ()
+        if path in anchors:
+            continue
+        if told[path] != around:
+            found[path] = told[path] or ("replicate()",)
+    return found
+
+
+def _depth(path: str) -> tuple[int, str]:
+    return (path.count(".") + 1 if path else 0, path)
+
+
+_NUMBER = re.compile(r"(^|.*\.)(\d+)($|\..*)")
+
+
+def _folded(annotations: Annotations) -> dict[str, tuple[str, ...]]:
+    """Paths that differ in their last number alone and are told the same, as one key with ranges.
+
+    >>> _folded({"h.0": ("split(2)",), "h.1": ("split(2)",), "h.4": ("split(2)",), "head": ("split(2)",)})
+    {'head': ('split(2)',), 'h.[0-1,4]': ('split(2)',)}
+    """
+    groups: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for path, told in annotations.items():
+        match = _NUMBER.fullmatch(path)
+        if match is None or str(int(match[2])) != match[2]:
+            found[path] = told
+        else:
+            groups.setdefault((match[1], match[3], told), []).append(int(match[2]))
+    for (before, after, told), numbers in groups.items():
+        numbers.sort()
+        shown = str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]"
+        found[f"{before}{shown}{after}"] = told
+    return found
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

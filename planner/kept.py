@@ -1,0 +1,123 @@
+"""What a user has annotated, as constraints of the search: annotate what you know, and the rest is searched for.
+
+A ``stage`` keeps its layers together, apart from those of the stage before it; ``replicate(n)`` and ``split(n)`` fix
+the degrees of the stages that hold their layers. What cannot be said of whole layers is refused. It knows scopes by
+module path, no module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from whale.errors import UsageError
+from whale.ir.strategy import Scope, ScopePath, Strategy, cut_at_stage
+from whale.planner.search import Degrees, Fixed
+
+__all__ = ["fixed_by", "is_kept"]
+
+
+def fixed_by(scopes: Mapping[str, ScopePath], paths: Sequence[str]) -> Fixed:
+    """The constraints that annotations are.
+
+    Args:
+        scopes: of annotated modules by path, as `whale.annotations.module_scopes` returns them.
+        paths: the module of each layer of the chain.
+
+    Raises:
+        UsageError: an annotation of less than a layer, of layers that do not follow each other, or of a kind that the
+            search does not know; says which.
+
+    >>> stage = Scope(strategy=Strategy(kind="stage"), region="layers.[0-1]")
+    >>> split = Scope(strategy=Strategy(kind="split", degree=4), region="layers.0")
+    >>> fixed = fixed_by({"layers.0": (stage, split), "layers.1": (stage,)}, ["embed", "layers.0", "layers.1"])
+    >>> fixed.starts, fixed.uncut, [(one.first, one.last, one.data, one.tensor) for one in fixed.degrees]
+    ((), ((1, 3),), [(1, 2, None, 4)])
+    """
+    for path in scopes:
+        if path and not any(layer == path or layer.startswith(f"{path}.") for layer in paths):
+            inside = next((layer for layer in paths if layer and path.startswith(f"{layer}.")), None)
+            what = f"lies within the layer {inside}" if inside else "is no layer of the profile"
+            raise UsageError(
+                f"{path} is annotated, but {what}, and the search decides about whole layers, such as "
+                f"{next((layer for layer in paths if layer), 'none')}; annotate a layer or several, or leave it out"
+            )
+    told = [_around(path, scopes) for path in paths]
+    stages = [_stage(own) for own in told]
+    uncut = []
+    for stage, members in groupby(range(len(paths)), key=lambda layer: stages[layer]):
+        if stage is not None:
+            own = list(members)
+            if any(one == stage for one in stages[own[-1] + 1 :]):
+                raise UsageError(
+                    f"the layers of the stage {stage.region} do not follow each other; annotate two stages"
+                )
+            uncut.append((own[0], own[-1] + 1))
+    degrees = []
+    for (data, tensor), members in groupby(range(len(paths)), key=lambda layer: _degrees(told[layer])):
+        if data is not None or tensor is not None:
+            own = list(members)
+            degrees.append(Degrees(first=own[0], last=own[-1] + 1, data=data, tensor=tensor))
+    starts = tuple(first for first, _ in uncut[1:])  # what comes before the first stage may join it
+    return Fixed(starts=starts, uncut=tuple(uncut), degrees=tuple(degrees))
+
+
+def _around(path: str, scopes: Mapping[str, ScopePath]) -> ScopePath:
+    """The scopes of the innermost annotated module that a layer is, or lies in."""
+    while path not in scopes and path:
+        path = path.rpartition(".")[0]
+    return scopes.get(path, ())
+
+
+def _stage(path: ScopePath) -> Scope | None:
+    cut = cut_at_stage(path)
+    for scope in path:
+        if scope.strategy.kind == "cluster":
+            raise UsageError(f"{scope}: the search chooses the devices of every stage; leave cluster(...) out")
+    if cut.outer:
+        raise UsageError(f"{cut.outer[0]} lies around {cut.stage}: the search knows replicas inside of stages only")
+    return cut.stage
+
+
+def _degrees(path: ScopePath) -> tuple[int | None, int | None]:
+    """The data and tensor degree that a nest fixes; None: open."""
+    cut = cut_at_stage(path)
+    kinds = [scope.strategy.kind for scope in cut.inner]
+    if kinds not in ([], ["replicate"], ["split"], ["replicate", "split"]):
+        nest = " > ".join(str(scope.strategy) for scope in cut.inner)
+        raise UsageError(f"{nest}: the search knows replicate, split, and split inside of replicate")
+    degree = {scope.strategy.kind: scope.strategy.degree for scope in cut.inner}
+    data, tensor = degree.get("replicate"), degree.get("split")
+    if kinds == ["replicate"] and data is None:  # on all devices of the stage, and so split on none
+        tensor = 1
+    if kinds == ["split"] and tensor is None:
+        data = 1
+    size = cut.stage.strategy.degree if cut.stage is not None else None
+    if size is None:
+        return data, tensor
+    if data is None and tensor is not None and size % tensor == 0:
+        data = size // tensor
+    elif tensor is None and data is not None and size % data == 0:
+        tensor = size // data
+    if data is None or tensor is None or data * tensor != size:
+        raise UsageError(
+            f"{cut.stage} has {size} devices; say how they work together, as stage({size}), replicate({size}) "
+            "does, or leave the number out"
+        )
+    return data, tensor
+
+
+def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
+    """Whether a plan that tells a module *told* keeps the strategy that it is annotated with.
+
+    Which layers share a stage is not to be seen from one module, and not looked at.
+
+    >>> split = Strategy(kind="split")
+    >>> is_kept(split, [Strategy(kind="split", degree=2)]), is_kept(split, [Strategy(kind="replicate", degree=2)])
+    (True, False)
+    """
+    if strategy.kind == "cluster":
+        return False
+    if strategy.kind == "stage" or (strategy.kind == "replicate" and strategy.degree is None):
+        return True
+    return any(one.kind == strategy.kind and strategy.degree in (None, one.degree) for one in told)

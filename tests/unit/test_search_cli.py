@@ -1,0 +1,218 @@
+"""``whale search``: a table and a plan on stdout or in a file, the rest on stderr; interrupted, the best so far."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from whale.cli.app import app
+from whale.ir.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+PROFILE = str(ROOT / "tests" / "golden" / "gpt_22b_profile.json")
+MODEL = """
+import torch
+import whale
+from tests.small_models import decoder, tokens
+def build(batch_size=8, annotated=False, entered=False):
+    model = decoder(layers=4).float()
+    if annotated:
+        whale.annotate(model, {"layers.[0-1]": whale.stage(), "layers.[2-3]": whale.stage()})
+    if entered:
+        model = Entered(model)
+    return model, tokens(batch_size)
+class Entered(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, tokens, labels):
+        with whale.split():
+            return self.inner(tokens, labels)
+"""
+CLUSTER = """
+[links]
+intra_node = {bandwidth = "10 GB/s", latency = "5 us"}
+inter_node = {bandwidth = "10 Gbit/s", latency = "20 us"}
+[[nodes]]
+devices = 2
+device = "A100-SXM4-80GB"
+[[nodes]]
+devices = 1
+device = "T4"
+[nodes.links]
+intra_node = {bandwidth = "10 GB/s", latency = "5 us"}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "searched_model.py").write_text(MODEL)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "small.toml").write_text(CLUSTER.replace('"A100-SXM4-80GB"', '"tiny"').replace('"T4"', '"tiny"') + TINY)
+    (tmp_path / "a100.toml").write_text('[[nodes]]\ndevices = 8\ndevice = "A100-SXM4-80GB"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TINY = """
+[device_types.tiny]
+speed = {float32 = "1 TFLOP/s"}
+memory = "20 KiB"
+memory_bandwidth = "10 GB/s"
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["search", *arguments])
+
+
+GIVEN = ("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--batch", "8")
+
+
+def test_the_best_plan_is_written_and_the_command_that_runs_it_comes_last(folder: Path) -> None:
+    done = run(*GIVEN, "-o", "plan.json")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "plan='plan.json'" in lines[-1] and lines[-1].startswith("torchrun (as many processes on each node")
+    for part in ("step", "MFU", "bubble", "GiB", "%", "the best", "by its own prediction"):
+        assert part in done.stdout
+    assert "wrote plan.json" in done.stderr
+    plan = Plan.load("plan.json")
+    assert (plan.batch, plan.world_size) == (8, 3)
+    assert plan.model is not None and plan.model.hash
+    assert plan.prediction_is_current and plan.prediction is not None and plan.prediction.fits
+    assert plan.workload is not None
+
+
+def test_the_same_search_gives_the_same_bytes(folder: Path) -> None:
+    first, second = (run(*GIVEN, "--seed", "3", "--json", "-q") for _ in range(2))
+    assert first.exit_code == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert first.stderr == ""
+    found = json.loads(first.stdout)
+    best = found["choices"][0]
+    assert best["compiled"] is True
+    assert found["step_seconds"] == best["step_seconds"]
+    assert best["memory_bytes"] <= best["memory_capacity_bytes"]
+    assert 0 <= found["gap"] < 1
+    assert Plan.parse(json.dumps(found["plan"])).world_size == 3
+
+
+def test_what_does_not_fit_ends_with_four_and_says_what_is_missing(folder: Path) -> None:
+    done = run("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8", "-o", "plan.json")
+    assert done.exit_code == 4, done.output
+    assert "GiB" in done.stderr
+    assert not Path("plan.json").exists()
+
+
+def test_annotated_stages_are_kept(folder: Path) -> None:
+    given = [*GIVEN, "--json", "-q"]
+    in_code = run(*given, "--set", "annotated=true")
+    asked = run(*given, "--annotate", "layers.[0-1]=stage()", "--annotate", "layers.[2-3]=stage()")
+    assert in_code.exit_code == asked.exit_code == 0, in_code.stderr + asked.stderr
+    assert json.loads(in_code.stdout)["plan"] == json.loads(asked.stdout)["plan"]
+    cuts = [[stage["layers"] for stage in choice["stages"]] for choice in json.loads(asked.stdout)["choices"]]
+    for stages in cuts:
+        starts = {first for first, _ in stages}
+        assert 3 in starts and not starts & {2, 4}  # layers: embed, four blocks, head
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--cluster", "cluster.toml", "--batch", "8"), "needs --model"),
+        (("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--set", "a=1"), "--set is for --model"),
+        ((*GIVEN, "--annotate", "layers.1"), "KEY=STRATEGY"),
+        ((*GIVEN, "--annotate", "layers.9=stage()"), "layers.9"),
+        ((*GIVEN, "--annotate", "layers.1.up=split(2)"), "lies within the layer layers.1"),
+        ((*GIVEN, "--set", "annotated=true", "--annotate", "head=split(2)"), "keep one"),
+        ((*GIVEN, "--set", "entered=true"), "forward of searched_model.py:build enters annotations"),
+        ((*GIVEN, "--precision", "fp8"), "--precision fp8"),
+        ((*GIVEN, "--micro-batches", "3"), "3 micro-batches do not divide"),
+        ((*GIVEN, "--without", "node7"), "did you mean node"),
+        ((*GIVEN, "--without", "node0", "--without", "node1", "-o", "plan.json"), "there are 3 cases"),
+        ((*GIVEN, "--time-limit", "0"), "--time-limit"),
+    ],
+)
+def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+
+
+def test_a_profile_alone_needs_no_torch(folder: Path) -> None:
+    code = "import sys; from whale.cli.app import app; app(sys.argv[1:], standalone_mode=False)"
+    code += "; print('torch' in sys.modules)"
+    given = ["search", "--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "bf16", "-q"]
+    done = in_a_process(code, given)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("False")
+    assert "torchrun --nproc-per-node 8 train.py" in done.stdout
+
+
+def in_a_process(code: str, arguments: list[str]) -> Any:
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_keeps_the_best_so_far(folder: Path, name: str, code: int) -> None:
+    """The process gets a real signal in the middle of its search."""
+    program = f"""
+import os, signal, sys
+import whale.searching
+search = whale.searching.search
+def interrupted(*arguments, stop, **options):
+    asked = []
+    def stopped():
+        asked.append(1)
+        if len(asked) == 40:
+            os.kill(os.getpid(), signal.{name})
+        return stop()
+    return search(*arguments, stop=stopped, **options)
+whale.searching.search = interrupted
+from whale.cli.app import app
+app(sys.argv[1:])
+"""
+    given = ["search", "--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "bf16"]
+    done = in_a_process(program, [*given, "-o", "plan.json"])
+    assert done.returncode == code == 128 + getattr(signal, name), done.stderr
+    assert "the best so far" in done.stderr
+    assert "torchrun" in done.stdout.splitlines()[-1]
+    assert Plan.load("plan.json").world_size == 8
+
+
+def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
+    cases = ("--without", "node1", "--with", "2xT4", "--json", "-q")
+    done = run("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8,16", "--precision", "bf16", "--json", "-q")
+    assert done.exit_code == 0, done.stderr
+    assert [(case["change"], case["batch"]) for case in json.loads(done.stdout)["cases"]] == [
+        ("as it is", 8),
+        ("as it is", 16),
+    ]
+    done = run(*GIVEN, *cases)
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)["cases"]
+    assert [(case["change"], case["devices"]) for case in found] == [
+        ("as it is", 3),
+        ("without node1", 2),
+        ("with 2xT4", 5),
+    ]
+
+
+def test_what_to_run_after_a_lost_node_is_written(folder: Path) -> None:
+    done = run(*GIVEN, "--without", "node1", "-o", "plan.json")
+    assert done.exit_code == 0, done.stderr
+    assert "without node1" in done.stdout and "times the first" in done.stdout
+    plan = Plan.load("plan.json")
+    assert plan.world_size == 2
+    assert plan.cluster is not None and dict(plan.cluster.devices) == {"A100-SXM4-80GB": (0, 1)}

@@ -1,0 +1,89 @@
+"""``plan="auto"``: from a model and what torchrun started to a plan, the same on every rank.
+
+Rank 0 searches, because a search that is limited by time may end otherwise elsewhere; the others wait for its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from whale.compiler import Options, main_dtype
+from whale.errors import UsageError
+from whale.graph.capture import batch_rows
+from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan
+from whale.planner.kept import fixed_by
+from whale.planner.precision import BY_DTYPE
+from whale.planner.search import SearchSettings
+from whale.runtime.board import from_first
+from whale.runtime.launch import World
+from whale.searching import search_plans
+from whale.strategies.profile import profile_model
+from whale.trial import ModelTrial, take_scopes
+
+__all__ = ["automatic_plan", "tensor_degrees"]
+
+PATIENCE_SECONDS = 900.0
+"""For how long ranks wait for rank 0 to capture a model, to search and to compile."""
+
+
+def automatic_plan(
+    world: World,
+    model: nn.Module,
+    batch: Any,
+    cluster: Cluster,
+    *,
+    options: Options,
+    micro_batches: int | None,
+    schedule: str | None,
+    loss_fn: Callable[..., Any] | None,
+) -> Plan:
+    """The plan that rank 0 finds for *model*, on every rank; all of them call this.
+
+    Args:
+        world: whose ranks run it.
+        model: on the meta device; its annotations are kept as constraints, and taken off.
+        batch: an example of the global batch.
+        cluster: of as many devices as there are ranks.
+        options: beside what a plan says.
+        micro_batches: of a step; None: what is best.
+        schedule: ``gpipe`` or ``1f1b``; None: the latter.
+        loss_fn: for a model that does not return its loss.
+
+    Raises:
+        InfeasibleError: nothing fits, on rank 0.
+        WorkerError: rank 0 did not find a plan; says why.
+    """
+    scopes = take_scopes(model)
+
+    def made() -> str:
+        name = type(model).__name__
+        rows = batch_rows(batch)
+        if rows is None:
+            raise UsageError("plan='auto' divides the rows of the batch, but the example batch has no tensor with rows")
+        trial = ModelTrial(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
+        profile = profile_model(
+            model, batch, tensor_degrees=tensor_degrees(world.size), loss_fn=loss_fn, name=name
+        ).model_copy(update={"model_hash": trial.identity.hash})
+        settings = SearchSettings(
+            precision=BY_DTYPE[main_dtype(model)],
+            micro_batches=micro_batches,
+            schedules=(schedule or "1f1b",),
+            eager=True,
+            fixed=fixed_by(scopes, profile.paths),
+        )
+        return search_plans(profile, cluster, batch=rows, settings=settings, trial=trial).best.plan.dumps()
+
+    return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
+
+
+def tensor_degrees(num_devices: int) -> tuple[int, ...]:
+    """The tensor degrees that are worth profiling for so many devices: those of nodes of at most eight.
+
+    >>> tensor_degrees(6)
+    (1, 2, 4)
+    """
+    return tuple(degree for degree in (1, 2, 4, 8) if degree <= num_devices)

@@ -1,0 +1,91 @@
+"""A plan and its step for a reader: a table of its stages, the step with its parts, and the command that runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whale.cli.tables import text_table
+
+if TYPE_CHECKING:
+    from whale.ir.cluster import Cluster
+    from whale.ir.plan import Plan
+    from whale.ir.workload import DeviceMemory, Prediction, Workload
+
+__all__ = ["command", "fullest", "memory_text", "stage_table", "step_lines"]
+
+GIB = 2**30
+
+
+def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
+    """A row for each stage: its ranks, devices, mesh, time and fullest device."""
+    from whale.planner.gantt import milliseconds
+
+    memory = {device.rank: device for device in prediction.memory}
+    rows = []
+    for index, (stage, work) in enumerate(zip(plan.stages, workload.stages, strict=True)):
+        axes = [f"{axis.name} {axis.size}{_shares(axis.shares)}" for axis in stage.axes or ()]
+        tasks = [ahead + back for ahead, back in zip(work.forward, work.backward, strict=True)]
+        types = dict.fromkeys(cluster.devices[rank].type.name for rank in stage.ranks)
+        rows.append(
+            [
+                str(index),
+                _ranks(stage.ranks),
+                ", ".join(types),
+                "; ".join(axes) or "one device",
+                milliseconds(max(tasks)),
+                memory_text(fullest([memory[rank] for rank in stage.ranks if rank in memory])),
+            ]
+        )
+    return text_table("", ["stage", "ranks", "devices", "mesh", "a micro-batch", "fullest device"], rows)
+
+
+def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """The step, its interval, and where its time goes."""
+    from whale.planner.gantt import milliseconds
+
+    low, high = prediction.step_seconds_interval
+    least = (plan.batch or 0) % (plan.micro_batch_rows or 1)
+    ragged = f", the last of {least}" if least else ""
+    return [
+        f"{plan.schedule}, {plan.micro_batches} micro-batches of {plan.micro_batch_rows or 0} rows{ragged}",
+        f"step {milliseconds(prediction.step_seconds)} ({milliseconds(low)} to {milliseconds(high)}, "
+        f"{prediction.source}), {(plan.batch or 0) / prediction.step_seconds:.1f} rows/s, "
+        f"bubble {prediction.bubble:.1%}",
+        "of which "
+        + ", ".join(f"{part} {milliseconds(spent)}" for part, spent in prediction.breakdown.items() if spent > 0),
+    ]
+
+
+def command(plan: Plan, cluster: Cluster, path: Path | None) -> str:
+    """What runs the plan, one process a device."""
+    counts = {len(node.ranks) for node in cluster.nodes}
+    if len(counts) == 1:
+        nodes = f"--nnodes {len(cluster.nodes)} " if len(cluster.nodes) > 1 else ""
+        start = f"torchrun {nodes}--nproc-per-node {counts.pop()}"
+    else:
+        start = f"torchrun (as many processes on each node as it has devices: {plan.world_size} in total)"
+    return f"{start} train.py    # with whale.parallelize(model, batch, plan={str(path or 'plan.json')!r})"
+
+
+def fullest(memory: list[DeviceMemory]) -> DeviceMemory:
+    """The device that has the least left of what it has."""
+    return max(memory, key=lambda device: device.total / device.capacity)
+
+
+def memory_text(device: DeviceMemory) -> str:
+    """What a device needs, and how much of its capacity that is."""
+    return f"{device.total / GIB:.2f} GiB ({device.total / device.capacity:.0%})"
+
+
+def _shares(shares: tuple[float, ...]) -> str:
+    if not shares:
+        return ""
+    shown = ":".join(f"{share:g}" for share in shares[:8])
+    return f" ({shown}{':...' if len(shares) > 8 else ''})"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    from whale.ir.ranks import write_ranks
+
+    return ", ".join(map(str, write_ranks(ranks)))

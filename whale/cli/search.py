@@ -1,0 +1,326 @@
+"""``whale search``: from an unmodified model, or a profile, and a cluster to the best plan, with why the others lost.
+
+The search is ``whale.planner.search``'s, the plans are written and compiled by ``whale.searching``; this file loads
+what they need, shows how far they are and what they found, and keeps the best where it is interrupted. torch is loaded
+only where a model is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from whale.cli.files import write_whole
+from whale.cli.model_loader import load_model, parse_settings
+from whale.cli.options import Numbers, note, verbosity_options
+from whale.cli.plan import OPTIMIZERS
+from whale.cli.progress import Interruption, ProgressLine
+from whale.errors import InfeasibleError, UsageError
+
+if TYPE_CHECKING:
+    from whale.ir.cluster import Cluster
+    from whale.ir.profile import ModelProfile
+    from whale.planner.search import Fixed, Memo, Progress, SearchSettings
+    from whale.searching import Searched
+    from whale.trial import ModelTrial
+
+_AT_LEAST_1 = click.IntRange(min=1)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command()
+@click.option("--model", "spec", metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
+@click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="Measured times.")
+@click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
+@click.option("--batch", "batches", required=True, type=Numbers(), metavar="N,...", help="Rows of the global batch.")
+@click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [the best].")
+@click.option("--schedule", "schedules", multiple=True, type=click.Choice(["gpipe", "1f1b"]), help="Repeatable [1f1b].")
+@click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="The longest pipeline [as long as can be].")
+@click.option("--precision", metavar="NAME", help="fp32, fp16, bf16 or fp64 [the model's].")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
+@click.option("--annotate", "annotations", multiple=True, metavar="KEY=STRATEGY", help="Keep this; may be repeated.")
+@click.option("--without", "without_", multiple=True, metavar="NODE|TYPE:N", help="What if this were missing?")
+@click.option("--with", "with_", multiple=True, metavar="NxTYPE", help="What if such a node were there too?")
+@click.option("--time-limit", type=_POSITIVE, default=10.0, metavar="S", help="Seconds [10].")
+@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of random moves [0].")
+@click.option("--top", type=_AT_LEAST_1, default=5, metavar="K", help="How many plans to show [5].")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan there.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@verbosity_options
+@click.pass_context
+def search(
+    ctx: click.Context,
+    spec: str | None,
+    settings: tuple[str, ...],
+    profile_file: Path | None,
+    cluster_file: str,
+    batches: tuple[int, ...],
+    micro_batches: int | None,
+    schedules: tuple[str, ...],
+    max_stages: int | None,
+    precision: str | None,
+    optimizer: Any,
+    annotations: tuple[str, ...],
+    without_: tuple[str, ...],
+    with_: tuple[str, ...],
+    time_limit: float,
+    seed: int,
+    top: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the quickest plan for a model on any mix of devices.
+
+    It decides the stages and their cuts, the devices of each and their order, replicas and tensor parallelism in each,
+    rows by speed, and the number of micro-batches. The best plans are compiled, without allocating anything. With a
+    profile and no model the search's own prediction stands.
+
+    Ctrl-C keeps the best so far. --without, --with and several batches answer with a table, one row for each case.
+    """
+    from whale.ir.cluster import Cluster
+    from whale.ir.profile import ModelProfile
+    from whale.planner.catalog import device_types, device_types_with
+    from whale.planner.search import SearchSettings
+
+    if spec is None and profile_file is None:
+        raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
+    if spec is None and (settings or annotations):
+        raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
+    profile = None if profile_file is None else ModelProfile.load(profile_file)
+    catalog = device_types() if profile is None else device_types_with(profile)
+    cluster = Cluster.load(cluster_file, catalog=catalog)
+    cases = _cases(cluster, batches, without_, with_, catalog)
+    if output is not None and (len(batches) > 1 or len(without_) + len(with_) > 1):
+        raise UsageError(
+            f"-o {output}: there are {len(cases)} cases; ask for one change at most, and its plan is written"
+        )
+    chosen = cases[-1] if output is not None or len(cases) == 1 else None
+    model = None
+    if spec is not None:
+        loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
+        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations)
+        profile = model.profile
+    assert profile is not None
+    given = SearchSettings(
+        precision=precision or _precision(profile),
+        micro_batches=micro_batches,
+        schedules=schedules or ("1f1b",),
+        max_stages=max_stages,
+        eager=True,
+        seed=seed,
+        time_limit=time_limit,
+        top=top,
+        fixed=None if model is None else model.fixed,
+    )
+    with Interruption() as interruption:
+        run = _Run(profile, given, interruption)
+        try:
+            _answer(run, cases, chosen, None if model is None else model.trial, output, as_json)
+        except InfeasibleError:
+            if not interruption.came():
+                raise
+            note("stopped before anything was found")
+        else:
+            if interruption.came():
+                note("stopped; this is the best so far")
+    if interruption.came():
+        ctx.exit(interruption.exit_code)
+
+
+def _answer(
+    run: _Run,
+    cases: Sequence[_Case],
+    chosen: _Case | None,
+    trial: ModelTrial | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Print a table of the cases where there are several; write the plan of the chosen one, and show it if alone."""
+    if len(cases) > 1:
+        _answer_cases(run, cases, as_json)
+        if run.interruption.came():
+            return
+    if chosen is not None:
+        searched = run.searched(chosen, trial)
+        _write(searched, chosen, output)
+        if len(cases) == 1:
+            _show(searched, chosen, output, as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What is asked for: a batch on a cluster, which differs from the file's as *change* says."""
+
+    change: str
+    cluster: Cluster
+    batch: int
+
+
+def _cases(
+    cluster: Cluster,
+    batches: Sequence[int],
+    missing: Sequence[str],
+    added: Sequence[str],
+    catalog: Mapping[str, Any],
+) -> list[_Case]:
+    """The cluster as it is and with each of the changes, at every batch; as it is first."""
+    from whale.planner.what_if import with_node, without
+
+    clusters = [("as it is", cluster)]
+    clusters += [(f"without {what}", without(cluster, what)) for what in missing]
+    clusters += [(f"with {what}", with_node(cluster, what, catalog)) for what in added]
+    return [_Case(change=change, cluster=one, batch=batch) for batch in batches for change, one in clusters]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """A captured model: its profile, what it is tried on, and what is decided already."""
+
+    profile: ModelProfile
+    trial: ModelTrial
+    fixed: Fixed
+
+    @classmethod
+    def of(
+        cls,
+        loaded: Any,
+        profile: ModelProfile | None,
+        cluster: Cluster,
+        precision: str | None,
+        optimizer: Any,
+        annotations: Sequence[str],
+    ) -> _Model:
+        """Capture what ``--model`` gave, in the precision that is asked for."""
+        import torch
+
+        from whale.automatic import tensor_degrees
+        from whale.graph.capture import batch_rows
+        from whale.planner.kept import fixed_by
+        from whale.planner.precision import BY_DTYPE
+        from whale.strategies.profile import profile_model
+        from whale.trial import ModelTrial, scopes_by, take_scopes
+
+        if batch_rows(loaded.batch) is None:
+            raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
+        if precision is not None:
+            dtype = next((dtype for dtype, name in BY_DTYPE.items() if name == precision), None)
+            if dtype is None:
+                raise UsageError(f"--precision {precision}: a model runs in {', '.join(BY_DTYPE.values())}")
+            loaded.model.to(getattr(torch, dtype))
+        scopes = take_scopes(loaded.model)
+        if scopes and annotations:
+            raise UsageError(f"--annotate is for a model without annotations, but {loaded.name} has some; keep one")
+        scopes = scopes or scopes_by(loaded.model, _texts(annotations))
+        note(f"capturing {loaded.name}")
+        trial = ModelTrial(loaded.model, loaded.batch, name=loaded.name, optimizer=optimizer)
+        if profile is None:
+            degrees = tensor_degrees(len(cluster.devices))
+            profile = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name)
+        elif profile.model_hash not in ("", trial.identity.hash):
+            raise UsageError(
+                f"the profile is of {profile.name} with hash {profile.model_hash[:19]}..., but {loaded.name} has "
+                f"{trial.identity.hash[:19]}...: its code, or sizes such as widths, differ; profile this model"
+            )
+        return cls(profile=profile, trial=trial, fixed=fixed_by(scopes, profile.paths))
+
+
+def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Of repeated ``KEY=STRATEGY``, where strategies have commas between them, from outer to inner.
+
+    >>> _texts(["layers.[0-3]=stage(),split(2)"])
+    {'layers.[0-3]': ('stage()', 'split(2)')}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in annotations:
+        key, equals, strategies = text.partition("=")
+        if not equals or key in found:
+            why = f"{key!r} is given twice" if equals else "write KEY=STRATEGY, such as layers.[0-3]=stage()"
+            raise UsageError(f"--annotate {text!r}: {why}")
+        found[key] = tuple(part.strip() for part in strategies.split(","))
+    return found
+
+
+def _precision(profile: ModelProfile) -> str:
+    from whale.planner.precision import BY_DTYPE
+
+    return BY_DTYPE.get(profile.precision, "fp32")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Searches with progress, until it is interrupted."""
+
+    profile: ModelProfile
+    settings: SearchSettings
+    interruption: Interruption
+
+    def searched(self, case: _Case, trial: ModelTrial | None = None, *, known: Memo | None = None) -> Searched:
+        """The plans for a case."""
+        from whale.searching import search_plans
+
+        with ProgressLine("searching", self.settings.time_limit) as line:
+            found = search_plans(
+                self.profile,
+                case.cluster,
+                batch=case.batch,
+                settings=self.settings,
+                trial=trial,
+                progress=lambda progress: line.show(progress.elapsed, _far(progress)),
+                stop=self.interruption.came,
+                known=known,
+            )
+        note(f"{found.found.tried} plans were tried in {found.found.seconds:.2f} s")
+        return found
+
+
+def _far(progress: Progress) -> str:
+    from whale.planner.gantt import milliseconds
+
+    best = "nothing fits yet" if progress.best_seconds is None else f"best {milliseconds(progress.best_seconds)}"
+    return f"{best}, bound {milliseconds(progress.bound_seconds)}, {progress.tried} tried"
+
+
+def _write(searched: Searched, case: _Case, output: Path | None) -> None:
+    if output is not None:
+        write_whole(output, searched.best.plan.dumps())
+        note(f"wrote {output}{'' if case.change == 'as it is' else f', {case.change}'}")
+
+
+def _show(searched: Searched, case: _Case, output: Path | None, as_json: bool) -> None:
+    from whale.cli.search_text import as_data, as_text
+
+    if as_json:
+        click.echo(json.dumps(as_data(searched), indent=2))
+        return
+    click.echo(as_text(searched, case.cluster, output))
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+
+def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
+    """A row for each case, by the search's own predictions; prices of one search serve the next."""
+    from whale.cli.search_text import case_data, cases_text
+    from whale.planner.search import Memo
+
+    known = Memo()
+    once = replace(run.settings, top=1)
+    rows: list[tuple[_Case, Searched | InfeasibleError]] = []
+    for case in cases:
+        if run.interruption.came():
+            break
+        note(f"{case.change}, batch {case.batch}")
+        try:
+            rows.append((case, _Run(run.profile, once, run.interruption).searched(case, known=known)))
+        except InfeasibleError as error:
+            if run.interruption.came():
+                break
+            rows.append((case, error))
+    answers = [(case.change, case.batch, case.cluster, found) for case, found in rows]
+    click.echo(json.dumps(case_data(answers), indent=2) if as_json else cases_text(answers))

@@ -1,0 +1,234 @@
+"""What a search found, for a reader and as data: the plans, why the next best lost, what was left out and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whale.cli.plan_text import command, fullest, memory_text, stage_table, step_lines
+from whale.cli.tables import text_table
+
+if TYPE_CHECKING:
+    from whale.errors import InfeasibleError
+    from whale.ir.cluster import Cluster
+    from whale.planner.search import Candidate, StageChoice
+    from whale.searching import Choice, Searched
+
+    Answer = tuple[str, int, Cluster, Searched | InfeasibleError]
+
+__all__ = ["as_data", "as_text", "case_data", "cases_text", "in_short"]
+
+
+def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
+    """The plans, what was left out, the best plan stage by stage, and last the command that runs it."""
+    best = searched.best
+    workload = best.plan.workload or best.candidate.workload
+    parts = [
+        _choices(searched, cluster),
+        _bound(searched),
+        _left_out(searched),
+        _cuts(best.candidate),
+        _idle(best.candidate, cluster),
+        "\n".join(
+            [stage_table(best.plan, best.prediction, workload, cluster), "", *step_lines(best.plan, best.prediction)]
+        ),
+        command(best.plan, cluster, path),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _cuts(candidate: Candidate) -> str:
+    """Which layers of the chain each stage has, by position."""
+    cuts = [f"{stage.first}-{stage.last - 1}" for stage in candidate.stages]
+    return f"layers of the stages: {', '.join(cuts)}" if len(cuts) > 1 else ""
+
+
+def _idle(candidate: Candidate, cluster: Cluster) -> str:
+    """The devices that the plan does without."""
+    busy = {rank for stage in candidate.stages for rank in stage.ranks}
+    counts = Counter(device.type.name for device in cluster.devices if device.rank not in busy)
+    return "left idle: " + ", ".join(f"{count} {name}" for name, count in counts.items()) if counts else ""
+
+
+def _choices(searched: Searched, cluster: Cluster) -> str:
+    from whale.planner.gantt import milliseconds
+    from whale.searching import why_slower
+
+    best = searched.best
+    rows = []
+    for number, choice in enumerate((*searched.choices, *searched.refused), start=1):
+        prediction = choice.prediction
+        if choice.reason:
+            why = choice.reason
+        elif choice.compiled == best.compiled:
+            why = why_slower(best.prediction, prediction)
+        else:  # by the search's predictions of both
+            why = why_slower(best.candidate.prediction, prediction) + " (not compiled)"
+        rows.append(
+            [
+                str(number),
+                milliseconds(prediction.step_seconds),
+                memory_text(fullest(list(prediction.memory))),
+                f"{prediction.mfu:.1%}",
+                f"{prediction.bubble:.1%}",
+                in_short(choice.candidate, cluster),
+                "the best" if choice is best else why.strip(),
+            ]
+        )
+    return text_table("", ["", "step", "fullest device", "MFU", "bubble", "plan", "against the best"], rows)
+
+
+def _bound(searched: Searched) -> str:
+    from whale.planner.gantt import milliseconds
+
+    found = searched.found
+    best, bound = (milliseconds(seconds) for seconds in (found.best.prediction.step_seconds, found.bound_seconds))
+    said = f"the search found {best}, by its own prediction"
+    if found.exact:
+        return f"{said}; every plan of this kind was tried or excluded"
+    return f"{said}; no plan of this kind takes less than {bound}, so that at most {found.gap:.1%} are left to find"
+
+
+def _left_out(searched: Searched) -> str:
+    rows = [[one.family, one.reason, str(one.count)] for one in searched.found.dropped]
+    return text_table("left out", ["plans with", "because", "number"], rows) if rows else ""
+
+
+def in_short(candidate: Candidate, cluster: Cluster) -> str:
+    """A plan in a line: stages that are alike, with their number, devices and degrees, and the micro-batches.
+
+    >>> from whale.ir.cluster import Cluster
+    >>> from whale.ir.workload import Prediction, Workload
+    >>> from whale.planner.search import Candidate, StageChoice
+    >>> stages = [
+    ...     StageChoice(first=n, last=n + 1, ranks=(2 * n, 2 * n + 1), data=1, tensor=2, rows=(1,)) for n in range(2)
+    ... ]
+    >>> nothing = Prediction(step_seconds=1.0, step_seconds_interval=(1.0, 1.0))
+    >>> work = Workload(world_size=4, micro_batches=8, stages=())
+    >>> candidate = Candidate(
+    ...     stages=tuple(stages), micro_batches=8, schedule="1f1b", prediction=nothing, workload=work
+    ... )
+    >>> in_short(candidate, Cluster.homogeneous(4))
+    '2 stages of 2 device (1 x 2), 8 micro-batches'
+    """
+    parts = []
+    for look, alike in groupby(_look(stage, cluster) for stage in candidate.stages):
+        number = len(list(alike))
+        parts.append(f"{number} stages of {look}" if number > 1 else look)
+    shown = ", ".join(parts[:6]) + (f" and {len(parts) - 6} more" if len(parts) > 6 else "")
+    schedule = "" if candidate.schedule == "1f1b" else f" {candidate.schedule}"
+    count = candidate.micro_batches
+    return f"{shown}, {count} micro-batch{'es' if count > 1 else ''}{schedule}"
+
+
+def _look(stage: StageChoice, cluster: Cluster) -> str:
+    types = dict.fromkeys(cluster.devices[rank].type.name for rank in stage.ranks)
+    counts = [(sum(cluster.devices[rank].type.name == name for rank in stage.ranks), name) for name in types]
+    degrees = f" ({stage.data} x {stage.tensor})" if len(stage.ranks) > 1 else ""
+    return " + ".join(f"{count} {name}" for count, name in counts) + degrees
+
+
+# --- as data ----------------------------------------------------------------------------------------------------------
+
+
+def as_data(searched: Searched) -> dict[str, Any]:
+    """The result as JSON has it; the same for the same search."""
+    found = searched.found
+    return {
+        "step_seconds": searched.best.prediction.step_seconds,
+        "bound_seconds": found.bound_seconds,
+        "gap": found.gap,
+        "exact": found.exact,
+        "choices": [choice_data(choice) for choice in searched.choices],
+        "refused": [choice_data(choice) for choice in searched.refused],
+        "dropped": [{"family": one.family, "reason": one.reason, "count": one.count} for one in found.dropped],
+        "points": [
+            {"seconds": one.seconds, "memory": one.memory, "label": one.label, "reason": one.reason}
+            for one in found.points
+        ],
+        "plan": searched.best.plan.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def choice_data(choice: Choice) -> dict[str, Any]:
+    """One of the plans."""
+    prediction, candidate = choice.prediction, choice.candidate
+    device = fullest(list(prediction.memory))
+    return {
+        "step_seconds": prediction.step_seconds,
+        "step_seconds_interval": list(prediction.step_seconds_interval),
+        "compiled": choice.compiled,
+        "searched_step_seconds": candidate.prediction.step_seconds,
+        "memory_bytes": device.total,
+        "memory_capacity_bytes": device.capacity,
+        "mfu": prediction.mfu,
+        "bubble": prediction.bubble,
+        "micro_batches": candidate.micro_batches,
+        "schedule": candidate.schedule,
+        "stages": [_stage_data(stage) for stage in candidate.stages],
+        "reason": choice.reason,
+    }
+
+
+def _stage_data(stage: StageChoice) -> dict[str, Any]:
+    from whale.ir.ranks import write_ranks
+
+    rows: Sequence[int] = stage.rows
+    return {
+        "layers": [stage.first, stage.last],
+        "ranks": write_ranks(stage.ranks),
+        "data": stage.data,
+        "tensor": stage.tensor,
+        "rows": list(rows) if len(set(rows)) > 1 else rows[0],
+    }
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+
+def cases_text(answers: Sequence[Answer]) -> str:
+    """A row for each case, compared with the first."""
+    from whale.planner.gantt import milliseconds
+
+    first = answers[0][3] if answers else None
+    rows = []
+    for change, batch, cluster, found in answers:
+        devices = str(len(cluster.devices))
+        if isinstance(found, Exception):
+            rows.append([change, str(batch), devices, "-", "-", "-", "-", f"does not fit: {found}"])
+            continue
+        prediction = found.best.prediction
+        speed = batch / prediction.step_seconds
+        than = "-"
+        if first is not None and not isinstance(first, Exception):
+            than = f"{speed / (answers[0][1] / first.best.prediction.step_seconds):.2f}"
+        rows.append(
+            [
+                change,
+                str(batch),
+                devices,
+                milliseconds(prediction.step_seconds),
+                f"{speed:.1f}",
+                than,
+                memory_text(fullest(list(prediction.memory))),
+                in_short(found.best.candidate, cluster),
+            ]
+        )
+    return text_table(
+        "", ["the cluster", "batch", "devices", "step", "rows/s", "times the first", "fullest device", "plan"], rows
+    )
+
+
+def case_data(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The cases as JSON has them."""
+    cases = []
+    for change, batch, cluster, found in answers:
+        one = {"change": change, "batch": batch, "devices": len(cluster.devices)}
+        if isinstance(found, Exception):
+            cases.append({**one, "reason": str(found)})
+        else:
+            cases.append({**one, "bound_seconds": found.found.bound_seconds, **choice_data(found.best)})
+    return {"cases": cases}

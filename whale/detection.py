@@ -1,0 +1,115 @@
+"""What torchrun started, as a cluster: for a launch without a cluster file.
+
+Each rank says what it runs on; figures of known accelerators are those of the catalog. What a launch cannot tell, such
+as the network between nodes, is assumed, alike for all: it matters for how good a plan is, never for whether it is
+right. Nothing is measured: the same launch gives the same cluster.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from whale.errors import UsageError
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.planner.catalog import device_types
+from whale.profiling import Place, places_of
+from whale.runtime.launch import World
+
+__all__ = ["cluster_of", "detect"]
+
+PROCESS = {"float64": 2.5e10, "float32": 5e10}
+"""FLOP/s of a CPU rank, which has one thread under torchrun: eight float32 multiply-adds a cycle at 3 GHz, all but the
+oldest servers do so (AVX2), without the second unit that not all have."""
+PROCESS_MEMORY_BANDWIDTH = 1e10
+"""Bytes per second that one core moves, on common servers 8 to 15 GB/s."""
+GLOO_WITHIN_NODE = Link(bandwidth=1e9, latency=5e-5)
+"""gloo takes some 1.1 ns of processor time for a byte (benchmarks/testbed_noise.py)."""
+BETWEEN_CPU_NODES = Link(bandwidth=1.25e9, latency=5e-5)
+"""10 Gbit/s Ethernet."""
+BETWEEN_GPU_NODES = Link(bandwidth=12.5e9, latency=1.5e-5)
+"""100 Gbit/s, as most nodes of accelerators have at least."""
+MEMORY_TOLERANCE = 0.1
+"""Drivers report up to some percent less than is advertised (`whale.planner.catalog.device_types`)."""
+
+
+def detect(world: World) -> Cluster:
+    """The devices of a launch. Every rank calls it, and all get the same.
+
+    Raises:
+        UsageError: an accelerator that is not known beside others, or ranks that are not in the order of nodes.
+        WorkerError: a rank did not come.
+    """
+    return cluster_of(places_of(world, None))
+
+
+def cluster_of(places: Sequence[Place]) -> Cluster:
+    """The cluster of ranks that run in these places.
+
+    >>> places = [Place(rank=rank, device_type="cpu", node="here", memory_bytes=2**34) for rank in range(2)]
+    >>> [device.memory_bytes / 2**30 for device in cluster_of(places).devices]
+    [8.0, 8.0]
+    """
+    types = {place.device_type: _type_of(place, places) for place in places}
+    processors = all(type_.is_processor for type_ in types.values())
+    inter = BETWEEN_CPU_NODES if processors else BETWEEN_GPU_NODES
+    cluster = Cluster.of([(place.node, types[place.device_type]) for place in places], inter=inter)
+    if len(cluster.nodes) > 1 and not processors:
+        warnings.warn(
+            f"the links between the {len(cluster.nodes)} nodes are not known, and are taken for 100 Gbit/s; give "
+            "parallelize a cluster file for a better plan",
+            stacklevel=4,
+        )
+    first = [cluster.devices[node.ranks[0]].type for node in cluster.nodes]
+    nodes = [
+        replace(node, intra=type_.intra_node or GLOO_WITHIN_NODE)
+        for node, type_ in zip(cluster.nodes, first, strict=True)
+    ]
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def _type_of(place: Place, places: Sequence[Place]) -> DeviceType:
+    alike = [other for other in places if other.device_type == place.device_type]
+    if place.device_type == "cpu":
+        sharing = Counter(other.node for other in places)
+        return DeviceType.of(
+            "cpu",
+            speed=PROCESS,
+            memory_bytes=min(other.memory_bytes // sharing[other.node] for other in alike),
+            memory_bandwidth=PROCESS_MEMORY_BANDWIDTH,
+        )
+    found = _known(place)
+    if found is not None:
+        return found
+    if len(alike) < len(places):
+        others = sorted({other.device_type for other in places} - {place.device_type})
+        raise UsageError(
+            f"rank {place.rank} has a {place.device_type}, of which it is not known how fast it is beside "
+            f"{', '.join(others)}; give parallelize a cluster file that says it, or measure with 'whale profile'"
+        )
+    any_type = Cluster.homogeneous(1).devices[0].type  # all are alike, so that only proportions matter
+    memory = min(other.memory_bytes for other in alike)
+    return replace(any_type, name=place.device_type, memory_bytes=memory)
+
+
+def _known(place: Place) -> DeviceType | None:
+    """The accelerator of the catalog that a driver's name means: of the same model, with as much memory.
+
+    >>> found = _known(Place(rank=0, device_type="H100-80GB-HBM3", node="n", memory_bytes=85_520_809_984))
+    >>> found.name if found else None
+    'H100-SXM5-80GB'
+    """
+    types = device_types()
+    if place.device_type in types:
+        return types[place.device_type]
+    words = place.device_type.upper().split("-")
+    near = [
+        type_
+        for name, type_ in types.items()
+        if name.upper().split("-")[0] in words
+        and abs(type_.memory_bytes / place.memory_bytes - 1) < MEMORY_TOLERANCE
+        and ("PCIE" in words) == ("PCIE" in name.upper())
+    ]
+    return near[0] if near else None

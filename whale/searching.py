@@ -1,0 +1,225 @@
+"""From a profile and a cluster to plans that can be run: what the search found, written down, compiled and ranked anew.
+
+The search prices layers; a compiled plan is predicted exactly, with the collectives and the bytes that it will have. So
+the best candidates are compiled, as many as there is time for, and one that cannot be compiled or does not fit after
+all is put aside with its reason. Without a model, the search's own predictions stand. This file knows no torch: a model
+is something on which plans can be tried (`whale.trial`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from whale.errors import InfeasibleError, UsageError, WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.plan import ModelIdentity, Plan
+from whale.ir.profile import ModelProfile
+from whale.ir.workload import Prediction, Workload
+from whale.planner.advice import gib
+from whale.planner.chosen import annotations_of, plan_of, split_shares
+from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
+
+__all__ = ["Choice", "Searched", "Trial", "search_plans", "why_slower"]
+
+SEARCH_SHARE = 0.5
+"""Of the time limit, where a model is there to try plans on: what is left is for compiling."""
+
+
+class Trial(Protocol):
+    """A model on which plans are tried; `whale.trial.ModelTrial` is one."""
+
+    identity: ModelIdentity
+    dtype: str
+
+    def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
+        """For what the model computes, the path of its module and the stage, if stages begin with *anchors*."""
+
+    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
+        """Compile the plan, and say what its step takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A plan that the search proposes.
+
+    Attributes:
+        candidate: as the search scored it.
+        plan: that it is; with the prediction of the compiled step where it was *compiled*, else with the search's.
+        compiled: whether it was compiled.
+        reason: why it cannot be had; empty where it can, as far as is known.
+    """
+
+    candidate: Candidate
+    plan: Plan
+    compiled: bool = False
+    reason: str = ""
+
+    @property
+    def prediction(self) -> Prediction:
+        """The best that is known of its step."""
+        return self.plan.prediction or self.candidate.prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search comes to.
+
+    Attributes:
+        choices: plans that can be had, best first; at least one. Compiled ones come before others.
+        refused: the search's candidates that turned out not to compile or not to fit.
+        found: what the search found, with its bound and what it left out.
+    """
+
+    choices: tuple[Choice, ...]
+    refused: tuple[Choice, ...]
+    found: Found
+
+    @property
+    def best(self) -> Choice:
+        """The plan to run."""
+        return self.choices[0]
+
+
+def search_plans(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    settings: SearchSettings,
+    trial: Trial | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+    known: Memo | None = None,
+) -> Searched:
+    """Search for plans and try the best of them on the model.
+
+    Args:
+        profile: of the model.
+        cluster: the devices.
+        batch: rows of the global batch.
+        settings: of the search; ``time_limit`` is for both.
+        trial: the model; None: the plans are not compiled.
+        progress: is told how far the search is.
+        stop: whether to be content with the best so far.
+        known: prices of an earlier search of the same model.
+
+    Raises:
+        InfeasibleError: nothing fits; says what is missing and what would help.
+    """
+    begin = time.monotonic()
+    share = SEARCH_SHARE if trial is not None else 1.0
+    found = search(
+        profile,
+        cluster,
+        batch=batch,
+        settings=replace(settings, time_limit=settings.time_limit * share),
+        progress=progress,
+        stop=stop,
+        known=known,
+    )
+    writer = _Writer(profile, cluster, batch, trial)
+    choices: list[Choice] = []
+    refused: list[Choice] = []
+    longest = 0.0
+    for candidate in found.candidates:
+        now = time.monotonic()
+        enough = bool(choices) and (stop() or now - begin + longest > settings.time_limit)
+        try:
+            choice = writer.written(candidate) if trial is None or enough else writer.compiled(candidate, trial)
+        except UsageError as error:  # it cannot be written as annotations of this model
+            choice = None
+            refused.append(Choice(candidate=candidate, plan=writer.unwritten(candidate), reason=str(error)))
+        if choice is not None:
+            (refused if choice.reason else choices).append(choice)
+        longest = max(longest, time.monotonic() - now)
+    if not choices:
+        reasons = "; ".join(dict.fromkeys(choice.reason for choice in refused))
+        raise InfeasibleError(f"none of the {len(refused)} best plans that the search found can be run: {reasons}")
+    choices.sort(key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
+    return Searched(choices=tuple(choices), refused=tuple(refused), found=found)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes candidates as plans."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    batch: int
+    trial: Trial | None
+
+    def unwritten(self, candidate: Candidate) -> Plan:
+        """The ranks and axes alone, for a model that says its annotations itself."""
+        return plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
+
+    def written(self, candidate: Candidate, *, by_speed: bool = False) -> Choice:
+        """Not compiled."""
+        shares = None
+        if by_speed and self.trial is not None:
+            shares = [split_shares(stage, self.cluster, self.trial.dtype) for stage in candidate.stages]
+        plan = plan_of(
+            candidate,
+            self.cluster,
+            batch=self.batch,
+            annotations=self._annotations(candidate.stages),
+            model=self._identity(),
+            shares=shares,
+        )
+        return Choice(candidate=candidate, plan=plan)
+
+    def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
+        """Compiled; where tensor groups have unlike devices, with their parts by speed if that is quicker."""
+        even = self._tried(self.written(candidate), trial)
+        if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
+            return even
+        uneven = self._tried(self.written(candidate, by_speed=True), trial)
+        return min(even, uneven, key=lambda choice: (bool(choice.reason), choice.prediction.step_seconds))
+
+    def _tried(self, choice: Choice, trial: Trial) -> Choice:
+        try:
+            prediction, workload = trial.predict(choice.plan, self.profile, self.cluster)
+        except WhaleError as error:
+            return replace(choice, reason=str(error))
+        plan = choice.plan.with_prediction(prediction, workload)
+        return replace(choice, plan=plan, compiled=True, reason=_lacking(prediction))
+
+    def _identity(self) -> ModelIdentity | None:
+        if self.trial is not None:
+            return self.trial.identity
+        return ModelIdentity(name=self.profile.name, hash=self.profile.model_hash) if self.profile.model_hash else None
+
+    def _annotations(self, stages: Sequence[StageChoice]) -> Mapping[str, tuple[str, ...]]:
+        paths = self.profile.paths
+        if not any(paths):
+            return {}
+        anchors = [paths[stage.first] for stage in stages]
+        first = stages[0]
+        anchors[0] = next((path for path in paths[first.first : first.last] if path), "")
+        if self.trial is not None and len(stages) > 1 and all(anchors):
+            return annotations_of(stages, anchors, self.trial.places(anchors))
+        places = [(paths[layer], index) for index, one in enumerate(stages) for layer in range(one.first, one.last)]
+        return annotations_of(stages, anchors, [(path, stage) for path, stage in places if path])
+
+
+def _lacking(prediction: Prediction) -> str:
+    """Which device lacks most memory, and how much; empty where all fits."""
+    worst = max(prediction.memory, key=lambda device: device.total - device.capacity)
+    if prediction.fits:
+        return ""
+    return f"needs {gib(worst.total)} on {worst.device}, which has {gib(worst.capacity)}"
+
+
+def why_slower(best: Prediction, other: Prediction) -> str:
+    """Where a slower step loses its time, by the two breakdowns: the parts that are longer, longest first.
+
+    >>> best = Prediction(step_seconds=1, step_seconds_interval=(1, 1), breakdown={"compute": 0.9, "pipeline": 0.1})
+    >>> why_slower(best, best.model_copy(update={"step_seconds": 1.5, "breakdown": {"compute": 0.8, "pipeline": 0.7}}))
+    'pipeline +600.00 ms'
+    """
+    more = {part: spent - best.breakdown.get(part, 0.0) for part, spent in other.breakdown.items()}
+    slower = other.step_seconds - best.step_seconds
+    parts = sorted((item for item in more.items() if item[1] > slower / 10), key=lambda item: -item[1])
+    return ", ".join(f"{part} +{seconds * 1e3:.2f} ms" for part, seconds in parts[:2]) if slower > 0 else ""

@@ -1,0 +1,149 @@
+"""A model on which plans are tried: captured once, compiled for each plan as it would be run, and predicted.
+
+Nothing is allocated and no process is started. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from whale.annotations import Annotation, annotate, forget, module_scopes
+from whale.compiler import Compilation, Options, compile_model, main_dtype
+from whale.errors import UsageError
+from whale.graph.identity import model_hash
+from whale.graph.partition import Partition, partition, scopes_of
+from whale.graph.refusals import modules_around
+from whale.graph.scoping import put_scopes
+from whale.ir.cluster import Cluster
+from whale.ir.plan import ModelIdentity, Plan
+from whale.ir.profile import ModelProfile
+from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
+from whale.ir.workload import Prediction, Workload
+from whale.occupancy import Optimizer, brief_occupancy
+from whale.planner.precision import BY_DTYPE
+from whale.prediction import Costs, predict
+
+__all__ = ["ModelTrial", "scopes_by", "take_scopes"]
+
+
+class ModelTrial:
+    """A model to be compiled for plans that bring their annotations. Its own are taken off before (`take_scopes`).
+
+    Args:
+        model: on the meta device, without marks on its modules.
+        batch: an example of the global batch.
+        name: for the plans.
+        options: beside what plans say.
+        training: whether the step to come trains; it decides what dropout is.
+        loss_fn: for a model that does not return its loss.
+        optimizer: whose state has to fit.
+
+    Raises:
+        UsageError: its forward enters annotations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        name: str,
+        options: Options | None = None,
+        training: bool = True,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: Optimizer = "adamw",
+    ) -> None:
+        self.model, self.batch, self.optimizer, self.training, self.loss_fn = model, batch, optimizer, training, loss_fn
+        self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
+        self.dtype = main_dtype(model)
+        self._base = self._compile(Cluster.homogeneous(1), self.options)
+        if any(scopes_of(node) for node in self._base.captured.graph.nodes):
+            raise UsageError(
+                f"the forward of {name} enters annotations, which the search cannot keep as constraints; put them on "
+                "modules with whale.annotate, or let 'whale plan' divide the work of the model as it is annotated"
+            )
+        self.identity = ModelIdentity(name=name, hash=model_hash(self._base.captured))
+
+    def _compile(self, cluster: Cluster, options: Options, like: Compilation | None = None) -> Compilation:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # who runs the plan is warned
+            return compile_model(
+                self.model,
+                self.batch,
+                cluster,
+                options,
+                device="cpu",
+                training=self.training,
+                loss_fn=self.loss_fn,
+                like=like,
+            )
+
+    def places(self, anchors: Sequence[str]) -> list[tuple[str, int]]:
+        """For what the model computes, the path of its module and the stage, if stages begin with *anchors*.
+
+        Raises:
+            AnnotationError: the data does not flow from stage to stage in that order.
+        """
+        scopes = {path: (Scope(strategy=Strategy(kind="stage"), region=path),) for path in anchors}
+        put_scopes(self._base.captured, self.model, scopes)
+        cut = partition(self._base.captured)
+        found: dict[tuple[str, int], None] = {}
+        for node, stage in cut.stage_of.items():
+            around = modules_around(node)
+            if around:
+                found[around[-1], stage] = None
+        return list(found)
+
+    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
+        """Compile *plan* for *cluster* as it would be run, and predict its step.
+
+        Raises:
+            WhaleError: the model cannot be run so.
+        """
+        bare = plan.model_copy(
+            update={"model": None, "prediction": None, "workload": None}
+        )  # known to be of this model
+        options = replace(self.options, micro_batches=plan.micro_batches, schedule=plan.schedule, plan=bare)
+        like = replace(self._base, partition=self._annotated(plan), _lowered={})
+        compilation = self._compile(cluster, options, like)
+        costs = Costs(
+            profile=profile,
+            cluster=cluster,
+            precision=BY_DTYPE[self.dtype],
+            micro_batches=plan.micro_batches,
+            device="cpu" if any(device.type.is_processor for device in cluster.devices) else "cuda",
+        )
+        found = predict(compilation, costs, schedule=plan.schedule, optimizer=self.optimizer, held_by=brief_occupancy)
+        return found.prediction, found.workload
+
+    def _annotated(self, plan: Plan) -> Partition:
+        """The stages that the plan's annotations make of the model."""
+        put_scopes(self._base.captured, self.model, scopes_by(self.model, plan.annotations))
+        return partition(self._base.captured)
+
+
+def scopes_by(model: nn.Module, annotations: Mapping[str, Sequence[str]]) -> dict[str, ScopePath]:
+    """The scopes of the model's modules under these annotations, written as a plan has them; the model stays as it is.
+
+    Raises:
+        AnnotationError: they do not fit the model.
+    """
+    try:
+        annotate(
+            model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
+        )
+        return module_scopes(model)
+    finally:
+        annotate(model, {})
+
+
+def take_scopes(model: nn.Module) -> dict[str, ScopePath]:
+    """The scopes of the modules that the model's code has annotated, whose marks are removed."""
+    found = module_scopes(model)
+    forget(model)
+    return found
