@@ -155,9 +155,7 @@ def test_a_bucket_may_slow_each_rank_down_in_its_own_measure() -> None:
         world_size=2,
         micro_batches=1,
         stages=(stage_work((0, 1), backward=(4.0, 4.0)),),
-        reductions=(
-            Reduction(ranks=(0, 1), stages=(0,), bytes=1, seconds=2.0, ready=0.5, slowdown=(0.0, 1.0)),
-        ),
+        reductions=(Reduction(ranks=(0, 1), stages=(0,), bytes=1, seconds=2.0, ready=0.5, slowdown=(0.0, 1.0)),),
         overlap_slowdown=9.0,
     )
     assert drawing_of(simulate(workload)) == parse_drawing("""
