@@ -191,9 +191,7 @@ def layer_seconds(
 
     def seconds(kernels: Iterable[Kernel], *, backward: bool) -> tuple[float, float, float]:
         device_time = host_time = weights = 0.0
-        softmax = number.element_bytes == 2
-        as_run = _as_run(kernels, fused=fused, backward=backward, fused_softmax=softmax)
-        for kernel in as_run if eager else _with_pointwise_fused(as_run):
+        for kernel in kernels:
             divisor = _divisor(kernel, tensor_degree, sequence_parallel)
             experts = expert_degree if kernel.expert else 1
             spent = kernel.count * kernel_seconds(
@@ -212,8 +210,13 @@ def layer_seconds(
                 weights += spent
         return device_time, host_time, weights
 
-    forward, forward_host, _ = seconds(variant.forward, backward=False)
-    backward, backward_host, weights = seconds(variant.backward, backward=True)
+    softmax = number.element_bytes == 2
+    runs = [
+        _runs(_Same(kernels), fused=fused, backward=backward, fused_softmax=softmax, eager=eager)
+        for kernels, backward in ((variant.forward, False), (variant.backward, True))
+    ]
+    forward, forward_host, _ = seconds(runs[0], backward=False)
+    backward, backward_host, weights = seconds(runs[1], backward=True)
     if accumulate and not fused:
         moved = parameters * ACCUMULATE_BYTES
         added = moved / (device.memory_bandwidth * silicon.bandwidth)
@@ -228,7 +231,8 @@ def layer_seconds(
         chosen = [kernel for kernel in variant.forward if (kernel.kind == "memory" if fused else _in_core(kernel))]
         if eager and fused:
             chosen += [kernel for kernel in variant.forward if kernel.kind == "matmul"][1::2]
-        again, again_host, _ = seconds(chosen, backward=False)
+        repeated = _runs(_Same(tuple(chosen)), fused=fused, backward=False, fused_softmax=softmax, eager=eager)
+        again, again_host, _ = seconds(repeated, backward=False)
         backward, backward_host = backward + again, backward_host + again_host
     return LayerSeconds(
         forward=max(forward, forward_host),
@@ -384,6 +388,26 @@ def _is_of_weights(kernel: Kernel, rows: float) -> bool:
 
 def _in_core(kernel: Kernel) -> bool:
     return kernel.attention or kernel.kind == "attention"
+
+
+class _Same:
+    """Kernels that are equal to themselves only: comparing all that they hold takes longer than running over them."""
+
+    def __init__(self, kernels: tuple[Kernel, ...]) -> None:
+        self.kernels = kernels
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.kernels is other.kernels
+
+    def __hash__(self) -> int:
+        return id(self.kernels)
+
+
+@lru_cache(maxsize=1024)
+def _runs(same: _Same, *, fused: bool, backward: bool, fused_softmax: bool, eager: bool) -> tuple[Kernel, ...]:
+    """The kernels in the form in which they run, of whatever number of rows."""
+    as_run = _as_run(same.kernels, fused=fused, backward=backward, fused_softmax=fused_softmax)
+    return tuple(as_run if eager else _with_pointwise_fused(as_run))
 
 
 def _as_run(kernels: Iterable[Kernel], *, fused: bool, backward: bool, fused_softmax: bool) -> Iterable[Kernel]:

@@ -18,13 +18,17 @@ from whale.planner.search.meshes import Array, Meshes
 
 __all__ = ["bound_seconds", "least_work", "work_of_layers"]
 
+EXACT_ROWS = 64
+"""Rows of a micro-batch up to which all degrees are priced at all powers of two."""
+
 ROUNDS = 40
 """Of improving the weights; each halves a step."""
 
 
 def bound_seconds(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> float:
     """No plan takes less, if layers take no less a row for numbers of rows between those that are priced here: powers
-    of two, and all rows of a micro-batch."""
+    of two, or of large batches of four, and all rows of a micro-batch; and of large batches, if a layer that is split
+    takes its devices together no less than one device."""
     work = work_of_layers(meshes, batch, micro_batches)
     nums = np.array([len(pool.ranks) for pool in meshes.pools], dtype=float)
     return least_work(work, nums) + STEP_OVERHEAD_SECONDS
@@ -60,15 +64,16 @@ def least_work(work: Array, nums: Array) -> float:
 def work_of_layers(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> Array:
     """Device-seconds of each layer for the whole batch, on each type at its best."""
     prices = meshes.prices
-    most = batch // min(micro_batches)
+    most = -(-batch // min(micro_batches))
     found = np.empty((len(prices.profile.kinds), len(meshes.pools)))
     for kind, layer in enumerate(prices.profile.kinds):
         measured = {count for times in layer.measured for count in times.rows if count < most}
-        rows = sorted({1 << power for power in range(most.bit_length())} | measured | {most})
+        powers = range(0, most.bit_length(), 1 if most <= EXACT_ROWS else 2)
+        rows = sorted({1 << power for power in powers} | measured | {most})
         for column, pool in enumerate(meshes.pools):
             found[kind, column] = batch * min(
                 prices.computation(kind, pool.type, degree, count) * degree / count
-                for degree in prices.tensor_degrees
+                for degree in prices.tensor_degrees[: None if most <= EXACT_ROWS else 1]
                 if degree <= len(prices.cluster.devices)
                 for count in rows
             )

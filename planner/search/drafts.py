@@ -7,25 +7,28 @@ what is kept is laid out and simulated.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
+from math import inf
+
+import numpy as np
 
 from whale.errors import InfeasibleError
 from whale.planner.cuts import CutProblem, Group, evenest_cut, fastest_cut
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.devices import Mesh
-from whale.planner.search.evaluate import in_flight
 from whale.planner.search.meshes import MeshCosts, Meshes
+from whale.planner.search.steps import SETTLING, in_flight, order_of_tasks
 
-__all__ = ["Draft", "Scored", "allowed", "best_cuts", "drafted", "pipeline_ends", "score_draft"]
+__all__ = ["Draft", "Scored", "allowed", "best_cuts", "drafted", "pipeline_ends", "quick_cuts", "score_draft"]
+
+HALVINGS = 14
+"""Of the bound on the slowest stage: to about a ten-thousandth of the chain."""
 
 BARRED_SECONDS = 1e6
 """What a part takes on a mesh of other degrees than are decided for it: more than anything else."""
-
-FILLS = 3
-"""A pipeline that was filled so many times goes on evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +82,14 @@ class Scored:
         return self.fullness <= 1
 
 
-def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
-    """Score a draft. O(stages^2) for the recurrence over as many micro-batches as fill the pipeline a few times."""
+def score_draft(meshes: Meshes, draft: Draft, batch: int, *, below: float = inf) -> Scored:
+    """Score a draft. O(stages^2) for the recurrence over as many micro-batches as fill the pipeline and some more.
+
+    A draft whose busiest stage alone takes *below* seconds is given that time: what it takes beside matters to nobody.
+    """
     count, depth = draft.micro_batches, len(draft.meshes)
-    costs = [meshes.costs(mesh, meshes.rows(batch, count), count) for mesh in draft.meshes]
+    rows = meshes.rows(batch, count)
+    costs = [meshes.costs(mesh, rows, count) for mesh in draft.meshes]
     parts = list(pairwise((*draft.starts, len(meshes.chain))))
     forward = [float(one.forward[last] - one.forward[first]) for one, (first, last) in zip(costs, parts, strict=True)]
     backward = [
@@ -90,22 +97,31 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
     ]
     hops = [float(one.hop[last]) / 2 for one, (_, last) in zip(costs, parts, strict=True)]
     once = [one.seconds_once(*part) for one, part in zip(costs, parts, strict=True)]
-    ends = pipeline_ends(forward, backward, hops, count, draft.schedule)
-    missing = count - batch / meshes.rows(batch, count)
-    if missing and count > 1:  # the last micro-batch is not full
-        fewer = pipeline_ends(forward, backward, hops, count - 1, draft.schedule)
-        ends = [end - missing * (end - less) for end, less in zip(ends, fewer, strict=True)]
+    share = batch / rows - count + 1  # of the last micro-batch, which may not be full
+    loads = tuple(
+        (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
+    )
+    seconds = max(loads)
+    if seconds < below:
+        ends = pipeline_ends(forward, backward, hops, count, draft.schedule, last_share=share)
+        seconds = max(end + after for end, after in zip(ends, once, strict=True))
     held = [in_flight(draft.schedule, depth, stage, count) for stage in range(depth)]
     return Scored(
         draft=draft,
-        seconds=max(end + after for end, after in zip(ends, once, strict=True)) + STEP_OVERHEAD_SECONDS,
+        seconds=seconds + STEP_OVERHEAD_SECONDS,
         fullness=max(one.fullness(*part, number) for one, part, number in zip(costs, parts, held, strict=True)),
-        loads=tuple(count * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)),
+        loads=loads,
     )
 
 
 def pipeline_ends(
-    forward: Sequence[float], backward: Sequence[float], hops: Sequence[float], micro_batches: int, schedule: str
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[float],
+    micro_batches: int,
+    schedule: str,
+    *,
+    last_share: float = 1.0,
 ) -> list[float]:
     """When each stage is done with its last backward.
 
@@ -114,26 +130,32 @@ def pipeline_ends(
         hops: seconds from each stage to the next, and back.
         micro_batches: of the step.
         schedule: ``1f1b`` or ``gpipe``.
+        last_share: rows of the last micro-batch, as a share of those of the others.
 
     >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
     [15.0, 13.0]
     """
     depth = len(forward)
-    few, more = FILLS * depth, (FILLS + 1) * depth
-    if micro_batches <= more + depth:
-        return _ends(forward, backward, hops, micro_batches, schedule)
-    one, other = (_ends(forward, backward, hops, count, schedule) for count in (few, more))
-    times = (micro_batches - more) / depth
+    few, more = depth + SETTLING, depth + 3 * SETTLING
+    if micro_batches <= more:
+        return _ends(forward, backward, hops, micro_batches, schedule, last_share)
+    one, other = (_ends(forward, backward, hops, count, schedule, last_share) for count in (few, more))
+    times = (micro_batches - more) / (more - few)
     return [second + times * (second - first) for first, second in zip(one, other, strict=True)]
 
 
 def _ends(
-    forward: Sequence[float], backward: Sequence[float], hops: Sequence[float], micro_batches: int, schedule: str
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[float],
+    micro_batches: int,
+    schedule: str,
+    last_share: float,
 ) -> list[float]:
-    depth = len(forward)
+    depth, last = len(forward), micro_batches - 1
     free = [0.0] * depth
     done = [[0.0] * depth for _ in range(micro_batches)]  # forwards; then backwards in their place
-    for stage, micro_batch, ahead in _tasks(depth, micro_batches, schedule):
+    for stage, micro_batch, ahead in order_of_tasks(depth, micro_batches, schedule):
         own = done[micro_batch]
         if ahead:
             ready = own[stage - 1] + hops[stage - 1] if stage else 0.0
@@ -141,37 +163,11 @@ def _ends(
         else:
             ready = own[stage + 1] + hops[stage] if stage + 1 < depth else own[stage]
             spent = backward[stage]
+        if micro_batch == last:
+            spent *= last_share
         begin = free[stage]
         free[stage] = own[stage] = (ready if ready > begin else begin) + spent
     return free
-
-
-@lru_cache(maxsize=256)
-def _tasks(depth: int, micro_batches: int, schedule: str) -> tuple[tuple[int, int, bool], ...]:
-    """(stage, micro-batch, whether forward) in an order in which each comes after what it needs."""
-    lines = []
-    for stage in range(depth):
-        warm_up = in_flight(schedule, depth, stage, micro_batches)
-        line = [(stage, index, True) for index in range(warm_up)]
-        for index in range(micro_batches):
-            line.append((stage, index, False))
-            if index + warm_up < micro_batches:
-                line.append((stage, index + warm_up, True))
-        lines.append(line)
-    place = [0] * depth
-    order: list[tuple[int, int, bool]] = []
-    done: set[tuple[int, int, bool]] = set()
-    while len(order) < 2 * depth * micro_batches:
-        for stage, line in enumerate(lines):
-            while place[stage] < len(line):
-                _, index, ahead = task = line[place[stage]]
-                need = (stage - 1, index, True) if ahead else (stage + 1, index, False)
-                if 0 <= need[0] < depth and need not in done:
-                    break
-                done.add(task)
-                order.append(task)
-                place[stage] += 1
-    return tuple(order)
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
@@ -189,6 +185,45 @@ def best_cuts(
     except InfeasibleError:
         return None
     return starts if allowed(meshes, sequence, starts) else None
+
+
+def quick_cuts(
+    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+) -> tuple[int, ...] | None:
+    """Cuts whose slowest stage is about the quickest that memory allows: every stage from the last reaches back as far
+    as a bound lets it, and the bound is bisected. None if nothing fits."""
+    depth, parts = len(sequence), len(meshes.chain)
+    if depth > parts:
+        return None
+    costs = [meshes.costs(mesh, meshes.rows(batch, micro_batches), micro_batches) for mesh in sequence]
+    limits = []
+    for stage, one in enumerate(costs):
+        memory = one.reached(in_flight(schedule, depth, stage, micro_batches))
+        fixed = np.maximum(meshes.chain.last_start, meshes.chain.allows(one.mesh))
+        limits.append([max(least, int(other)) for least, other in zip(memory, fixed, strict=True)])
+    sums = [(one.both + one.once / micro_batches).tolist() for one in costs]
+    extra = [(one.hop + one.latency / micro_batches).tolist() for one in costs]
+
+    def within(bound: float) -> tuple[int, ...] | None:
+        starts, end = [], parts
+        for stage in range(depth - 1, -1, -1):
+            first = bisect_left(sums[stage], sums[stage][end] + extra[stage][end] - bound)
+            first = max(first, limits[stage][end], stage)
+            if first >= end:
+                return None
+            starts.append(first)
+            end = first
+        return tuple(reversed(starts)) if end == 0 else None
+
+    high = max(own[-1] + max(more) for own, more in zip(sums, extra, strict=True))
+    found, low = within(high), 0.0
+    if found is None:
+        return None
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        better = within(middle)
+        found, low, high = (found, middle, high) if better is None else (better, low, middle)
+    return found
 
 
 def allowed(meshes: Meshes, sequence: Sequence[Mesh], starts: Sequence[int]) -> bool:

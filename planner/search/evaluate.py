@@ -21,13 +21,14 @@ from whale.planner.estimate import STEP_OVERHEAD_SECONDS, relative_error
 from whale.planner.memory import FRAGMENTATION
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.prices import LayerPrice, Memo, Prices, TensorGroup
+from whale.planner.search.steps import Step, in_flight, long_step
 from whale.planner.simulate import simulate
 from whale.planner.stages import OVERLAP_SLOWDOWN
 
-__all__ = ["cost_of", "evaluate", "in_flight", "score"]
+__all__ = ["cost_of", "evaluate", "score"]
 
-MOST_TASKS = 4_000
-"""Steps of more tasks are not simulated to their end: see `_simulated`."""
+MOST_TASKS = 1_000
+"""Steps of more tasks are not simulated event by event."""
 
 
 def evaluate(
@@ -43,8 +44,7 @@ def evaluate(
 ) -> Candidate:
     """Score a plan, whether it fits in memory or not.
 
-    Complexity: linear in ranks (to see which are alike), and that of the simulation in stages x kinds of slices x
-    micro-batches, of which no more than a pipeline's depth of them, thrice, are simulated.
+    Complexity: linear in ranks, to see which are alike; quadratic in stages for the step, whatever the micro-batches.
 
     Raises:
         UsageError: the stages are no chain, a mesh does not fit its ranks, or the profile does not know a degree.
@@ -94,15 +94,6 @@ def score(
         prediction=prediction,
         workload=workload,
     )
-
-
-def in_flight(schedule: str, num_stages: int, stage: int, micro_batches: int) -> int:
-    """How many micro-batches a stage keeps at a time, at most.
-
-    >>> [in_flight("1f1b", 4, stage, 8) for stage in range(4)]
-    [4, 3, 2, 1]
-    """
-    return micro_batches if schedule == "gpipe" else min(num_stages - stage, micro_batches)
 
 
 def _check(prices: Prices, stages: Sequence[StageChoice]) -> None:
@@ -411,37 +402,11 @@ def cost_of(prices: Prices, layers: range, group: TensorGroup, rows: int, micro_
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-class _Simulated(NamedTuple):
-    seconds: float
-    breakdown: dict[str, float]
-    bubble: float
-
-
-def _simulated(workload: Workload) -> _Simulated:
-    """The step, its breakdown and its bubble.
-
-    Once a pipeline is full every further micro-batch takes as long as the one before. So of a long step only so many
-    micro-batches are simulated as fill it thrice, and as many as four times, and what is between them goes on.
-    """
+def _simulated(workload: Workload) -> Step:
+    """The step by the simulator; a long one by the recurrence that leads to the same."""
     ranks = sum(len(stage.ranks) for stage in workload.stages)
-    depth = len(workload.stages)
-    few, more = 3 * depth, 4 * depth
-    if 2 * ranks * workload.micro_batches <= MOST_TASKS or workload.micro_batches <= more:
-        return _whole(workload)
-    one, other = (_whole(workload.model_copy(update={"micro_batches": count})) for count in (few, more))
-    times = (workload.micro_batches - more) / (more - few)
-
-    def onward(first: float, second: float) -> float:
-        return max(0.0, second + times * (second - first))
-
-    seconds = onward(one.seconds, other.seconds)
-    waited = onward(one.bubble * one.seconds, other.bubble * other.seconds)
-    parts = {part: onward(spent, other.breakdown[part]) for part, spent in one.breakdown.items()}
-    scale = seconds / sum(parts.values())  # another rank may be the last of the longer step
-    return _Simulated(seconds, {part: spent * scale for part, spent in parts.items()}, min(1.0, waited / seconds))
-
-
-def _whole(workload: Workload) -> _Simulated:
+    if 2 * ranks * workload.micro_batches > MOST_TASKS:
+        return long_step(workload)
     timeline = simulate(workload)
     breakdown = {str(part): spent for part, spent in timeline.breakdown.items()}
-    return _Simulated(timeline.step_seconds, breakdown, min(1.0, timeline.bubble))
+    return Step(timeline.step_seconds, breakdown, min(1.0, timeline.bubble))

@@ -29,9 +29,10 @@ from whale.planner.search.bound import work_of_layers
 from whale.planner.search.choices import Candidate
 from whale.planner.search.devices import Mesh, Pool
 from whale.planner.search.drafts import Draft
-from whale.planner.search.evaluate import cost_of, in_flight
+from whale.planner.search.evaluate import cost_of
 from whale.planner.search.layout import fastest_rows, laid_out
 from whale.planner.search.meshes import Meshes
+from whale.planner.search.steps import in_flight
 
 __all__ = ["is_small", "walk"]
 

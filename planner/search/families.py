@@ -22,7 +22,7 @@ from itertools import product
 from math import ceil, gcd, prod
 
 from whale.planner.search.devices import Mesh, Pool
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.meshes import MeshCosts, Meshes
 from whale.planner.search.quota import Option, Sequenced, quota_sequences
 
 __all__ = ["Family", "any_meshes", "families_of", "fit_tensor_degrees"]
@@ -134,7 +134,10 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
         counts = tuple(number * unit for number, unit in zip(own, units, strict=True))
         for degree in fit_tensor_degrees(meshes, counts) if any(own) else ():
             mesh = Mesh(counts, degree)
-            if mesh.data <= rows:
+            share = -(-rows // mesh.data)
+            pool = next(index for index, count in enumerate(counts) if count)
+            alone = sum(map(bool, counts)) == 1
+            if mesh.data <= rows and not (alone and meshes.too_large(pool, degree, share)):
                 chosen.append((own, mesh))
     deepest = max_stages if len(pools) == 1 else min(max_stages, DEEPEST["any"])
     return _family("any", meshes, rows, micro_batches, chosen, quotas, deepest)
@@ -166,10 +169,24 @@ def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) ->
     most = max(len(pool.ranks) for pool in pools)
     data_degrees = [degree for degree in _degrees(most) if degree <= rows]
     choices = [meshes.degrees(pool) for pool in pools]
-    for data, tensors in product(data_degrees, product(*choices)):
+    for data in data_degrees:
+        share = -(-rows // data)
+        fitting = [
+            [degree for degree in own if not meshes.too_large(index, degree, share)]
+            for index, own in enumerate(choices)
+        ]
+        yield from _of_data_degree(meshes, rows, micro_batches, max_stages, data, fitting)
+
+
+def _of_data_degree(
+    meshes: Meshes, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[int]]
+) -> Iterator[Family | None]:
+    """Of the family *replicas* those of a data degree; pools without a tensor degree are left out."""
+    pools = meshes.pools
+    for tensors in product(*(own or (0,) for own in choices)):
         sizes = [data * tensor for tensor in tensors]
-        quotas = tuple(len(pool.ranks) // size for pool, size in zip(pools, sizes, strict=True))
-        if sum(quotas) > 1:
+        quotas = tuple(len(pool.ranks) // size if size else 0 for pool, size in zip(pools, sizes, strict=True))
+        if 1 < sum(quotas) <= max_stages:
             own = [
                 (_single(index, 1, len(pools)), Mesh(_single(index, size, len(pools)), tensor))
                 for index, (size, tensor, quota) in enumerate(zip(sizes, tensors, quotas, strict=True))
@@ -186,6 +203,9 @@ def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> It
         counts = tuple(num // depth for num in nums)
         for degree in fit_tensor_degrees(meshes, counts):
             mesh = Mesh(counts, degree)
+            share = -(-rows // mesh.data)
+            if all(meshes.too_large(index, degree, share) for index in range(len(nums))):
+                continue
             if mesh.data <= rows and depth <= max_stages:
                 yield _family("alike", meshes, rows, micro_batches, [((1,), mesh)], (depth,), depth)
 
@@ -211,6 +231,8 @@ def _family(
 ) -> Family | None:
     """With what equal stages would take: each dimension's units at the rate of the best of a few meshes, the smallest
     and the largest of each tensor degree."""
+    if not chosen:
+        return None
     samples: dict[tuple[int, int], tuple[Sample, Sample]] = {}
     for units, mesh in chosen:
         used = [index for index, number in enumerate(units) if number]
@@ -218,13 +240,15 @@ def _family(
             key, sample = (used[0], mesh.tensor), (units[used[0]], mesh)
             least, most = samples.get(key, (sample, sample))
             samples[key] = min(least, sample), max(most, sample)
-    rates, held = [0.0] * len(quotas), [0.0] * len(quotas)
+    rates = [0.0] * len(quotas)
+    costs = []
     for (index, _), both in samples.items():
         for size, mesh in both:
-            costs = meshes.costs(mesh, rows, micro_batches)
-            chain = float(costs.both[-1] + (costs.once[-1] + costs.latency) / micro_batches)
+            own = meshes.costs(mesh, rows, micro_batches)
+            chain = float(own.both[-1] + (own.once[-1] + own.latency) / micro_batches)
             rates[index] = max(rates[index], 1 / chain / size)
-            held[index] = max(held[index], costs.part_held / size)
+            costs.append((size, own))
+    deepest = max(1, min(deepest, len(meshes.chain), sum(quotas) // min(sum(units) for units, _ in chosen)))
     speed = sum(rate * quota for rate, quota in zip(rates, quotas, strict=True))
     if not speed:
         return None
@@ -233,9 +257,17 @@ def _family(
         name=name,
         meshes=tuple(chosen),
         quotas=quotas,
-        max_stages=max(1, min(deepest, len(meshes.chain))),
+        max_stages=deepest,
         micro_batches=micro_batches,
         even=1 / speed,
         reach=(micro_batches - 1 + stages) / speed,
-        held=sum(part * quota for part, quota in zip(held, quotas, strict=True)),
+        held=_held(costs, sum(quotas), deepest, micro_batches),
     )
+
+
+def _held(costs: Sequence[tuple[int, MeshCosts]], units: int, deepest: int, micro_batches: int) -> float:
+    """The part of the chain that the devices hold together, at most: whatever the stages, the one that is r-th from the
+    end has r micro-batches in flight, and they have no more units than there are."""
+    alone = max(own.part_held(1) / size for size, own in costs) * units
+    by_depth = sum(max(own.part_held(min(depth, micro_batches)) for _, own in costs) for depth in range(1, deepest + 1))
+    return min(alone, by_depth)

@@ -15,9 +15,10 @@ from whale.planner.memory import FRAGMENTATION
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import lay_out
 from whale.planner.search.drafts import Draft
-from whale.planner.search.evaluate import cost_of, in_flight, score
+from whale.planner.search.evaluate import cost_of, score
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices, TensorGroup
+from whale.planner.search.steps import in_flight
 
 __all__ = ["fastest_rows", "laid_out"]
 

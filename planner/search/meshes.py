@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.ir.profile import Affine
 from whale.planner.memory import FRAGMENTATION
 from whale.planner.search.choices import Fixed
 from whale.planner.search.devices import Mesh, Pool, slices_of
@@ -145,10 +146,19 @@ class MeshCosts:
             found = max(found, need / room if room > 0 else inf)
         return float(found)
 
+    def reached(self, held: int) -> tuple[int, ...]:
+        """`reach` as whole numbers, kept."""
+        if held not in self._reached:
+            self._reached[held] = tuple(int(part) for part in self.reach(held))
+        return self._reached[held]
+
     @cached_property
-    def part_held(self) -> float:
-        """The part of the chain that fits on the mesh at most, with one micro-batch in flight."""
-        needs = (self.fixed[-1] + kept[-1] for kept in self.kept)
+    def _reached(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def part_held(self, held: int) -> float:
+        """The part of the chain that fits on the mesh at most, with so many micro-batches in flight."""
+        needs = (self.fixed[-1] + held * kept[-1] for kept in self.kept)
         return min(max(0.0, room) / need if need else inf for need, room in zip(needs, self.room, strict=True))
 
     def reach(self, held: int) -> Array:
@@ -186,6 +196,7 @@ class Meshes:
     _costs: dict[Any, MeshCosts] = field(default_factory=dict)
     _samples: dict[Mesh, tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]] = field(default_factory=dict)
     _syncs: dict[Mesh, tuple[float, float]] = field(default_factory=dict)
+    _needs: dict[tuple[int, int], list[Affine]] = field(default_factory=dict)
     _rows: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def rows(self, batch: int, micro_batches: int) -> int:
@@ -275,6 +286,22 @@ class Meshes:
             room=tuple(one.group.memory_bytes - taken for one, taken in zip(classes, overhead, strict=True)),
         )
 
+    def too_large(self, pool: int, tensor: int, rows: int) -> bool:
+        """Whether some layer alone does not fit on devices of a pool with so many rows of a micro-batch."""
+        key = (pool, tensor)
+        if key not in self._needs:
+            self._needs[key] = [self._need(kind, pool, tensor) for kind in self.layer_counts]
+        type_ = self.pools[pool].type
+        room = type_.memory_bytes - self.prices.overhead_bytes[type_.name]
+        return any(need(rows) > room for need in self._needs[key])
+
+    def _need(self, kind: int, pool: int, tensor: int) -> Affine:
+        """What a layer needs at least, by rows."""
+        prices, type_ = self.prices, self.pools[pool].type
+        one, two = (prices.kept(kind, type_, tensor, rows) * (1 + FRAGMENTATION) for rows in (1, 2))
+        state = prices.state(sum(prices.parameters_of(kind, tensor))).total
+        return Affine(state + max(0.0, 2 * one - two), two - one)
+
     def sample(self, mesh: Mesh) -> tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]:
         """A tensor group of each class with their number, and ranks as its data group has them."""
         if mesh not in self._samples:
@@ -311,7 +338,7 @@ class Meshes:
         shares = [rows / num_slices] * len(groups)
         for _ in range(2):  # speeds depend on the rows, a little
             speeds = [
-                max(share, 1.0) / seconds(group, max(1, round(share)))
+                max(share, 1.0) / max(seconds(group, max(1, round(share))), 1e-12)
                 for share, (group, _) in zip(shares, groups, strict=True)
             ]
             whole = sum(speed * num for speed, (_, num) in zip(speeds, groups, strict=True))

@@ -293,6 +293,10 @@ class Prices:
             )
         return self.memo.seconds[key]
 
+    def kept(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
+        """Bytes that a micro-batch keeps of a layer on a device."""
+        return self._amount(kept_bytes, kind, type_, degree, rows)
+
     def _amount(self, of: Any, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
         amount: float = of(
             self.profile.kinds[kind],

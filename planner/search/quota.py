@@ -31,6 +31,10 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 Parts = np.ndarray[Any, np.dtype[np.int32]]
 
 
+MOST_TRACED = 3
+"""Numbers of stages for which a sequence is given."""
+
+
 class Option(NamedTuple):
     """A mesh that a stage may have: units of each pool that it takes, and what parts cost there."""
 
@@ -73,7 +77,7 @@ def quota_sequences(
     bounds: Sequence[float],
     max_stages: int,
 ) -> list[Sequenced]:
-    """For each number of stages the sequence that keeps the least of *bounds*, if any does; fewest stages first.
+    """For some numbers of stages the sequence that keeps the least of *bounds*: those that promise the shortest step.
 
     Args:
         options: for stages.
@@ -90,6 +94,18 @@ def quota_sequences(
     return _Program(options, quotas, chain, micro_batches, schedule, np.array(bounds)).solve(max_stages)
 
 
+class _Level(NamedTuple):
+    """What so many stages reach: states (ascending) with for each bound the first part."""
+
+    states: Integers
+    values: Parts
+
+    def of(self, states: Integers) -> Parts:
+        """The values of states that it has."""
+        found: Parts = self.values[np.searchsorted(self.states, states)]
+        return found
+
+
 @dataclass
 class _Program:
     options: Sequence[Option]
@@ -100,40 +116,29 @@ class _Program:
     bounds: Array
 
     def solve(self, max_stages: int) -> list[Sequenced]:
-        self._pair_up()
-        nowhere = len(self.chain) + 1
-        level = np.full((prod(quota + 1 for quota in self.quotas), len(self.bounds)), nowhere, dtype=np.int32)
-        level[0] = len(self.chain)
-        levels, reaches, found = [level], [], []
+        sizes = [quota + 1 for quota in self.quotas]
+        self.coordinates = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1)
+        self.units = np.array([option.units for option in self.options])
+        self.steps = np.ravel_multi_index(tuple(self.units.T), sizes)
         by_time = np.stack([self._by_time(option.costs) for option in self.options])
+        whole = np.full((1, len(self.bounds)), len(self.chain), dtype=np.int32)
+        levels, reaches, done = [_Level(np.zeros(1, dtype=np.int64), whole)], [], []
         for depth in range(1, max_stages + 1):
             reaches.append(self._reached(by_time, depth))
             level = self._next(levels[-1], reaches[-1])
-            if (level == nowhere).all():
+            if not len(level.states):
                 break
             levels.append(level)
-            done = (level == 0).any(axis=0)
-            if done.any():
-                bound = int(done.argmax())
-                state = int(np.flatnonzero(level[:, bound] == 0)[-1])
-                found.append(self._traced(levels, reaches, state, bound))
+            ended = (level.values == 0).any(axis=0)
+            if ended.any():
+                bound = int(ended.argmax())
+                done.append(((self.micro_batches - 1 + depth) * self.bounds[bound], depth, bound))
+        found = []
+        for _, depth, bound in sorted(done)[:MOST_TRACED]:
+            level = levels[depth]
+            state = int(level.states[np.flatnonzero(level.values[:, bound] == 0)[-1]])
+            found.append(self._traced(levels[: depth + 1], reaches, state, bound))
         return found
-
-    def _pair_up(self) -> None:
-        """All (state before, option, state after), by the state after."""
-        sizes = [quota + 1 for quota in self.quotas]
-        states = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1)
-        before, chosen, after = [], [], []
-        for index, option in enumerate(self.options):
-            units = np.array(option.units)
-            fits = np.flatnonzero((states + units <= np.array(self.quotas)).all(axis=1))
-            before.append(fits)
-            chosen.append(np.full(len(fits), index))
-            after.append(np.ravel_multi_index(tuple((states[fits] + units).T), sizes))
-        order = np.argsort(np.concatenate(after), kind="stable")
-        self.before = np.concatenate(before)[order]
-        self.chosen = np.concatenate(chosen)[order]
-        self.after = np.concatenate(after)[order]
 
     def _by_time(self, costs: MeshCosts) -> Parts:
         """For each bound and end of a stage the first part that it reaches back to in time."""
@@ -154,27 +159,32 @@ class _Program:
         never = np.full((*first.shape[:2], 1), nowhere)
         return np.concatenate([first, never], axis=2).astype(np.int32)
 
-    def _next(self, level: Parts, reached: Parts) -> Parts:
-        nowhere = len(self.chain) + 1
-        found = np.full_like(level, nowhere)
-        live = (level != nowhere).any(axis=1)[self.before]
-        before, chosen, after = self.before[live], self.chosen[live], self.after[live]
-        if not len(before):
-            return found
-        values = reached[chosen[:, None], np.arange(level.shape[1])[None, :], level[before]]
+    def _next(self, level: _Level, reached: Parts) -> _Level:
+        """One stage more: the least over all options, of states from which something can still be reached."""
+        fits = (self.coordinates[level.states][:, None, :] + self.units <= np.array(self.quotas)).all(axis=2)
+        before, chosen = np.nonzero(fits)
+        after = level.states[before] + self.steps[chosen]
+        order = np.argsort(after, kind="stable")
+        before, chosen, after = before[order], chosen[order], after[order]
+        if not len(after):
+            return _Level(after, level.values[:0])
+        values = reached[chosen[:, None], np.arange(len(self.bounds))[None, :], level.values[before]]
         begins = np.flatnonzero(np.concatenate([[True], after[1:] != after[:-1]]))
-        found[after[begins]] = np.minimum.reduceat(values, begins, axis=0)
-        return found
+        least = np.minimum.reduceat(values, begins, axis=0)
+        live = (least <= len(self.chain)).any(axis=1)
+        return _Level(after[begins][live], least[live])
 
-    def _traced(self, levels: Sequence[Parts], reaches: Sequence[Parts], state: int, bound: int) -> Sequenced:
+    def _traced(self, levels: Sequence[_Level], reaches: Sequence[Parts], state: int, bound: int) -> Sequenced:
         """The stages that lead to a state, first to last."""
         stretches = []
         for depth in range(len(levels) - 1, 0, -1):
-            low, high = np.searchsorted(self.after, [state, state + 1])
-            before, chosen = self.before[low:high], self.chosen[low:high]
-            values = reaches[depth - 1][chosen, bound, levels[depth - 1][before, bound]]
+            before = levels[depth - 1]
+            possible = (self.units <= self.coordinates[state]).all(axis=1)
+            possible &= np.isin(state - self.steps, before.states)
+            chosen = np.flatnonzero(possible)
+            lasts = before.of(state - self.steps[chosen])[:, bound]
+            values = reaches[depth - 1][chosen, bound, lasts]
             pick = int(values.argmin())
-            first, last = int(values[pick]), int(levels[depth - 1][before[pick], bound])
-            stretches.append(Stretch(self.options[int(chosen[pick])].costs, first, last))
-            state = int(before[pick])
+            stretches.append(Stretch(self.options[int(chosen[pick])].costs, int(values[pick]), int(lasts[pick])))
+            state -= int(self.steps[chosen[pick]])
         return Sequenced(tuple(stretches), float(self.bounds[bound]))

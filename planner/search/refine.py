@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from whale.planner.search.devices import Mesh
-from whale.planner.search.drafts import Draft, Scored, allowed, best_cuts, score_draft
+from whale.planner.search.drafts import Draft, Scored, allowed, best_cuts, quick_cuts, score_draft
 from whale.planner.search.families import fit_tensor_degrees
 from whale.planner.search.meshes import Meshes
 
@@ -20,8 +20,6 @@ __all__ = ["refined"]
 
 GAIN = 1e-6
 """A move helps if it takes so much of the step away."""
-
-Score = Callable[[Draft], Scored | None]
 
 
 def refined(
@@ -54,13 +52,24 @@ def refined(
             if draft in known:
                 continue
             known.add(draft)
-            scored = score_draft(meshes, draft, batch)
+            scored = score_draft(meshes, draft, batch, below=found.seconds)
             tried(scored)
             if scored.fits and scored.seconds < found.seconds * (1 - GAIN):
                 found = scored
         if found is best:
             return best
-        best = found
+        best = _cut_exactly(meshes, found, batch, tried)
+
+
+def _cut_exactly(meshes: Meshes, scored: Scored, batch: int, tried: Callable[[Scored], None]) -> Scored:
+    """The draft with its exact cuts, if they are better than those that it has."""
+    draft = scored.draft
+    starts = best_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
+    if starts is None or starts == draft.starts:
+        return scored
+    exact = score_draft(meshes, replace(draft, starts=starts), batch)
+    tried(exact)
+    return exact if exact.fits and exact.seconds < scored.seconds else scored
 
 
 def _moves(
@@ -88,9 +97,10 @@ def _moves(
 
 
 def _recut(meshes: Meshes, sequence: Sequence[Mesh], micro_batches: int, batch: int, schedule: str) -> Iterator[Draft]:
-    if any(mesh.data > meshes.rows(batch, micro_batches) for mesh in sequence):
+    rows = meshes.rows(batch, micro_batches)
+    if any(sum(mesh.counts) % mesh.tensor or mesh.data > rows for mesh in sequence):
         return
-    starts = best_cuts(meshes, sequence, batch, micro_batches, schedule)
+    starts = quick_cuts(meshes, sequence, batch, micro_batches, schedule)
     if starts is not None:
         yield Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
 

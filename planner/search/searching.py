@@ -57,13 +57,16 @@ MOST_MICRO_BATCHES = 8
 LONGEST_LINE = 8
 """Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
 
-MOST_FAMILIES = 60
+MOST_MISSING = 20
+"""Drafts that do not fit of which it is found out by how much."""
+
+MOST_FAMILIES = 24
 """Quota programs that are solved."""
 
-MOST_SEQUENCES = 2
-"""Of a quota program's, that get their exact cuts."""
+MOST_SEQUENCES = 8
+"""Of all quota programs, that get their exact cuts."""
 
-NEAR = 1.25
+NEAR = 1.1
 """Families that could at best come to so many times the best so far are dropped."""
 
 MOST_REFINED = 3
@@ -74,6 +77,9 @@ QUICK_LOOK_SECONDS = 1.0
 
 MORE = (1, 2, 4, 8, 16)
 """Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
+
+SPARE = 3
+"""Drafts that are simulated beyond those that are wanted: some change places, some do not fit on ranks."""
 
 SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -242,30 +248,36 @@ class _Search:
         families = [
             family for count in micro_batches for family in families_of(self.meshes, self.batch, count, max_stages)
         ]
-        solved = 0
+        solved, promising = 0, []
+        near = self._best_seconds()
         for family in sorted(families, key=lambda family: family.reach):
             if self._over():
                 self._drop(family.name, "the time was up")
             elif family.held < 1:
                 self._drop(family.name, "its devices do not hold the model")
-            elif family.reach > NEAR * self._best_seconds():
+            elif family.reach > NEAR * near:
                 self._drop(family.name, "could not come near the best if its stages were equal")
-            elif solved >= MOST_FAMILIES and self.best:
+            elif solved >= MOST_FAMILIES and near < inf:
                 self._drop(family.name, f"not among the {MOST_FAMILIES} that could reach most")
             else:
-                solved += 1
-                self._sequences(family, schedule)
+                found = self._sequences(family, schedule)
+                solved += bool(found)
+                promising += found
+                near = min([near, *(estimate for estimate, _, _ in found)])
+        promising.sort(key=lambda one: one[0])
+        for _, sequence, count in promising[:MOST_SEQUENCES]:
+            if not self._over():
+                self._draft(sequence, count, schedule)
 
-    def _sequences(self, family: Family, schedule: str) -> None:
+    def _sequences(self, family: Family, schedule: str) -> list[tuple[float, tuple[Mesh, ...], int]]:
+        """What a family's sequences should take for a step, about, with their number of micro-batches."""
+        count = family.micro_batches
         found = family.sequences(self.meshes, self.batch, schedule)
         if not found:
             self._drop(family.name, "no sequence of its meshes fits in memory")
-            if not self.best:  # how much is missing
-                self._draft(family.all_devices()[: family.max_stages], family.micro_batches, schedule)
-            return
-        count = family.micro_batches
-        for sequenced in sorted(found, key=lambda one: (count - 1) * one.bound + one.seconds)[:MOST_SEQUENCES]:
-            self._draft(sequenced.meshes, count, schedule)
+            if not self.best and self.tried < MOST_MISSING:  # how much is missing
+                self._draft(family.all_devices()[: family.max_stages], count, schedule)
+        return [((count - 1) * one.bound + one.seconds, one.meshes, count) for one in found]
 
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
@@ -324,7 +336,7 @@ class _Search:
 
     def _simulated(self) -> list[Candidate]:
         found = []
-        for scored in self._leading(2 * self.settings.top):
+        for scored in self._leading(self.settings.top + SPARE):
             candidate = laid_out(self.meshes, scored.draft, self.batch)
             if candidate.prediction.fits:
                 found.append(candidate)

@@ -134,8 +134,8 @@ def test_plans_are_legal_and_never_worse_than_one_strategy_alone(case: Case) -> 
     times = [one.prediction.step_seconds for one in found.candidates]
     assert times == sorted(times) and found.bound_seconds <= times[0]
     for one in found.candidates:
-        assert one.prediction.fits and case.batch % one.micro_batches == 0
-        assert {sum(stage.rows) for stage in one.stages} == {case.batch // one.micro_batches}
+        (rows,) = {sum(stage.rows) for stage in one.stages}
+        assert one.prediction.fits and rows * (one.micro_batches - 1) < case.batch <= rows * one.micro_batches
         for stage in one.stages:
             slices = [stage.slice(index) for index in range(stage.data)]
             assert all(a < b for group in slices for a, b in pairwise(group))
