@@ -36,6 +36,9 @@ UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
 DEEPEST = {"any": 8, "matched": 6}
 """Stages of the family *any* where there is more than one pool."""
 
+MOST_MIXED = 16
+"""Devices of a mesh whose tensor groups may mix types."""
+
 MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
@@ -95,13 +98,16 @@ class Family:
 
 
 def fit_tensor_degrees(meshes: Meshes, counts: Sequence[int]) -> list[int]:
-    """The tensor degrees for a mesh of these counts: a group is of one type, within a node or of whole nodes."""
+    """The tensor degrees for a mesh of these counts: a group lies within a node or takes whole nodes, and is of one
+    type, but in small meshes."""
     used = [(pool, count) for pool, count in zip(meshes.pools, counts, strict=True) if count]
     fit = [meshes.degrees(pool) for pool, _ in used]
     return [
         degree
         for degree in meshes.prices.tensor_degrees
-        if all(degree in own for own in fit) and all(count % degree == 0 for _, count in used)
+        if (all(degree in own for own in fit)
+        and all(count % degree == 0 for _, count in used))
+        or (len(used) > 1 and sum(counts) <= MOST_MIXED and sum(counts) % degree == 0)
     ]
 
 

@@ -217,10 +217,10 @@ class _Search:
     def _micro_batches(self) -> list[int]:
         if self.settings.micro_batches is not None:
             return [self.settings.micro_batches]
+        if is_small(self.meshes):
+            return sorted({-(-self.batch // rows) for rows in range(1, self.batch + 1)})
         small = [count for count in range(1, isqrt(self.batch) + 1) if self.batch % count == 0]
-        found = {*small, *(self.batch // count for count in small)}
-        if not is_small(self.meshes):
-            found.update(self.meshes.matching_micro_batches(self.batch))
+        found = {*small, *(self.batch // count for count in small), *self.meshes.matching_micro_batches(self.batch)}
         return sorted(found)
 
     def _max_stages(self) -> int:

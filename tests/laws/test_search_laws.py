@@ -16,9 +16,12 @@ from tests.workloads import chain_workload
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.search import Candidate, SearchSettings, StageChoice, evaluate, search
+from whale.planner.search import Candidate, SearchSettings, StageChoice, search
+from whale.planner.search.devices import pools_of
 from whale.planner.search.drafts import pipeline_ends
+from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
+from whale.planner.search.meshes import Chain, Meshes
 from whale.planner.search.prices import Prices
 from whale.planner.simulate import simulate
 
@@ -75,7 +78,7 @@ def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
 
 def every_plan(case: Case) -> Iterator[Candidate]:
     """All plans of the space, each scored; devices of a type may change places."""
-    counts = [case.micro_batches] if case.micro_batches else [n for n in range(1, 7) if case.batch % n == 0]
+    counts = [case.micro_batches] if case.micro_batches else {-(-case.batch // rows) for rows in range(1, 7)}
     num_layers, num = len(case.profile.layers), len(case.cluster.devices)
     seen = set()
     for places in product(range(-1, min(num, num_layers)), repeat=num):
@@ -98,13 +101,15 @@ def every_plan(case: Case) -> Iterator[Candidate]:
 
 def scored(case: Case, members, bounds, degrees, count: int, schedule: str) -> Candidate:  # type: ignore[no-untyped-def]
     prices = Prices.of(case.profile, case.cluster)
+    chain_of = Chain.of((), len(case.profile.layers), None)
+    rows_in_all = Meshes(prices=prices, pools=pools_of(case.cluster), chain=chain_of).rows(case.batch, count)
     stages = []
     for index, (own, degree, (first, last)) in enumerate(zip(members, degrees, pairwise(bounds), strict=True)):
         groups = [prices.group(own[at : at + degree], len(own) // degree) for at in range(0, len(own), degree)]
         held = count if schedule == "gpipe" else min(count, len(members) - index)
-        rows = fastest_rows(prices, range(first, last), groups, case.batch // count, count, held)
+        rows = fastest_rows(prices, range(first, last), groups, rows_in_all, count, held)
         stages.append(StageChoice(first=first, last=last, ranks=own, data=len(own) // degree, tensor=degree, rows=rows))
-    return evaluate(case.profile, case.cluster, stages, micro_batches=count, schedule=schedule)
+    return score(prices, stages, micro_batches=count, schedule=schedule, batch=case.batch)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
