@@ -25,7 +25,7 @@ from whale.planner.search import Candidate, Found, Memo, Progress, SearchSetting
 __all__ = ["Choice", "Searched", "Trial", "search_plans", "why_slower"]
 
 SEARCH_SHARE = 0.5
-"""Of the time limit, where a model is there to try plans on: what is left is for compiling."""
+"""Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
 
 
 class Trial(Protocol):
@@ -110,16 +110,18 @@ def search_plans(
         InfeasibleError: nothing fits; says what is missing and what would help.
     """
     begin = time.monotonic()
-    share = SEARCH_SHARE if trial is not None else 1.0
-    found = search(
-        profile,
-        cluster,
-        batch=batch,
-        settings=replace(settings, time_limit=settings.time_limit * share),
-        progress=progress,
-        stop=stop,
-        known=known,
-    )
+    fitting: list[float] = []
+
+    def told(now: Progress) -> None:
+        if now.best_seconds is not None:
+            fitting.append(now.best_seconds)
+        progress(now)
+
+    def over() -> bool:
+        late = time.monotonic() - begin > SEARCH_SHARE * settings.time_limit
+        return stop() or (trial is not None and late and bool(fitting))
+
+    found = search(profile, cluster, batch=batch, settings=settings, progress=told, stop=over, known=known)
     writer = _Writer(profile, cluster, batch, trial)
     choices: list[Choice] = []
     refused: list[Choice] = []

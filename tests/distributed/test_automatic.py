@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import re
+import runpy
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
 import whale
 from tests.distributed import zoo
-from tests.distributed.parity import BOUND, UNEVEN_BOUND, Setup, Worlds, cluster_of, local_step, relative_errors
+from tests.distributed.parity import BOUND, UNEVEN_BOUND, Setup, Worlds, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
-from tests.distributed.test_examples import run
 from tests.small_models import decoder, tokens
 from whale.detection import detect
-from whale.ir.cluster import Cluster, Link
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.plan import Plan
+from whale.planner.search import SearchSettings
 from whale.runtime.launch import World
+from whale.searching import search_plans
+from whale.strategies.profile import profile_model
+from whale.trial import ModelTrial
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "auto_search.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,36 +51,50 @@ def test_gpt2_without_an_annotation_has_the_loss_and_gradients_of_one_process(wo
         assert held > 0
 
 
-def decoder_step(world: World, speeds: tuple[float, ...], annotated: bool, **options: Any) -> tuple[float, set[str]]:
-    """The worst error of a decoder on devices of these speeds, and what lies here."""
+def staged_step(world: World) -> tuple[float, set[str]]:
+    """The worst error of a decoder whose stages are annotated, and what lies here."""
     model, batch = decoder(layers=4), tokens()
-    if annotated:
-        whale.annotate(model, {"layers.[0-1]": whale.stage(), "layers.[2-3]": whale.stage()})
+    whale.annotate(model, {"layers.[0-1]": whale.stage(), "layers.[2-3]": whale.stage()})
     loss, gradients, _ = local_step(model, batch, Setup())
-    module = whale.parallelize(model, batch, plan="auto", cluster=linked(cluster_of(speeds)), device="cpu", **options)
+    module = whale.parallelize(model, batch, plan="auto", device="cpu")
     found = module.train_step(**batch)
     errors = relative_errors(module.full_gradients(), gradients)
     return max(float((found - loss).abs() / loss), *errors.values()), {name for name, _ in module.named_parameters()}
 
 
-def linked(cluster: Cluster | None) -> Cluster | None:
-    """The cluster with links that are known."""
-    if cluster is None:
-        return None
-    link = Link(bandwidth=1e9, latency=1e-5)
-    return replace(cluster, nodes=tuple(replace(node, intra=link) for node in cluster.nodes))
-
-
-def test_unlike_devices_of_a_given_cluster_share_the_work(worlds: Worlds) -> None:
-    for worst, _ in worlds.run(2, decoder_step, (3.0, 1.0), False):
-        assert worst <= UNEVEN_BOUND
-
-
 def test_annotated_stages_are_kept(worlds: Worlds) -> None:
-    found = worlds.run(2, decoder_step, (), True)
+    found = worlds.run(2, staged_step)
     assert all(worst <= BOUND for worst, _ in found)
     held = [{name.split(".")[1] for name in names if name.startswith("layers.")} for _, names in found]
     assert sorted(map(sorted, held)) == [["0", "1"], ["2", "3"]]
+
+
+def planned_step(world: World, text: str) -> float:
+    """The worst error of a step of a decoder by plan."""
+    model, batch = decoder(layers=2), tokens()
+    loss, gradients, _ = local_step(model, batch, Setup())
+    module = whale.parallelize(model, batch, plan=Plan.parse(text), device="cpu")
+    found = module.train_step(**batch)
+    return max(float((found - loss).abs() / loss), *relative_errors(module.full_gradients(), gradients).values())
+
+
+def test_what_the_search_proposes_for_unlike_nodes_runs_with_the_local_gradients(worlds: Worlds) -> None:
+    model = decoder(layers=2)
+    trial = ModelTrial(model.to("meta"), tokens(), name="decoder")
+    profile = profile_model(model, tokens(), tensor_degrees=(1, 2), name="decoder")
+    fast, slow = (
+        DeviceType.of(name, speed={"float32": speed}, memory_bytes=2**34, memory_bandwidth=speed)
+        for name, speed in (("fast", 3e9), ("slow", 1e9))
+    )
+    link = Link(bandwidth=1e10, latency=1e-6)
+    cluster = Cluster.of([("a", fast), ("b", slow)], inter=link)
+    settings = SearchSettings(eager=True, top=4, time_limit=60.0)
+    found = search_plans(profile, cluster, batch=8, settings=settings, trial=trial)
+    assert not found.refused
+    plans = [choice.plan for choice in found.choices if choice.compiled]
+    assert len(plans) == len(found.choices) == 4
+    for plan in plans:
+        assert max(worlds.run(2, planned_step, plan.dumps())) <= UNEVEN_BOUND, plan.stages
 
 
 def detected(world: World) -> list[tuple[str, str, int]]:
@@ -89,13 +109,10 @@ def test_all_ranks_detect_the_same_devices(worlds: Worlds) -> None:
 
 def refused(world: World) -> str:
     """What each rank is told where rank 0 can find nothing."""
-    model, batch = decoder(layers=1), tokens()
-    tiny = Cluster.homogeneous(2)
-    device = tiny.devices[0].type
-    small = replace(device, memory_bytes=2**10)
-    cluster = linked(replace(tiny, devices=tuple(replace(d, type=small) for d in tiny.devices)))
+    tiny = DeviceType.of("tiny", speed={"float32": 1e9}, memory_bytes=2**10, memory_bandwidth=1e9)
+    cluster = Cluster.homogeneous(2, tiny, intra=Link(bandwidth=1e9, latency=1e-5))
     with pytest.raises(whale.WhaleError) as caught:
-        whale.parallelize(model, batch, plan="auto", cluster=cluster, device="cpu")
+        whale.parallelize(decoder(layers=1), tokens(), plan="auto", cluster=cluster, device="cpu")
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -105,8 +122,15 @@ def test_where_nothing_fits_all_ranks_end_with_the_reason(worlds: Worlds) -> Non
     assert second.startswith("WorkerError: rank 0: ") and "GiB" in second
 
 
-def test_the_example_has_the_losses_of_one_process() -> None:
-    alone, together = run(1, "auto_search.py", "--steps", "3"), run(2, "auto_search.py", "--steps", "3")
-    losses = [[float(loss) for loss in re.findall(r"loss ([0-9.]+)", text)] for text in (alone, together)]
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # printed with four digits
+def example(world: World | None) -> tuple[float, int]:
+    """The last loss of the example, and how many parameters lie here."""
+    sys.argv = ["auto_search.py", "--steps", "5"]
+    told = runpy.run_path(str(EXAMPLE))
+    return told["loss"].item(), told["held"]
+
+
+def test_the_example_has_the_loss_of_one_process(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    alone, _ = example(None)
+    for loss, _ in worlds.run(2, example):
+        assert loss == pytest.approx(alone, rel=1e-4)

@@ -12,11 +12,12 @@ import whale
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.app import app
-from whale.compiler import Options
+from whale.compiler import Options, compile_model
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import LinkCurve, ModelProfile
+from whale.occupancy import brief_occupancy, occupancy
 from whale.planner.simulate import simulate
 from whale.planning import Planned, cut_into_stages, make_plan
 from whale.prediction import Costs
@@ -167,3 +168,14 @@ def test_what_a_collective_takes_of_the_processor_is_missing_beside_it(profile: 
     assert {one.slowdown for one in found.predicted.workload.reductions} == {(0.1 / 0.4, 0.1 / 0.15)}
     other = plan(profile, machines, {"": replicate()})
     assert {one.slowdown for one in other.predicted.workload.reductions} == {()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_single_micro_batch_tells_what_a_step_holds(schedule: str) -> None:
+    model = build()
+    whale.annotate(model, {"layers.0": stage(), "layers.1": stage()})
+    options = Options(micro_batches=6, schedule=schedule)
+    compilation = compile_model(model, tokens(24, 32), cluster(1, 1), options, device="cpu", training=True)
+    for rank in range(2):
+        whole, brief = (held(compilation, rank, schedule=schedule) for held in (occupancy, brief_occupancy))
+        assert brief.total == pytest.approx(whole.total, rel=0.15)  # messages weigh much in a small model
