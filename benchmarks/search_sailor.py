@@ -5,8 +5,8 @@
 The model, its layer times and the links are those of Sailor's artifact (``data/sailor``, MIT licence, beside them), on
 nodes of four devices; the search sees nothing else. What it finds is scored by the formulas of Sailor's simulator
 (*strict*) and by the same with the links as they are (*physical*): ``sailor_scores.py`` says how they differ, and takes
-no price from Whale. Strict scores are of the 20 best plans of a search that pays Sailor's prices, physical ones of the
-20 best by Whale's own. The formulas add up messages that Whale's executor hides, so cuts (and whether a micro-batch has
+no price from Whale. Strict scores are of the 40 best plans of a search that pays Sailor's prices, physical ones of the
+40 best by Whale's own. The formulas add up messages that Whale's executor hides, so cuts (and whether a micro-batch has
 twice or half the rows) are fitted to the formula; devices, degrees and stages are as found. *Whale's best* is scored as
 it is. A last micro-batch of fewer rows is counted as such; *whole micro-batches* counts it as full, as Sailor does.
 
@@ -36,7 +36,7 @@ from whale.planner.search import Found, SearchSettings, StageChoice, search
 
 DATA = Path(__file__).parent / "data" / "sailor"
 BATCH = 1024
-TOP = 20
+TOP = 40
 """Plans of each search that are scored by the formulas."""
 
 CLUSTER = """

@@ -19,7 +19,7 @@ from typing import Literal
 
 from whale.ir.cluster import Node
 from whale.ir.profile import LinkCurve
-from whale.planner.curves import curves_between, measured_seconds
+from whale.planner.curves import measured_seconds
 from whale.planner.links import LinkKind
 from whale.planner.topology import Member, Topology
 
@@ -158,16 +158,16 @@ def _with_curves(topology: Topology, members: Sequence[Member], group: Group, sh
     Curves of another number of devices in a node are scaled as the model scales.
     """
     types = [topology.cluster.devices[rank].type.name for member in members for rank in member.ranks]
-    node, most, curves = members[0].node, group.most_on_a_node, topology.curves
+    node, most = members[0].node, group.most_on_a_node
     if group.intra is not None:
-        found = curves_between(curves, "send", "node", types, num_devices=most)
+        found = topology.curves_between("send", "node", types, num_devices=most)
         scales = [
             group.intra.bandwidth / _intra(topology, node, min(max(2, curve.devices), len(node.ranks))).bandwidth
             for curve in found
         ]
         group = replace(group, intra=replace(group.intra, curves=tuple(zip(found, scales, strict=True))))
     if group.inter is not None:
-        found = curves_between(curves, "send", "nodes", types, num_devices=most * sharing)
+        found = topology.curves_between("send", "nodes", types, num_devices=most * sharing)
         scales = [
             group.inter.bandwidth / _inter(topology, node, node.ranks[: curve.devices], 1).bandwidth for curve in found
         ]

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from whale.errors import UsageError
 from whale.planner.algorithms import ALGORITHMS, Algorithm, Collective, Duration, Group, Line, quickest
-from whale.planner.curves import curves_between, measured_cores, measured_seconds
+from whale.planner.curves import measured_cores, measured_seconds
 from whale.planner.topology import Member, Topology
 
 __all__ = ["Algorithm", "Collective", "CommunicationCost", "collective", "send"]
@@ -137,7 +137,7 @@ def send(topology: Topology, source: int, target: int, num_bytes: float, *, shar
         return cost
     types = [topology.cluster.devices[rank].type.name for rank in (source, target)]
     within: Literal["node", "nodes"] = "nodes" if path.between_nodes else "node"
-    curves = curves_between(topology.curves, "send", within, types, num_devices=1)
+    curves = topology.curves_between("send", within, types, num_devices=1)
     curves = tuple(curve for curve in curves if {curve.source, curve.target} == set(types))
     curves = tuple(curve for curve in curves if [curve.source, curve.target] == types) or curves
     if not curves:
@@ -161,7 +161,7 @@ def _measured(
     most = max(len(member.ranks) for member in members)
     within: Literal["node", "nodes"] = "node" if len(members) == 1 else "nodes"
     num_devices = most if within == "node" else most * sharing
-    curves = curves_between(topology.curves, kind, within, types, num_devices=num_devices)
+    curves = topology.curves_between(kind, within, types, num_devices=num_devices)
     if not curves:
         return None
     seconds = []

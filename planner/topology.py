@@ -7,10 +7,11 @@ there is and who shares it; `whale.planner.communication` knows how much of it a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import networkx as nx
 
@@ -18,6 +19,7 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Link, Node
 from whale.ir.profile import LinkCurve
 from whale.planner.catalog import built_in_links
+from whale.planner.curves import curves_between
 from whale.planner.links import LinkKind, inter_node_kind, intra_node_kind
 
 __all__ = ["Member", "Path", "Topology"]
@@ -147,6 +149,16 @@ class Topology:
     def inter_kind(self, node: Node) -> LinkKind:
         """What links *node* with others."""
         return inter_node_kind(self.inter_link(node))
+
+    def curves_between(
+        self, operation: str, within: Literal["node", "nodes"], types: Sequence[str], *, num_devices: int
+    ) -> tuple[LinkCurve, ...]:
+        """The curves that tell of a group; see `whale.planner.curves.curves_between`."""
+        key = (operation, within, frozenset(Counter(types).items()), num_devices)
+        if key not in self.memo:
+            self.memo[key] = curves_between(self.curves, operation, within, types, num_devices=num_devices)
+        found: tuple[LinkCurve, ...] = self.memo[key]
+        return found
 
     @cached_property
     def memo(self) -> dict[Any, Any]:

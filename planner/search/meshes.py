@@ -156,12 +156,10 @@ class MeshCosts:
     def _reached(self) -> dict[int, tuple[int, ...]]:
         return {}
 
-    def part_held(self, held: Array) -> Array:
-        """The part of the chain that fits on the mesh at most, for each number of micro-batches in flight."""
-        found = np.full(len(held), inf)
-        for kept, room in zip(self.kept, self.room, strict=True):
-            found = np.minimum(found, max(0.0, room) / np.maximum(self.fixed[-1] + held * kept[-1], 1.0))
-        return found
+    def part_held(self, held: int) -> float:
+        """The part of the chain that fits on the mesh at most, with so many micro-batches in flight."""
+        needs = (self.fixed[-1] + held * kept[-1] for kept in self.kept)
+        return min(max(0.0, room) / need if need else inf for need, room in zip(needs, self.room, strict=True))
 
     def reach(self, held: int) -> Array:
         """For each end of a stage the first part that it can reach back to within memory.
@@ -169,17 +167,36 @@ class MeshCosts:
         For every amount w that a part works with: no part of more may be in the stage, and what else the stage holds
         must leave w. The least over all w is exact, in O(parts x log(parts)) for each w and class.
         """
+        if held not in self._reaches:
+            self._reaches[held] = self._first_held(held)
+        return self._reaches[held]
+
+    def _first_held(self, held: int) -> Array:
         found = np.zeros(len(self.fixed))
         if self.fits(0, len(self.fixed) - 1, held):
             return found
-        for kept, working, room in zip(self.kept, self.working, self.room, strict=True):
+        for kept, amounts, room in zip(self.kept, self._amounts, self.room, strict=True):
             state = self.fixed + held * kept
             own = np.full(len(state), inf)
-            for most in np.unique(working):
-                more = np.concatenate([[0.0], np.maximum.accumulate(self._after * (working > most))])
+            for most, more in amounts:
                 own = np.minimum(own, np.maximum(more, np.searchsorted(state, state + most - room, side="left")))
             found = np.maximum(found, own)
         return found
+
+    @cached_property
+    def _reaches(self) -> dict[int, Array]:
+        return {}
+
+    @cached_property
+    def _amounts(self) -> list[list[tuple[float, Array]]]:
+        """For each class the amounts that its parts work with, each with the first part after those that need more."""
+        return [
+            [
+                (float(most), np.concatenate([[0.0], np.maximum.accumulate(self._after * (working > most))]))
+                for most in np.unique(working)
+            ]
+            for working in self.working
+        ]
 
     @cached_property
     def _after(self) -> Array:
@@ -408,13 +425,14 @@ class Meshes:
         target = self._elsewhere(source)
         if not target:
             return found
-        of_kinds = []
-        for kind in self.prices.profile.kinds:
-            whole = kind.output.total(busiest.rows, self.prices.precision.element_bytes)
-            size = round(whole / mesh.tensor)
-            hop = self.prices.hop(source, target, busiest.group, size, whole)
-            of_kinds.append(2 * (hop.latency + size / hop.bandwidth))
-        found[1:-1] = np.array(of_kinds)[self._layers[np.array(self.chain.bounds[1:-1], dtype=np.int64) - 1]]
+        known: dict[float, float] = {}
+        for end in range(1, len(self.chain)):
+            whole = self.prices.output_bytes(self.chain.bounds[end] - 1, busiest.rows)
+            if whole not in known:
+                size = round(whole / mesh.tensor)
+                hop = self.prices.hop(source, target, busiest.group, size, whole)
+                known[whole] = 2 * (hop.latency + size / hop.bandwidth)
+            found[end] = known[whole]
         return found
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:

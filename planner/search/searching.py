@@ -32,6 +32,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf, isqrt
 
 from whale.errors import InfeasibleError, UsageError
@@ -43,7 +44,7 @@ from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point
 from whale.planner.search.devices import Mesh, pools_of, with_more
 from whale.planner.search.drafts import Scored, drafted
 from whale.planner.search.exact import is_small, walk
-from whale.planner.search.families import Family, families_of
+from whale.planner.search.families import Family, families_of, fit_tensor_degrees
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Chain, Meshes
 from whale.planner.search.prices import Memo, Prices
@@ -57,19 +58,22 @@ MOST_MICRO_BATCHES = 8
 LONGEST_LINE = 8
 """Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
 
-MOST_MISSING = 6
+MOST_MISSING = 20
 """Drafts that do not fit of which it is found out by how much."""
+
+FEW_MICRO_BATCHES = 12
+"""Up to so many are tried on large clusters whether or not they divide the batch."""
 
 MOST_FAMILIES = 24
 """Quota programs that are solved."""
 
-MOST_SEQUENCES = 8
+MOST_SEQUENCES = 24
 """Of all quota programs, that get their exact cuts."""
 
 NEAR = 1.1
 """Families that could at best come to so many times the best so far are dropped."""
 
-MOST_REFINED = 2
+MOST_REFINED = 3
 """Drafts from which a descent starts."""
 
 QUICK_LOOK_SECONDS = 1.0
@@ -209,6 +213,7 @@ class _Search:
     def _drafts(self, micro_batches: Sequence[int], max_stages: int) -> None:
         for schedule in self.settings.schedules:
             self._single_strategies(micro_batches, schedule, max_stages)
+            self._single_stages(micro_batches, schedule)
             dividing = [count for count in micro_batches if self.batch % count == 0]
             matching = self.meshes.matching_micro_batches(self.batch)
             tried = {*_spread(dividing, MOST_MICRO_BATCHES), *(count for count in matching if count in micro_batches)}
@@ -221,6 +226,8 @@ class _Search:
             return sorted({-(-self.batch // rows) for rows in range(1, self.batch + 1)})
         small = [count for count in range(1, isqrt(self.batch) + 1) if self.batch % count == 0]
         found = {*small, *(self.batch // count for count in small), *self.meshes.matching_micro_batches(self.batch)}
+        few = (-(-self.batch // count) for count in range(1, FEW_MICRO_BATCHES + 1))  # rows, of which some are equal
+        found.update(-(-self.batch // rows) for rows in few)
         return sorted(found)
 
     def _max_stages(self) -> int:
@@ -243,6 +250,15 @@ class _Search:
             for sequence in dict.fromkeys(sequences):
                 if not self._over():
                     self._draft(sequence, count, schedule)
+
+    def _single_stages(self, micro_batches: Sequence[int], schedule: str) -> None:
+        """One stage on all devices, or on those of a type, at each tensor degree, for few micro-batches."""
+        every = [len(pool.ranks) for pool in self.meshes.pools]
+        alone = [tuple(num if index == own else 0 for index, num in enumerate(every)) for own in range(len(every))]
+        for counts in dict.fromkeys((tuple(every), *alone)):
+            for degree, count in product(fit_tensor_degrees(self.meshes, counts), micro_batches):
+                if count <= FEW_MICRO_BATCHES and not self._over():
+                    self._draft((Mesh(counts, degree),), count, schedule)
 
     def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
         families = [
