@@ -215,13 +215,17 @@ def _lacking(prediction: Prediction) -> str:
 
 
 def why_slower(best: Prediction, other: Prediction) -> str:
-    """Where a slower step loses its time, by the two breakdowns: the parts that are longer, longest first.
+    """By how much a step is longer, and the two parts of the breakdowns that differ most; empty where it is not.
 
     >>> best = Prediction(step_seconds=1, step_seconds_interval=(1, 1), breakdown={"compute": 0.9, "pipeline": 0.1})
     >>> why_slower(best, best.model_copy(update={"step_seconds": 1.5, "breakdown": {"compute": 0.8, "pipeline": 0.7}}))
-    'pipeline +600.00 ms'
+    '+500.00 ms: pipeline +600.00 ms, compute -100.00 ms'
     """
-    more = {part: spent - best.breakdown.get(part, 0.0) for part, spent in other.breakdown.items()}
     slower = other.step_seconds - best.step_seconds
-    parts = sorted((item for item in more.items() if item[1] > slower / 10), key=lambda item: -item[1])
-    return ", ".join(f"{part} +{seconds * 1e3:.2f} ms" for part, seconds in parts[:2]) if slower > 0 else ""
+    if slower <= 0:
+        return ""
+    parts = dict.fromkeys((*best.breakdown, *other.breakdown))
+    more = {part: other.breakdown.get(part, 0.0) - best.breakdown.get(part, 0.0) for part in parts}
+    most = sorted((item for item in more.items() if abs(item[1]) >= 1e-5), key=lambda item: -abs(item[1]))[:2]
+    shown = ", ".join(f"{part} {seconds * 1e3:+.2f} ms" for part, seconds in most)
+    return f"{slower * 1e3:+.2f} ms" + (f": {shown}" if shown else "")

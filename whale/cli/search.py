@@ -276,6 +276,9 @@ class _Run:
                 known=known,
             )
         note(f"{found.found.tried} plans were tried in {found.found.seconds:.2f} s")
+        left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0
+        if left and not self.interruption.came():
+            note(f"there was no time to compile {left} of the plans shown; --time-limit gives more")
         return found
 
 

@@ -66,7 +66,7 @@ def _choices(searched: Searched, cluster: Cluster) -> str:
         elif choice.compiled == best.compiled:
             why = why_slower(best.prediction, prediction)
         else:  # by the search's predictions of both
-            why = why_slower(best.candidate.prediction, prediction) + " (not compiled)"
+            why = f"not compiled; by the search {why_slower(best.candidate.prediction, prediction) or 'no slower'}"
         rows.append(
             [
                 str(number),
@@ -74,11 +74,11 @@ def _choices(searched: Searched, cluster: Cluster) -> str:
                 memory_text(fullest(list(prediction.memory))),
                 f"{prediction.mfu:.1%}",
                 f"{prediction.bubble:.1%}",
+                "the best" if choice is best else why,
                 in_short(choice.candidate, cluster),
-                "the best" if choice is best else why.strip(),
             ]
         )
-    return text_table("", ["", "step", "fullest device", "MFU", "bubble", "plan", "against the best"], rows)
+    return text_table("", ["", "step", "fullest device", "MFU", "bubble", "against the best", "plan"], rows)
 
 
 def _bound(searched: Searched) -> str:
