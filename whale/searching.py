@@ -103,7 +103,7 @@ def search_plans(
         settings: of the search; ``time_limit`` is for both.
         trial: the model; None: the plans are not compiled.
         progress: is told how far the search is.
-        stop: whether to be content with the best so far.
+        stop: whether to be content with the best so far, compiled or not.
         known: prices of an earlier search of the same model.
 
     Raises:
@@ -128,7 +128,7 @@ def search_plans(
     longest = 0.0
     for candidate in found.candidates:
         now = time.monotonic()
-        enough = bool(choices) and (stop() or now - begin + longest > settings.time_limit)
+        enough = stop() or (bool(choices) and now - begin + longest > settings.time_limit)
         try:
             choice = writer.written(candidate) if trial is None or enough else writer.compiled(candidate, trial)
         except UsageError as error:  # it cannot be written as annotations of this model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import whale.searching
 from whale.cli.app import app
 from whale.ir.plan import Plan
 
@@ -178,6 +180,7 @@ def interrupted(*arguments, stop, **options):
         return stop()
     return search(*arguments, stop=stopped, **options)
 whale.searching.search = interrupted
+import whale.searching
 from whale.cli.app import app
 app(sys.argv[1:])
 """
@@ -214,3 +217,20 @@ def test_what_to_run_after_a_lost_node_is_written(folder: Path) -> None:
     plan = Plan.load("plan.json")
     assert plan.world_size == 2
     assert plan.cluster is not None and dict(plan.cluster.devices) == {"A100-SXM4-80GB": (0, 1)}
+
+
+def test_stopped_before_it_compiles_the_search_still_writes_a_plan_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = whale.searching.search
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        found = search(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(whale.searching, "search", interrupted)
+    done = run(*GIVEN, "-o", "plan.json")
+    assert done.exit_code == 130, done.output
+    plan = Plan.load("plan.json")
+    assert plan.model is not None and plan.model.hash and plan.prediction is not None
