@@ -24,6 +24,9 @@ from whale.planner.search.steps import SETTLING, in_flight, order_of_tasks
 
 __all__ = ["Draft", "Scored", "allowed", "best_cuts", "drafted", "pipeline_ends", "quick_cuts", "score_draft"]
 
+MOST_TABLED = 5_000_000
+"""Stages x parts^2 up to which cuts are exact: what their tables hold."""
+
 HALVINGS = 14
 """Of the bound on the slowest stage: to about a ten-thousandth of the chain."""
 
@@ -177,9 +180,12 @@ def best_cuts(
     meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
     """The first parts of stages on these meshes with which the step is shortest and memory suffices, by
-    `whale.planner.cuts.fastest_cut`; None if nothing fits or the chain is too short."""
+    `whale.planner.cuts.fastest_cut`, or in very deep pipelines `quick_cuts`; None if nothing fits or the chain is too
+    short."""
     if len(sequence) > len(meshes.chain):
         return None
+    if len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
+        return quick_cuts(meshes, sequence, batch, micro_batches, schedule)
     try:
         starts = fastest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
     except InfeasibleError:
@@ -276,12 +282,14 @@ def drafted(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches:
     """The best draft on these meshes in their order, scored; where none fits the one that fills memory most evenly;
     None if the chain is too short, or not to be cut so."""
     starts = best_cuts(meshes, sequence, batch, micro_batches, schedule)
-    if starts is None:
+    if starts is None and len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
+        starts = tuple(len(meshes.chain) * stage // len(sequence) for stage in range(len(sequence)))
+    elif starts is None:
         try:
             starts = evenest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
         except InfeasibleError:
             return None
-        if not allowed(meshes, sequence, starts):
-            return None
+    if len(sequence) > len(meshes.chain) or not allowed(meshes, sequence, starts):
+        return None
     draft = Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
     return score_draft(meshes, draft, batch)

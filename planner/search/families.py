@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, gcd, prod
 
+import numpy as np
+
 from whale.planner.search.devices import Mesh, Pool
 from whale.planner.search.meshes import MeshCosts, Meshes
 from whale.planner.search.quota import Option, Sequenced, quota_sequences
@@ -273,6 +275,7 @@ def _family(
 def _held(costs: Sequence[tuple[int, MeshCosts]], units: int, deepest: int, micro_batches: int) -> float:
     """The part of the chain that the devices hold together, at most: whatever the stages, the one that is r-th from the
     end has r micro-batches in flight, and they have no more units than there are."""
-    alone = max(own.part_held(1) / size for size, own in costs) * units
-    by_depth = sum(max(own.part_held(min(depth, micro_batches)) for _, own in costs) for depth in range(1, deepest + 1))
-    return min(alone, by_depth)
+    held = np.minimum(np.arange(1.0, deepest + 1), micro_batches)
+    parts = [own.part_held(held) for _, own in costs]
+    alone = max(float(part[0]) / size for part, (size, _) in zip(parts, costs, strict=True)) * units
+    return min(alone, float(np.max(parts, axis=0).sum()))

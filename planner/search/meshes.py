@@ -156,10 +156,12 @@ class MeshCosts:
     def _reached(self) -> dict[int, tuple[int, ...]]:
         return {}
 
-    def part_held(self, held: int) -> float:
-        """The part of the chain that fits on the mesh at most, with so many micro-batches in flight."""
-        needs = (self.fixed[-1] + held * kept[-1] for kept in self.kept)
-        return min(max(0.0, room) / need if need else inf for need, room in zip(needs, self.room, strict=True))
+    def part_held(self, held: Array) -> Array:
+        """The part of the chain that fits on the mesh at most, for each number of micro-batches in flight."""
+        found = np.full(len(held), inf)
+        for kept, room in zip(self.kept, self.room, strict=True):
+            found = np.minimum(found, max(0.0, room) / np.maximum(self.fixed[-1] + held * kept[-1], 1.0))
+        return found
 
     def reach(self, held: int) -> Array:
         """For each end of a stage the first part that it can reach back to within memory.
@@ -425,14 +427,13 @@ class Meshes:
         target = self._elsewhere(source)
         if not target:
             return found
-        known: dict[float, float] = {}
-        for end in range(1, len(self.chain)):
-            whole = self.prices.output_bytes(self.chain.bounds[end] - 1, busiest.rows)
-            if whole not in known:
-                size = round(whole / mesh.tensor)
-                hop = self.prices.hop(source, target, busiest.group, size, whole)
-                known[whole] = 2 * (hop.latency + size / hop.bandwidth)
-            found[end] = known[whole]
+        of_kinds = []
+        for kind in self.prices.profile.kinds:
+            whole = kind.output.total(busiest.rows, self.prices.precision.element_bytes)
+            size = round(whole / mesh.tensor)
+            hop = self.prices.hop(source, target, busiest.group, size, whole)
+            of_kinds.append(2 * (hop.latency + size / hop.bandwidth))
+        found[1:-1] = np.array(of_kinds)[self._layers[np.array(self.chain.bounds[1:-1], dtype=np.int64) - 1]]
         return found
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:

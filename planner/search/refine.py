@@ -18,6 +18,9 @@ from whale.planner.search.meshes import Meshes
 
 __all__ = ["refined"]
 
+EXACTLY_CUT = 128
+"""Stages x parts up to which every draft gets its exact cuts; else only those that a descent takes."""
+
 MOST_REMESHED = 6
 """Stages of which other tensor degrees are tried, those that have most to do first."""
 
@@ -104,7 +107,8 @@ def _recut(meshes: Meshes, sequence: Sequence[Mesh], micro_batches: int, batch: 
     rows = meshes.rows(batch, micro_batches)
     if any(sum(mesh.counts) % mesh.tensor or mesh.data > rows for mesh in sequence):
         return
-    starts = quick_cuts(meshes, sequence, batch, micro_batches, schedule)
+    small = len(sequence) * len(meshes.chain) <= EXACTLY_CUT
+    starts = (best_cuts if small else quick_cuts)(meshes, sequence, batch, micro_batches, schedule)
     if starts is not None:
         yield Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
 
@@ -120,9 +124,17 @@ def _shifted(meshes: Meshes, draft: Draft) -> Iterator[Draft]:
 
 
 def _given_devices(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A tensor group's devices more for a stage, from those left over or from another stage."""
+    """A tensor group's devices more for a stage, from those left over or from another stage; all that are left over; or
+    of another type instead."""
     mesh = draft.meshes[stage]
     used = [sum(other.counts[pool] for other in draft.meshes) for pool in range(len(meshes.pools))]
+    left = [len(own.ranks) - count for own, count in zip(meshes.pools, used, strict=True)]
+    yield _put(draft.meshes, {stage: Mesh(tuple(a + b for a, b in zip(mesh.counts, left, strict=True)), mesh.tensor)})
+    for giver, count in enumerate(mesh.counts):
+        for taker, free in enumerate(left):
+            for size in dict.fromkeys((1, mesh.tensor, min(count, free))):
+                if giver != taker and 0 < size <= min(count, free):
+                    yield _put(draft.meshes, {stage: _with(_with(mesh, giver, -size), taker, size)})
     for pool, own in enumerate(meshes.pools):
         for size in dict.fromkeys((mesh.tensor, _even_share(mesh, pool))):
             if not size:

@@ -58,7 +58,7 @@ MOST_MICRO_BATCHES = 8
 LONGEST_LINE = 8
 """Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
 
-MOST_MISSING = 20
+MOST_MISSING = 6
 """Drafts that do not fit of which it is found out by how much."""
 
 FEW_MICRO_BATCHES = 12
@@ -73,7 +73,7 @@ MOST_SEQUENCES = 24
 NEAR = 1.1
 """Families that could at best come to so many times the best so far are dropped."""
 
-MOST_REFINED = 3
+MOST_REFINED = 2
 """Drafts from which a descent starts."""
 
 QUICK_LOOK_SECONDS = 1.0
