@@ -1,0 +1,127 @@
+"""What a search looked at, as a file: the best candidates, all that it priced, and what it dropped with the reason.
+
+``whale search --record`` writes it and ``whale report`` draws it. It knows neither how candidates are found nor how
+they are drawn.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from whale.ir.document import Document, format_json, parse_document, read_document
+from whale.ir.plan import Hash, Name
+from whale.ir.record import read_record
+
+__all__ = ["MAX_POINTS", "RecordedCandidate", "RecordedDrop", "RecordedPoint", "SearchRecord"]
+
+MAX_POINTS = 20_000
+"""A search that prices more keeps so many of them, the best and a sample of the others."""
+
+Text = Annotated[str, StringConstraints(max_length=1000)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RecordedPoint(_Record):
+    """Something that was priced.
+
+    Attributes:
+        seconds: of a step.
+        memory: of the fullest device, as a share of its capacity.
+        label: what it is, in a few words.
+        reason: why it cannot run; empty where it can.
+    """
+
+    seconds: Seconds
+    memory: Share
+    label: Text
+    reason: Text = ""
+
+
+class RecordedCandidate(_Record):
+    """One of the best that were found, simulated.
+
+    Attributes:
+        label: its stages and degrees in a few words, such as ``A100 x8 (4 x 2) | V100 x8 (8 x 1)``.
+        seconds, memory: as `RecordedPoint` says.
+        bubble, mfu: as `whale.ir.workload.Prediction` says.
+        micro_batches, schedule: its own.
+        why: what makes it slower than the best; empty for the best.
+    """
+
+    label: Text
+    seconds: Seconds
+    memory: Share
+    bubble: Annotated[float, Field(ge=0, le=1)] = 0.0
+    mfu: Share = 0.0
+    micro_batches: Annotated[int, Field(ge=1)] = 1
+    schedule: Name = "1f1b"
+    why: Text = ""
+
+
+class RecordedDrop(_Record):
+    """How many of a family (such as ``tensor 8``) were dropped for one reason."""
+
+    family: Text
+    reason: Text
+    count: Annotated[int, Field(ge=1)]
+
+
+class SearchRecord(_Record):
+    """A search, after the fact.
+
+    Attributes:
+        version: of the format.
+        plan: the digest of the plan that came of it, so that nobody shows it beside another; empty: not known.
+        candidates: best first.
+        points: in any order; no more than `MAX_POINTS`.
+        dropped: what was not priced, or priced and refused, by family and reason.
+        bound_seconds: no plan of the space takes less.
+        exact: whether the best candidate is proven to be the best of the space.
+        tried: how many were priced.
+        seconds: that the search took.
+    """
+
+    version: Literal[1] = 1
+    plan: Hash = ""
+    candidates: Annotated[tuple[RecordedCandidate, ...], Field(max_length=1000)] = ()
+    points: Annotated[tuple[RecordedPoint, ...], Field(max_length=MAX_POINTS)] = ()
+    dropped: Annotated[tuple[RecordedDrop, ...], Field(max_length=10_000)] = ()
+    bound_seconds: Seconds = 0.0
+    exact: bool = False
+    tried: Annotated[int, Field(ge=0)] = 0
+    seconds: Seconds = 0.0
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> SearchRecord:
+        """Read a record, in JSON whatever its name.
+
+        Raises:
+            InputFileError: anything that is not a record, with the line.
+        """
+        return cls._of(read_document(path, "json"))
+
+    @classmethod
+    def parse(cls, text: str, *, source: str = "<text>") -> SearchRecord:
+        """As `load`, from text; *source* is the name that errors show."""
+        return cls._of(parse_document(text, "json", source=source))
+
+    @classmethod
+    def _of(cls, document: Document) -> SearchRecord:
+        return read_record(cls, document)
+
+    def dumps(self) -> str:
+        """The record as JSON, the same bytes for the same record; what is as by default is left out."""
+        return format_json({"version": self.version, **self.model_dump(mode="json", exclude_defaults=True)})
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `dumps` to a file."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
