@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 __all__ = ["PARTS", "Event", "EventKind", "Part", "Timeline"]
@@ -132,7 +133,14 @@ class Timeline:
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
         """The events of one rank, by their start."""
-        return tuple(sorted((event for event in self.events if event.rank == rank), key=lambda event: event[2:4]))
+        return self._by_rank.get(rank, ())
+
+    @cached_property
+    def _by_rank(self) -> Mapping[int, tuple[Event, ...]]:
+        found: dict[int, list[Event]] = {rank: [] for rank in self.ranks}
+        for event in self.events:
+            found[event.rank].append(event)
+        return {rank: tuple(sorted(own, key=lambda event: event[2:4])) for rank, own in found.items()}
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes of activations and of what tasks need beside them."""

@@ -24,6 +24,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.document import Format
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
+from whale.ir.search_record import SearchRecord
 from whale.planner.catalog import device_types
 
 __all__ = ["KINDS", "MANNERS", "FileKind", "Text", "as_toml", "read"]
@@ -122,6 +123,15 @@ GOOD_PROFILE = """{
   "links": [{"source": "T4", "target": "T4", "devices": 2, "within": "node", "sizes": [1, 2], "bandwidths": [1, 2]}],
   "tied": [[[0, 1], 64]]
 }"""
+GOOD_SEARCH_RECORD = """{
+  "version": 1, "plan": "sha256:0", "bound_seconds": 0.5, "exact": false, "tried": 10, "seconds": 0.1,
+  "candidates": [{
+    "label": "T4 x8", "seconds": 0.6, "memory": 0.9, "bubble": 0.1, "mfu": 0.4,
+    "micro_batches": 8, "schedule": "1f1b", "why": ""
+  }],
+  "points": [{"seconds": 0.7, "memory": 1.5, "label": "tensor 8", "reason": "needs 61 GiB"}],
+  "dropped": [{"family": "tensor 8", "reason": "needs 61 GiB", "count": 3}]
+}"""
 
 KINDS = (
     FileKind(
@@ -144,6 +154,13 @@ KINDS = (
         good=json.loads(GOOD_PROFILE),
         words=("matmul", "send", "node", "T4", "all_reduce", "tensor"),
         parse=lambda text, format: ModelProfile.parse(text, source="profile"),
+    ),
+    FileKind(
+        name="search record",
+        formats=("json",),
+        good=json.loads(GOOD_SEARCH_RECORD),
+        words=("1f1b", "sha256:", "tensor 8"),
+        parse=lambda text, format: SearchRecord.parse(text, source="search"),
     ),
 )
 

@@ -22,6 +22,7 @@ from whale.cli.estimate import estimate
 from whale.cli.explain import diff, explain
 from whale.cli.plan import plan
 from whale.cli.profile import profile
+from whale.cli.report import report
 from whale.cli.search import search
 from whale.cli.simulate import simulate
 from whale.cli.verify import verify
@@ -102,5 +103,6 @@ app.add_command(explain)
 app.add_command(plan)
 app.add_command(profile)
 app.add_command(search)
+app.add_command(report)
 app.add_command(simulate)
 app.add_command(verify)

@@ -22,8 +22,8 @@ MAX_POINTS = 20_000
 """A search that prices more keeps so many of them, the best and a sample of the others."""
 
 Text = Annotated[str, StringConstraints(max_length=1000)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class _Record(BaseModel):

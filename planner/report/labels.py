@@ -1,0 +1,79 @@
+"""Names for a reader: of ranks, stages, device types and bytes. Knows what a plan says and no picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan
+from whale.ir.ranks import write_ranks
+from whale.planner.report.markup import short
+
+__all__ = ["bytes_text", "ranks_text", "stages_of", "stages_text", "type_of_name", "types_of"]
+
+_GIB = 2**30
+
+
+def types_of(plan: Plan, cluster: Cluster | None) -> Mapping[int, str]:
+    """The device type of each rank, as far as the cluster, the plan or its prediction say it."""
+    if cluster is not None:
+        return {device.rank: device.type.name for device in cluster.devices}
+    if plan.cluster is not None and plan.cluster.devices:
+        return {rank: name for name, ranks in plan.cluster.devices.items() for rank in ranks}
+    if plan.prediction is not None:
+        return {one.rank: type_of_name(one.device, one.rank) for one in plan.prediction.memory}
+    return {}
+
+
+def type_of_name(device: str, rank: int) -> str:
+    """The type in the name of a device, which ends with its rank.
+
+    >>> type_of_name("A100:3", 3), type_of_name("left:2", 3)
+    ('A100', 'left:2')
+    """
+    return device.removesuffix(f":{rank}")
+
+
+def stages_of(stages: Iterable[Sequence[int]]) -> Mapping[int, tuple[int, ...]]:
+    """The stages of each rank, from the ranks of each stage.
+
+    >>> stages_of([(0, 1), (1, 2)])
+    {0: (0,), 1: (0, 1), 2: (1,)}
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for index, ranks in enumerate(stages):
+        for rank in ranks:
+            found[rank] = (*found.get(rank, ()), index)
+    return found
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """Name stages.
+
+    >>> stages_text((2,)), stages_text((0, 4)), stages_text(())
+    ('stage 2', 'stages 0, 4', 'no stage')
+    """
+    if not stages:
+        return "no stage"
+    return ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, write_ranks(stages)))
+
+
+def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
+    """Name ranks, in at most so many characters after the word.
+
+    >>> ranks_text((3,)), ranks_text((0, 1, 2, 8))
+    ('rank 3', 'ranks 0-2, 8')
+    """
+    word = "rank " if len(ranks) == 1 else "ranks "
+    return word + short(", ".join(map(str, write_ranks(sorted(ranks)))), most)
+
+
+def bytes_text(size: float) -> str:
+    """Write bytes for a reader, in GiB; what is less than a hundredth of one in MiB.
+
+    >>> bytes_text(61.25 * 2**30), bytes_text(2**29), bytes_text(3 * 2**20)
+    ('61.2 GiB', '0.50 GiB', '3.0 MiB')
+    """
+    if 0 < size < 0.01 * _GIB:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / _GIB:.1f} GiB" if size >= 10 * _GIB else f"{size / _GIB:.2f} GiB"

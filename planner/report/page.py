@@ -1,0 +1,227 @@
+"""The report as one page: a head with what matters most, then the views.
+
+It opens from a file, asks the network for nothing and runs no script: its policy forbids both. Large plans take no more
+than a megabyte, as every view shows once what is alike. The same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan
+from whale.ir.search_record import SearchRecord
+from whale.planner.explain import explain
+from whale.planner.gantt import milliseconds
+from whale.planner.report import map_view, memory_view, reasons_view, search_view, timeline_view
+from whale.planner.report.labels import bytes_text, stages_of, types_of
+from whale.planner.report.markup import Markup, element, short
+from whale.planner.report.style import STYLE
+from whale.planner.timeline import Timeline
+
+__all__ = ["report_page"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    """A section of the page: its anchor, its title, and what is in it."""
+
+    name: str
+    title: str
+    content: tuple[Markup, ...]
+
+
+def report_page(
+    plan: Plan,
+    *,
+    timeline: Timeline | None = None,
+    cluster: Cluster | None = None,
+    record: SearchRecord | None = None,
+) -> str:
+    """Write the report about a plan, as HTML.
+
+    Args:
+        plan: with its prediction and workload, or without; then the views that need them say how to get them.
+        timeline: the simulation of the plan's workload.
+        cluster: whose nodes are drawn; the plan's own.
+        record: of the search that found the plan.
+    """
+    types = types_of(plan, cluster)
+    stages = [stage.ranks for stage in plan.workload.stages] if plan.workload is not None else []
+    views = [
+        _timeline(plan, timeline, types),
+        _memory(plan, stages_of(stages or [stage.ranks for stage in plan.stages])),
+        _View(
+            name="map-view",
+            title="The plan on the cluster",
+            content=(
+                _framed("picture of the cluster", map_view.map_view(plan, stages, types, cluster)),
+                map_view.stage_table(plan, stages, types),
+            ),
+        ),
+        _search(plan, record),
+        _reasons(plan, timeline),
+    ]
+    title = f"Whale plan: {short(plan.model.name, 120) if plan.model is not None else 'any model'}"
+    body = element(
+        "body",
+        element("h1", title),
+        element("p", _subtitle(plan, types)),
+        *_notes(plan),
+        element("nav", *(element("a", view.title, href=f"#{view.name}") for view in views), aria_label="Views"),
+        _figures(plan, timeline),
+        element("main", *map(_section, views)),
+        element("footer", "Made by whale report. Times are predicted; hover over a shape for its numbers."),
+    )
+    return f"<!DOCTYPE html>\n{element('html', _head(title), body, lang='en')}\n"
+
+
+def _head(title: str) -> Markup:
+    """The style is allowed by its hash; nothing else may be loaded, run or sent."""
+    digest = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", Markup(STYLE)),
+    )
+
+
+def _section(view: _View) -> Markup:
+    heading = element("h2", view.title, id=f"{view.name}-heading")
+    return element("section", heading, *view.content, id=view.name, aria_labelledby=f"{view.name}-heading")
+
+
+def _framed(name: str, drawing: Markup) -> Markup:
+    """A picture that is wider than a phone scrolls by itself."""
+    return element("div", drawing, class_="scroll", tabindex="0", role="region", aria_label=name)
+
+
+def _legend(names: Iterable[tuple[str, str]]) -> Markup:
+    items = (element("li", element("span", class_=f"colour {name}"), text) for name, text in names)
+    return element("ul", *items, class_="legend")
+
+
+def _missing(what: str) -> tuple[Markup]:
+    return (element("p", what),)
+
+
+# --- the head of the page ---------------------------------------------------------------------------------------------
+
+
+def _subtitle(plan: Plan, types: Mapping[int, str]) -> str:
+    counts = Counter(types.values())
+    devices = ", ".join(f"{count} {short(name, 60)}" for name, count in list(counts.items())[:12])
+    parts = [devices or f"{plan.world_size} devices"]
+    if len(counts) > 12:
+        parts[0] += f" and {len(counts) - 12} more types"
+    if plan.batch is not None:
+        rows = plan.micro_batch_rows
+        parts.append(f"batch {plan.batch} in {plan.micro_batches} micro-batches of {rows} rows")
+    else:
+        parts.append(f"{plan.micro_batches} micro-batches")
+    return " · ".join([*parts, f"schedule {plan.schedule}"])
+
+
+def _notes(plan: Plan) -> Iterator[Markup]:
+    if plan.prediction is not None and not plan.prediction_is_current:
+        text = "The plan was edited after its prediction was computed: times and memory are those of the old plan."
+        yield element("p", text, class_="note")
+    if plan.prediction is not None and not plan.prediction.fits:
+        yield element("p", "The plan does not fit in memory: see the bars that pass their line.", class_="note")
+
+
+def _figures(plan: Plan, timeline: Timeline | None) -> Markup:
+    """What matters most, in large."""
+    found: list[tuple[str, str, str]] = []
+    prediction = plan.prediction
+    if prediction is not None:
+        low, high = prediction.step_seconds_interval
+        step = prediction.step_seconds
+        found.append(("step", milliseconds(step), f"{milliseconds(low)} to {milliseconds(high)}, {prediction.source}"))
+        if plan.batch is not None and step:
+            found.append(("throughput", f"{plan.batch / step:,.1f} rows/s", ""))
+        found.append(("bubble", f"{prediction.bubble:.1%}", "of all devices' time"))
+        if prediction.mfu and prediction.flops and step:
+            rate = f"{prediction.flops / step / 1e12:,.1f} TFLOP/s in all"
+            found.append(("model FLOP/s utilization", f"{prediction.mfu:.1%}", rate))
+        if prediction.memory:
+            full = max(prediction.memory, key=memory_view.fullness)
+            what = f"{bytes_text(full.total)} of {bytes_text(full.capacity)}, rank {full.rank}"
+            found.append(("fullest device", f"{memory_view.fullness(full):.0%}", what))
+    elif timeline is not None:
+        found.append(("step", milliseconds(timeline.step_seconds), "simulated"))
+        found.append(("bubble", f"{timeline.bubble:.1%}", "of all devices' time"))
+    tiles = [
+        element("div", element("dt", name), element("dd", value, *([element("small", more)] if more else [])))
+        for name, value, more in found
+    ]
+    return element("dl", *tiles) if tiles else Markup()
+
+
+# --- the views --------------------------------------------------------------------------------------------------------
+
+
+def _timeline(plan: Plan, timeline: Timeline | None, types: Mapping[int, str]) -> _View:
+    name, title = "timeline-view", "The step on every device"
+    if timeline is None or plan.workload is None:
+        text = "The plan carries no workload to simulate: it was written by hand. 'whale plan' makes one that does."
+        return _View(name=name, title=title, content=_missing(text))
+    drawing = timeline_view.timeline_view(timeline, plan.workload, types)
+    used = [
+        (name, text) for name, text in timeline_view.LEGEND.items() if name == "idle" or f'class="{name}' in drawing
+    ]
+    return _View(name=name, title=title, content=(_legend(used), _framed("picture of the step", drawing)))
+
+
+def _memory(plan: Plan, stages: Mapping[int, tuple[int, ...]]) -> _View:
+    name, title = "memory-view", "The memory of every device"
+    if plan.prediction is None or not plan.prediction.memory:
+        text = "The plan carries no prediction of memory: 'whale plan' makes one that does."
+        return _View(name=name, title=title, content=_missing(text))
+    memory = plan.prediction.memory
+    used = [(part, part) for part in memory_view.LEGEND if any(getattr(device, part) for device in memory)]
+    content = [_legend(used), _framed("picture of memory", memory_view.memory_view(memory, stages))]
+    if len(memory) < plan.world_size:
+        text = f"The prediction lists {len(memory)} of {plan.world_size} devices; the others are like one of these."
+        content.append(element("p", text))
+    return _View(name=name, title=title, content=tuple(content))
+
+
+def _search(plan: Plan, record: SearchRecord | None) -> _View:
+    name, title = "search-view", "What the search looked at"
+    if record is None:
+        text = (
+            "No record of a search was given. 'whale search --record search.json' writes one beside the plan; "
+            "'whale report plan.json --search search.json' draws it."
+        )
+        return _View(name=name, title=title, content=_missing(text))
+    content = [element("p", search_view.summary(record))]
+    if record.plan and record.plan != plan.digest():
+        text = "The record is of a search that found another plan, or the plan was edited since."
+        content.append(element("p", text, class_="note"))
+    if record.points or record.candidates:
+        content.append(_framed("picture of the search", search_view.search_view(record)))
+        content.append(element("p", "Circles fit; grey crosses do not. Rings are the best candidates, in their order."))
+    if record.candidates:
+        content.append(search_view.candidate_table(record))
+    if record.dropped:
+        content.append(search_view.dropped_table(record))
+    return _View(name=name, title=title, content=tuple(content))
+
+
+def _reasons(plan: Plan, timeline: Timeline | None) -> _View:
+    name, title = "why-view", "Why this plan"
+    if timeline is None or plan.workload is None:
+        text = "Without a workload there is nothing to explain: 'whale plan' makes a plan that carries one."
+        return _View(name=name, title=title, content=_missing(text))
+    found = explain(plan.workload, plan.prediction)
+    return _View(name=name, title=title, content=tuple(reasons_view.reasons_view(found, timeline)))

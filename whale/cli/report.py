@@ -1,0 +1,98 @@
+"""``whale report``: one page of HTML with pictures of a plan, and the trace of its step; loads no torch.
+
+The page is ``whale.planner.report``'s; this file reads what it is made of, and writes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from whale.cli.options import note, verbosity_options
+from whale.cli.simulate import write_trace
+from whale.errors import InputFileError, PlanMismatchError, UsageError
+
+if TYPE_CHECKING:
+    from whale.ir.cluster import Cluster
+    from whale.ir.plan import Plan
+    from whale.planner.timeline import Timeline
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("file", type=_FILE)
+@click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the page there [stdout].")
+@click.option("--cluster", "cluster_file", type=_FILE, metavar="FILE", help="The machines: shows the nodes.")
+@click.option("--profile", "profile_file", type=_FILE, metavar="FILE", help="Whose device types the cluster names.")
+@click.option("--search", "record_file", type=_FILE, metavar="FILE", help="What 'whale search --record' wrote.")
+@click.option("--trace", "trace_file", type=_FILE, metavar="FILE", help="Write a trace for Perfetto, too.")
+@verbosity_options
+def report(
+    file: Path,
+    output: Path | None,
+    cluster_file: Path | None,
+    profile_file: Path | None,
+    record_file: Path | None,
+    trace_file: Path | None,
+) -> None:
+    """Show a plan as one page: its step and memory on every device, its place on the cluster, the search, the reasons.
+
+    FILE is a plan. The page opens from the disk in any browser and needs neither network nor scripts. Numbers are
+    printed by 'whale simulate --json' and 'whale explain --json'.
+    """
+    from whale.ir.plan import Plan
+    from whale.ir.search_record import SearchRecord
+    from whale.planner.report.page import report_page
+
+    plan = Plan.load(file)
+    if plan.prediction is not None and not plan.prediction_is_current:
+        note(f"whale: note: {file} was edited after its prediction was computed; the report shows that of the old plan")
+    cluster = _cluster(cluster_file, profile_file, plan) if cluster_file is not None else None
+    record = SearchRecord.load(record_file) if record_file is not None else None
+    timeline = _timeline(plan, file)
+    if trace_file is not None:
+        if timeline is None:
+            raise UsageError(f"--trace: {file} has no workload to simulate; make the plan with 'whale plan'")
+        write_trace(timeline, trace_file)
+    page = report_page(plan, timeline=timeline, cluster=cluster, record=record)
+    if output is None:
+        click.echo(page, nl=False)
+        return
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"-o {output} cannot be written: {error.strerror}") from error
+    note(f"wrote {output}: open it in a browser")
+
+
+def _cluster(path: Path, profile_file: Path | None, plan: Plan) -> Cluster:
+    """Read the cluster, and refuse another one than the plan's."""
+    from whale.ir.cluster import Cluster
+    from whale.ir.profile import ModelProfile
+    from whale.planner.catalog import device_types, device_types_with
+
+    catalog = device_types_with(ModelProfile.load(profile_file)) if profile_file is not None else device_types()
+    cluster = Cluster.load(path, catalog=catalog)
+    if len(cluster.devices) != plan.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.world_size} devices, but {path} describes {len(cluster.devices)}; give the cluster "
+            "that the plan was made for"
+        )
+    plan.check_cluster(cluster)
+    return cluster
+
+
+def _timeline(plan: Plan, path: Path) -> Timeline | None:
+    """Simulate the plan's workload, if it has one."""
+    from whale.planner.simulate import check_workload, simulate
+
+    if plan.workload is None:
+        return None
+    try:
+        check_workload(plan.workload)
+    except UsageError as error:
+        raise InputFileError(str(error), path=path) from error
+    return simulate(plan.workload)
