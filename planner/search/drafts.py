@@ -204,9 +204,9 @@ def quick_cuts(
     costs = [meshes.costs(mesh, meshes.rows(batch, micro_batches), micro_batches) for mesh in sequence]
     limits = []
     for stage, one in enumerate(costs):
-        memory = one.reached(in_flight(schedule, depth, stage, micro_batches))
+        memory = one.reach(in_flight(schedule, depth, stage, micro_batches))
         fixed = np.maximum(meshes.chain.last_start, meshes.chain.allows(one.mesh))
-        limits.append([max(least, int(other)) for least, other in zip(memory, fixed, strict=True)])
+        limits.append(np.maximum(memory, fixed).astype(np.int64).tolist())
     sums = [(one.both + one.once / micro_batches).tolist() for one in costs]
     extra = [(one.hop + one.latency / micro_batches).tolist() for one in costs]
 

@@ -146,16 +146,6 @@ class MeshCosts:
             found = max(found, need / room if room > 0 else inf)
         return float(found)
 
-    def reached(self, held: int) -> tuple[int, ...]:
-        """`reach` as whole numbers, kept."""
-        if held not in self._reached:
-            self._reached[held] = tuple(int(part) for part in self.reach(held))
-        return self._reached[held]
-
-    @cached_property
-    def _reached(self) -> dict[int, tuple[int, ...]]:
-        return {}
-
     def part_held(self, held: Array) -> Array:
         """The part of the chain that fits on the mesh at most, for each number of micro-batches in flight."""
         found = np.full(len(held), inf)
@@ -167,7 +157,7 @@ class MeshCosts:
         """For each end of a stage the first part that it can reach back to within memory.
 
         For every amount w that a part works with: no part of more may be in the stage, and what else the stage holds
-        must leave w. The least over all w is exact, in O(parts x log(parts)) for each w and class.
+        must leave w. The least over all w is exact, in O(parts x log(parts)) for each w and class. Worked out once.
         """
         if held not in self._reaches:
             self._reaches[held] = self._first_held(held)

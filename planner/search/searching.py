@@ -2,10 +2,9 @@
 
 Objective: the least step time of a plan, as simulated. A plan is a chain of stages: contiguous layers; devices of one
 or several types; a mesh of data x tensor on them, each stage its own; rows of a micro-batch for each data slice; the
-same number of micro-batches for all; a schedule. Constraints: every device holds its part with the micro-batches that
-the schedule keeps in flight; every rank is used once at most; micro-batches divide the batch; what is fixed stays.
-Not in the space, because no executor runs it: unlike pipelines side by side, a last micro-batch of other rows, sharded
-states (ZeRO), recomputation.
+same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every device holds
+its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is fixed stays.
+Not in the space, because no executor runs it: unlike pipelines side by side, sharded states (ZeRO), recomputation.
 
 Method, for clusters of any size:
 
@@ -52,8 +51,9 @@ from whale.planner.search.refine import refined
 
 __all__ = ["search"]
 
-MOST_MICRO_BATCHES = 8
-"""Numbers of micro-batches for which families are solved where a batch has more divisors; a descent may take others."""
+MOST_MICRO_BATCHES = 5
+"""Numbers of micro-batches for which families are solved at first, where a batch has more divisors; then those next to
+the best, as long as that helps."""
 
 LONGEST_LINE = 8
 """Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
@@ -76,8 +76,8 @@ NEAR = 1.1
 MOST_REFINED = 2
 """Drafts from which a descent starts."""
 
-QUICK_LOOK_SECONDS = 1.0
-"""For each change that is weighed where nothing fits."""
+QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
+"""For each change that is weighed where nothing fits, and for all."""
 
 MORE = (1, 2, 4, 8, 16)
 """Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
@@ -218,6 +218,15 @@ class _Search:
             matching = self.meshes.matching_micro_batches(self.batch)
             tried = {*_spread(dividing, MOST_MICRO_BATCHES), *(count for count in matching if count in micro_batches)}
             self._families(sorted(tried), schedule, max_stages)
+            while self.best and not self._over():
+                leading = self._leading(1)[0]
+                place = micro_batches.index(leading.draft.micro_batches)
+                nearby = set(micro_batches[max(0, place - 1) : place + 2]) - tried
+                tried |= nearby
+                if nearby:
+                    self._families(sorted(nearby), schedule, max_stages)
+                if self._leading(1)[0] is leading:
+                    break
 
     def _micro_batches(self) -> list[int]:
         if self.settings.micro_batches is not None:
@@ -398,8 +407,11 @@ class _Search:
     def _remedies(self) -> Iterator[tuple[bool, str]]:
         """Of each kind of change the least that would do, found by a quick look each."""
         prices, num = self.meshes.prices, len(self.meshes.prices.cluster.devices)
+        until = time.monotonic() + REMEDIES_SECONDS
         for pool in self.meshes.pools:
             for times in MORE:
+                if time.monotonic() > until:
+                    return
                 more = with_more(prices.cluster, pool.type, times)
                 count = len(more.devices) - num
                 if times > 1 and count > num:
@@ -413,6 +425,8 @@ class _Search:
             if other.fits_at_all():
                 yield True, f"{min(other.best.values(), key=_seconds).draft.micro_batches} micro-batches"
         for parts in (2, 4, 8):
+            if time.monotonic() > until:
+                return
             if self.batch % parts == 0 and self._like(prices, self.batch // parts, None).fits_at_all():
                 yield True, f"a batch of {self.batch // parts}"
                 break
