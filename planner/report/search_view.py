@@ -200,7 +200,7 @@ def candidate_table(record: SearchRecord) -> Markup:
             short(one.label, 120),
             f"{one.schedule}, {one.micro_batches} micro-batches",
             milliseconds(one.seconds),
-            f"+{one.seconds / best - 1:.1%}" if place > 1 and best else "",
+            f"{one.seconds / best - 1:+.1%}" if place > 1 and best else "",
             f"{one.memory:.0%}",
             f"{one.bubble:.1%}",
             f"{one.mfu:.1%}" if one.mfu else "",
@@ -224,7 +224,8 @@ def dropped_table(record: SearchRecord) -> Markup:
 
 def summary(record: SearchRecord) -> str:
     """How large the search was, and how far its answer is from the bound."""
-    said = [f"{record.tried:,} plans were priced in {record.seconds:.1f} s."]
+    took = f" in {record.seconds:.1f} s" if record.seconds else ""
+    said = [f"{record.tried:,} plans were priced{took}."]
     if record.candidates and record.exact:
         said.append("The best of them is proven to be the best of all.")
     elif record.candidates and record.bound_seconds:

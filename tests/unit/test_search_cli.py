@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 import whale.searching
 from whale.cli.app import app
 from whale.ir.plan import Plan
+from whale.ir.search_record import SearchRecord
 
 ROOT = Path(__file__).parents[2]
 PROFILE = str(ROOT / "tests" / "golden" / "gpt_22b_profile.json")
@@ -80,7 +81,7 @@ GIVEN = ("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--b
 
 
 def test_the_best_plan_is_written_and_the_command_that_runs_it_comes_last(folder: Path) -> None:
-    done = run(*GIVEN, "-o", "plan.json")
+    done = run(*GIVEN, "-o", "plan.json", "--record", "search.json")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "plan='plan.json'" in lines[-1] and lines[-1].startswith("torchrun (as many processes on each node")
@@ -92,6 +93,13 @@ def test_the_best_plan_is_written_and_the_command_that_runs_it_comes_last(folder
     assert plan.model is not None and plan.model.hash
     assert plan.prediction_is_current and plan.prediction is not None and plan.prediction.fits
     assert plan.workload is not None
+    record = SearchRecord.load("search.json")
+    assert record.plan == plan.digest() and record.candidates[0].seconds == plan.prediction.step_seconds
+    assert len(record.candidates) > 1 and record.candidates[1].why and record.points and record.bound_seconds > 0
+    files = ("plan.json", "--search", "search.json", "--cluster", "cluster.toml")
+    page = CliRunner().invoke(app, ["report", *files])
+    assert page.exit_code == 0, page.stderr
+    assert "The best candidates" in page.stdout and "another plan" not in page.stdout
 
 
 def test_the_same_search_gives_the_same_bytes(folder: Path) -> None:

@@ -51,6 +51,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of random moves [0].")
 @click.option("--top", type=_AT_LEAST_1, default=5, metavar="K", help="How many plans to show [5].")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan there.")
+@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Write what 'whale report' draws.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @verbosity_options
 @click.pass_context
@@ -73,6 +74,7 @@ def search(
     seed: int,
     top: int,
     output: Path | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Find the quickest plan for a model on any mix of devices.
@@ -96,11 +98,12 @@ def search(
     catalog = device_types() if profile is None else device_types_with(profile)
     cluster = Cluster.load(cluster_file, catalog=catalog)
     cases = _cases(cluster, batches, without_, with_, catalog)
-    if output is not None and (len(batches) > 1 or len(without_) + len(with_) > 1):
+    if (output or record) is not None and (len(batches) > 1 or len(without_) + len(with_) > 1):
         raise UsageError(
-            f"-o {output}: there are {len(cases)} cases; ask for one change at most, and its plan is written"
+            f"{f'-o {output}' if output is not None else f'--record {record}'}: there are {len(cases)} cases; ask for "
+            "one change at most, and its plan is written"
         )
-    chosen = cases[-1] if output is not None or len(cases) == 1 else None
+    chosen = cases[-1] if (output or record) is not None or len(cases) == 1 else None
     model = None
     if spec is not None:
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
@@ -121,7 +124,7 @@ def search(
     with Interruption() as interruption:
         run = _Run(profile, given, interruption)
         try:
-            _answer(run, cases, chosen, None if model is None else model.trial, output, as_json)
+            _answer(run, cases, chosen, None if model is None else model.trial, output, record, as_json)
         except InfeasibleError:
             if not interruption.came():
                 raise
@@ -139,6 +142,7 @@ def _answer(
     chosen: _Case | None,
     trial: ModelTrial | None,
     output: Path | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Print a table of the cases where there are several; write the plan of the chosen one, and show it if alone."""
@@ -149,6 +153,11 @@ def _answer(
     if chosen is not None:
         searched = run.searched(chosen, trial)
         _write(searched, chosen, output)
+        if record is not None:
+            from whale.cli.search_recorded import record_of
+
+            write_whole(record, record_of(searched, chosen.cluster).dumps())
+            note(f"wrote {record}: whale report draws it")
         if len(cases) == 1:
             _show(searched, chosen, output, as_json)
 

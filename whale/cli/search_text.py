@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Answer = tuple[str, int, Cluster, Searched | InfeasibleError]
 
-__all__ = ["as_data", "as_text", "case_data", "cases_text", "in_short"]
+__all__ = ["against_the_best", "as_data", "as_text", "case_data", "cases_text", "in_short"]
 
 
 def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
@@ -55,18 +55,11 @@ def _idle(candidate: Candidate, cluster: Cluster) -> str:
 
 def _choices(searched: Searched, cluster: Cluster) -> str:
     from whale.planner.gantt import milliseconds
-    from whale.searching import why_slower
 
     best = searched.best
     rows = []
     for number, choice in enumerate((*searched.choices, *searched.refused), start=1):
         prediction = choice.prediction
-        if choice.reason:
-            why = choice.reason
-        elif choice.compiled == best.compiled:
-            why = why_slower(best.prediction, prediction)
-        else:  # by the search's predictions of both
-            why = f"not compiled; by the search {why_slower(best.candidate.prediction, prediction) or 'no slower'}"
         rows.append(
             [
                 str(number),
@@ -74,11 +67,23 @@ def _choices(searched: Searched, cluster: Cluster) -> str:
                 memory_text(fullest(list(prediction.memory))),
                 f"{prediction.mfu:.1%}",
                 f"{prediction.bubble:.1%}",
-                "the best" if choice is best else why,
+                "the best" if choice is best else against_the_best(choice, best),
                 in_short(choice.candidate, cluster),
             ]
         )
     return text_table("", ["", "step", "fullest device", "MFU", "bubble", "against the best", "plan"], rows)
+
+
+def against_the_best(choice: Choice, best: Choice) -> str:
+    """Why a plan is not the best one."""
+    from whale.searching import why_slower
+
+    if choice.reason:
+        return choice.reason
+    if choice.compiled == best.compiled:
+        return why_slower(best.prediction, choice.prediction)
+    slower = why_slower(best.candidate.prediction, choice.prediction)  # by the search's predictions of both
+    return f"not compiled; by the search {slower or 'no slower'}"
 
 
 def _bound(searched: Searched) -> str:

@@ -87,7 +87,7 @@ class SearchRecord(_Record):
         bound_seconds: no plan of the space takes less.
         exact: whether the best candidate is proven to be the best of the space.
         tried: how many were priced.
-        seconds: that the search took.
+        seconds: that the search took; 0: not said, so that the same search gives the same bytes.
     """
 
     version: Literal[1] = 1
