@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.search_record import SearchRecord
-from whale.planner.explain import explain
+from whale.planner.explain import Explanation
 from whale.planner.gantt import milliseconds
 from whale.planner.report import map_view, memory_view, reasons_view, search_view, timeline_view
 from whale.planner.report.labels import bytes_text, stages_of, types_of
@@ -39,6 +39,7 @@ def report_page(
     plan: Plan,
     *,
     timeline: Timeline | None = None,
+    explanation: Explanation | None = None,
     cluster: Cluster | None = None,
     record: SearchRecord | None = None,
 ) -> str:
@@ -47,6 +48,7 @@ def report_page(
     Args:
         plan: with its prediction and workload, or without; then the views that need them say how to get them.
         timeline: the simulation of the plan's workload.
+        explanation: of the same workload.
         cluster: whose nodes are drawn; the plan's own.
         record: of the search that found the plan.
     """
@@ -64,7 +66,7 @@ def report_page(
             ),
         ),
         _search(plan, record),
-        _reasons(plan, timeline),
+        _reasons(timeline, explanation),
     ]
     title = f"Whale plan: {short(plan.model.name, 120) if plan.model is not None else 'any model'}"
     body = element(
@@ -218,10 +220,9 @@ def _search(plan: Plan, record: SearchRecord | None) -> _View:
     return _View(name=name, title=title, content=tuple(content))
 
 
-def _reasons(plan: Plan, timeline: Timeline | None) -> _View:
+def _reasons(timeline: Timeline | None, explanation: Explanation | None) -> _View:
     name, title = "why-view", "Why this plan"
-    if timeline is None or plan.workload is None:
+    if timeline is None or explanation is None:
         text = "Without a workload there is nothing to explain: 'whale plan' makes a plan that carries one."
         return _View(name=name, title=title, content=_missing(text))
-    found = explain(plan.workload, plan.prediction)
-    return _View(name=name, title=title, content=tuple(reasons_view.reasons_view(found, timeline)))
+    return _View(name=name, title=title, content=tuple(reasons_view.reasons_view(explanation, timeline)))

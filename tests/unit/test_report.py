@@ -23,6 +23,7 @@ from whale.cli.app import app
 from whale.ir.plan import Plan, PlanStage
 from whale.ir.search_record import RecordedPoint, SearchRecord
 from whale.ir.workload import DeviceMemory, Workload
+from whale.planner.explain import explain
 from whale.planner.report.map_view import map_view, places_of
 from whale.planner.report.memory_view import memory_view
 from whale.planner.report.page import report_page
@@ -59,7 +60,7 @@ class Page(HTMLParser):
 
 def simulated(plan: Plan) -> dict[str, Any]:
     assert plan.workload is not None
-    return {"timeline": simulate(plan.workload)}
+    return {"timeline": simulate(plan.workload), "explanation": explain(plan.workload, plan.prediction)}
 
 
 def widths(page: Page, name: str) -> float:
@@ -289,13 +290,15 @@ def test_a_record_of_another_search_is_said_to_be_one() -> None:
 
 
 @pytest.mark.parametrize("unlike", [False, True])
-def test_the_page_of_a_thousand_devices_is_under_a_megabyte(unlike: bool) -> None:
-    plan = large_plan(1024, stages=16, micro_batches=2, unlike=unlike)
+def test_the_page_of_4096_devices_is_under_a_megabyte(unlike: bool) -> None:
+    plan, small = large_plan(4096, stages=16, micro_batches=1, unlike=unlike), mixed_plan()
+    assert plan.workload is not None
     points = tuple(
         RecordedPoint(seconds=1 + index / 7919, memory=index * 31 % 20_000 / 1e4, label="x" * 80, reason="y" * 90)
         for index in range(20_000)
     )
-    page = report_page(plan, **simulated(plan), record=SearchRecord(points=points))
+    reasons = simulated(small)["explanation"]  # as long as that of a large plan, and quicker
+    page = report_page(plan, timeline=simulate(plan.workload), explanation=reasons, record=SearchRecord(points=points))
     assert len(page.encode()) < 10**6
     if not unlike:
         assert len(Page(page).of_class("limit")) == 16 + 1  # a bar for each stage, and the line of the search

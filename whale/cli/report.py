@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from whale.cli.files import write_whole
 from whale.cli.options import note, verbosity_options
 from whale.cli.simulate import write_trace
 from whale.errors import InputFileError, PlanMismatchError, UsageError
@@ -45,6 +46,7 @@ def report(
     """
     from whale.ir.plan import Plan
     from whale.ir.search_record import SearchRecord
+    from whale.planner.explain import explain
     from whale.planner.report.page import report_page
 
     plan = Plan.load(file)
@@ -57,14 +59,12 @@ def report(
         if timeline is None:
             raise UsageError(f"--trace: {file} has no workload to simulate; make the plan with 'whale plan'")
         write_trace(timeline, trace_file)
-    page = report_page(plan, timeline=timeline, cluster=cluster, record=record)
+    explanation = explain(plan.workload, plan.prediction) if plan.workload is not None else None
+    page = report_page(plan, timeline=timeline, explanation=explanation, cluster=cluster, record=record)
     if output is None:
         click.echo(page, nl=False)
         return
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written: {error.strerror}") from error
+    write_whole(output, page)
     note(f"wrote {output}: open it in a browser")
 
 
