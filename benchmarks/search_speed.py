@@ -2,9 +2,9 @@
 
     python benchmarks/search_speed.py --write 2026-11-21
 
-GPT-3 175B (96 layers, hidden 12288) and a model of the same blocks with 10^12 parameters (552 of them), in fp16 with
-a batch of 1,536, on two device types (half H100, half A100) and on three (with V100 for a quarter). The profile of two
-blocks is captured once; only the search is timed, each time with no prices known.
+GPT-3 175B (96 layers, hidden 12288) and a model of twice as many of the same blocks, in fp16 with a batch of 1,536, on
+two device types (half H100, half A100) and on three (with V100 for a quarter). The profile of two blocks is captured
+once; only the search is timed, in processor seconds, each time with no prices known.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cases(profile: ModelProfile) -> Iterator[tuple[str, ModelProfile, int, int]]
     for num_types in (2, 3):
         for num_devices in (128, 512, 4096):
             yield "175B", deep(profile, 96), num_types, num_devices
-        yield "1000B", deep(profile, 552), num_types, 4096
+        yield "350B", deep(profile, 192), num_types, 4096
 
 
 def main() -> None:
