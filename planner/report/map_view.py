@@ -199,6 +199,7 @@ def _node(
     names = ", ".join(short(one.name, 40) for one in group.members[:20])
     more = f" and {count - 20} more" if count > 20 else ""
     types = ", ".join(dict.fromkeys(device.type for device in node.devices))
+    below = f"{len(node.devices)} devices" if types in ("", node.name) else types
     kind = "" if count == 1 else f"; {count} {'alike' if group.equal else 'that resemble each other'}"
     said = element("title", f"{names}{more}: {len(node.devices)} devices, {short(types, 100)}{kind}")
     title = short(node.name, int(width / 6.5) - (22 if count > 1 else 4))
@@ -207,7 +208,7 @@ def _node(
     parts = [
         element("rect", said, class_="node", x=x + 0.5, y=y + 0.5, width=width - 1, height=height - 1, rx=6),
         element("text", title, x=x + 8, y=y + 13, class_="strong"),
-        element("text", short(types, int(width / 6)), x=x + 8, y=y + 25, class_="quiet"),
+        element("text", short(below, int(width / 6)), x=x + 8, y=y + 25, class_="quiet"),
     ]
     one_of_many = count > 1
     for position, box in enumerate(boxes):
@@ -234,7 +235,7 @@ def _device(box: Alike[_Device], num_stages: int, x: float, y: float, one_of_man
         _share(place),
     ]
     if len(ranks) > 1:
-        lines[0] = short(f"{len(ranks)}: {ranks_text(ranks, 30)}", 18)
+        lines[0] = short(f"{len(ranks)}: {', '.join(map(str, write_ranks(ranks)))}", 16)
     for line, text in enumerate(lines):
         strong = "strong" if line == 1 else None
         yield element("text", short(text, 19), x=x + 6, y=y + 13 + 13.5 * line, class_=strong, fill=ink)

@@ -94,11 +94,11 @@ def picture(name: str, title: str, description: str, width: float, height: float
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> Markup:
-    """A table; the columns at the positions ``numbers`` are aligned to the right."""
+    """A table; the columns at the positions ``numbers`` are aligned to the right, and long texts get room."""
     kinds = ["number" if position in numbers else None for position in range(len(head))]
     titles = [element("th", title, scope="col", class_=kind) for title, kind in zip(head, kinds, strict=True)]
     body = [
-        element("tr", *(element("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True)))
+        element("tr", *(element("td", cell, class_=kind or _room(cell)) for cell, kind in zip(row, kinds, strict=True)))
         for row in rows
     ]
     content = element(
@@ -108,3 +108,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, n
         element("tbody", *body),
     )
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def _room(cell: str) -> str | None:
+    return "long" if len(cell) > 30 and not isinstance(cell, Markup) else None

@@ -181,7 +181,13 @@ def _timeline(plan: Plan, timeline: Timeline | None, types: Mapping[int, str]) -
     used = [
         (name, text) for name, text in timeline_view.LEGEND.items() if name == "idle" or f'class="{name}' in drawing
     ]
-    return _View(name=name, title=title, content=(_legend(used), _framed("picture of the step", drawing)))
+    content = [_legend(used), _framed("picture of the step", drawing)]
+    if len(timeline.ranks) < plan.world_size:
+        text = (
+            f"The workload has {len(timeline.ranks)} of {plan.world_size} ranks: each other one does as one of these, "
+        )
+        content.append(element("p", text + "or has no stage."))
+    return _View(name=name, title=title, content=tuple(content))
 
 
 def _memory(plan: Plan, stages: Mapping[int, tuple[int, ...]]) -> _View:

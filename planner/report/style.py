@@ -60,14 +60,15 @@ dd small{{display:block;color:var(--quiet);font-size:.8rem}}
 .legend .colour{{display:inline-block;width:.85rem;height:.85rem;border-radius:2px;border:1px solid var(--rule);
  margin-right:.35rem;vertical-align:-.1rem}}
 .key{{width:.9rem;height:.9rem;vertical-align:-.1rem}}
-table{{border-collapse:collapse;font-size:.85rem;width:100%;min-width:40rem}}
+table{{border-collapse:collapse;font-size:.85rem;width:100%}}
 caption{{text-align:left;font-weight:600;padding:.25rem 0}}
 th,td{{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;border-bottom:1px solid var(--rule)}}
 th{{color:var(--quiet);font-weight:600}}
 td{{min-width:3rem;overflow-wrap:break-word}}
+.long{{min-width:15rem}}
 .number{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}}
 footer{{margin-top:3rem;color:var(--quiet);font-size:.8rem}}
 @media print{{:root{{color-scheme:light;{_LIGHT}}}
- body{{max-width:none;padding:0;font-size:10pt}}nav{{display:none}}.scroll{{overflow:visible}}.picture,table{{min-width:0}}
+ body{{max-width:none;padding:0;font-size:10pt}}nav{{display:none}}.scroll{{overflow:visible}}.picture,table,.long{{min-width:0}}
  h2{{break-after:avoid}}tr,dl div{{break-inside:avoid}}}}
 """

@@ -9,6 +9,7 @@ import pytest
 
 from tests.browser import Browser, colours_of_png, find_chromium, started
 from tests.report_plans import large_plan, mixed_cluster, mixed_plan, search_record
+from whale.planner.explain import explain
 from whale.planner.report.page import report_page
 from whale.planner.simulate import simulate
 
@@ -51,7 +52,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = mixed_plan()
     assert plan.workload is not None
     file = tmp_path_factory.mktemp("report") / "report.html"
-    text = report_page(plan, timeline=simulate(plan.workload), cluster=mixed_cluster(), record=search_record(plan))
+    text = report_page(
+        plan,
+        timeline=simulate(plan.workload),
+        explanation=explain(plan.workload, plan.prediction),
+        cluster=mixed_cluster(),
+        record=search_record(plan),
+    )
     file.write_text(text, encoding="utf-8")
     return file
 
