@@ -29,6 +29,7 @@ OSDI 2022).
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -220,8 +221,8 @@ class _Search:
             self._families(sorted(tried), schedule, max_stages)
             while self.best and not self._over():
                 leading = self._leading(1)[0]
-                place = micro_batches.index(leading.draft.micro_batches)
-                nearby = set(micro_batches[max(0, place - 1) : place + 2]) - tried
+                place = bisect_left(dividing, leading.draft.micro_batches)
+                nearby = set(dividing[max(0, place - 1) : place + 2]) - tried
                 tried |= nearby
                 if nearby:
                     self._families(sorted(nearby), schedule, max_stages)
