@@ -57,7 +57,7 @@ def summary(values: Sequence[float]) -> Measured:
     """The median of some measurements, and how far apart their quartiles are.
 
     >>> summary([1.0, 3.0, 2.0])
-    Measured(seconds=2.0, spread=0.5)
+    Measured(seconds=2.0, spread=0.5, cores=0.0)
     """
     middle = median(values)
     ordered = sorted(values)
