@@ -152,7 +152,7 @@ def data_parallel(trial: bool) -> tuple[str, Sides, float]:
 
 
 def tensor_parallel(trial: bool) -> tuple[str, Sides, float]:
-    layers, width, heads, rows, length = (1, 96, 12, 2, 32) if trial else (1, 3072, 24, 2, 192)
+    layers, width, heads, rows, length = (1, 96, 12, 2, 32) if trial else (1, 3072, 24, 4, 192)
     model = gpt2(width=width, layers=layers, length=length, heads=heads, activation=ACTIVATION)
     whole = batch(rows, length)
     whale.annotate(model, {"": whale.split()})
