@@ -20,9 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     StringConstraints,
@@ -32,10 +30,10 @@ from pydantic import (
 
 from whale.errors import AnnotationError, PlanMismatchError
 from whale.ir.cluster import Cluster
-from whale.ir.document import Document, format_json, parse_document, read_document
+from whale.ir.document import format_json
 from whale.ir.module_pattern import ModulePattern
 from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
-from whale.ir.record import read_record
+from whale.ir.record import FileRecord, Record
 from whale.ir.strategy import Strategy, check_nesting, parse_strategy
 from whale.ir.virtual_device import Role
 from whale.ir.workload import Prediction, Workload
@@ -75,11 +73,7 @@ Strategies = Annotated[
 Share = int | float
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class PlanAxis(_Record):
+class PlanAxis(Record):
     """One axis of a stage's mesh.
 
     Attributes:
@@ -112,7 +106,7 @@ class PlanAxis(_Record):
         return bool(self.shares) and all(isinstance(share, int) for share in self.shares)
 
 
-class PlanStage(_Record):
+class PlanStage(Record):
     """Where a stage runs: its ranks, row-major over its axes, from the outermost axis to the innermost.
 
     Without ``axes`` the annotations decide them.
@@ -152,7 +146,7 @@ class PlanStage(_Record):
         return next((axis for axis in self.axes or () if axis.role == "replicate"), None)
 
 
-class ModelIdentity(_Record):
+class ModelIdentity(Record):
     """The model that a plan was made for; a hash that is empty is not checked.
 
     Attributes:
@@ -164,7 +158,7 @@ class ModelIdentity(_Record):
     hash: Hash = ""
 
 
-class ClusterIdentity(_Record):
+class ClusterIdentity(Record):
     """The machines that a plan was made for.
 
     Attributes:
@@ -173,7 +167,7 @@ class ClusterIdentity(_Record):
     """
 
     hash: Hash = ""
-    devices: dict[Name, Ranks] = {}
+    devices: dict[Name, Ranks] = Field(default_factory=dict)
 
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterIdentity:
@@ -184,7 +178,7 @@ class ClusterIdentity(_Record):
         return cls(hash=cluster_hash(cluster), devices={name: tuple(ranks) for name, ranks in devices.items()})
 
 
-class Plan(_Record):
+class Plan(FileRecord):
     """A decided way to run a model.
 
     Attributes:
@@ -208,7 +202,7 @@ class Plan(_Record):
     batch: Annotated[int, Field(ge=1, le=2**40)] | None = None
     micro_batches: Annotated[int, Field(ge=1, le=2**40)] = 1
     schedule: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,40}$")] = "1f1b"
-    annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = {}
+    annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
     predicted: Hash = ""
     prediction: Prediction | None = None
@@ -271,25 +265,6 @@ class Plan(_Record):
                 )
 
     # Files
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Plan:
-        """Read a plan file, in JSON whatever its name.
-
-        Raises:
-            InputFileError: anything that is not a plan, with the line.
-        """
-        return cls.of_document(read_document(path, "json"))
-
-    @classmethod
-    def parse(cls, text: str, *, source: str = "<text>") -> Plan:
-        """As `load`, from text; *source* is the name that errors show."""
-        return cls.of_document(parse_document(text, "json", source=source))
-
-    @classmethod
-    def of_document(cls, document: Document) -> Plan:
-        """As `load`, from a document that has been read."""
-        return read_record(cls, document)
 
     def dumps(self) -> str:
         """The plan as JSON, the same bytes for the same plan."""

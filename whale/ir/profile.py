@@ -8,18 +8,15 @@ bytes where it does not. The planner prices kernels on devices; this file knows 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import pairwise
-from os import PathLike, fspath
-from pathlib import PurePath
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from whale.errors import InputFileError
 from whale.ir.cluster import DTYPES
-from whale.ir.document import Document, format_json, parse_document, read_document
+from whale.ir.document import format_json
+from whale.ir.record import FileRecord, Record
 
 __all__ = [
     "Affine",
@@ -44,10 +41,6 @@ DEVICE_FIGURES = ("memory_bytes", "devices_per_node", "memory_bandwidth", "cores
 """What a profile may say of a device type; a number type stands for FLOP/s."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 class Affine(NamedTuple):
     """A number that depends on the rows of a micro-batch: ``fixed + per_row * rows``.
 
@@ -63,7 +56,7 @@ class Affine(NamedTuple):
         return self.fixed + self.per_row * rows
 
 
-class Amount(_Record):
+class Amount(Record):
     """Memory or traffic: ``elements`` of the run's number type, and ``bytes`` of others (masks, indices, statistics
     kept in float32)."""
 
@@ -75,7 +68,7 @@ class Amount(_Record):
         return self.elements(rows) * element_bytes + self.bytes(rows)
 
 
-class Kernel(_Record):
+class Kernel(Record):
     """One operator as one device runs it, with local sizes; ``count`` of them.
 
     Attributes:
@@ -106,7 +99,7 @@ class Kernel(_Record):
     attention: bool = False
 
 
-class Communication(_Record):
+class Communication(Record):
     """A collective inside a layer, as the strategies declare it, over the ``tensor``, ``expert`` or ``context`` group.
 
     ``size`` is the whole tensor: what an all-reduce reduces, an all-gather returns, a reduce-scatter reads, an
@@ -119,7 +112,7 @@ class Communication(_Record):
     count: Annotated[int, Field(ge=1)] = 1
 
 
-class Saved(_Record):
+class Saved(Record):
     """What autograd keeps from the forward for the backward, of one origin.
 
     ``split`` as in `Kernel`: kept in parts by the tensor group, else whole by each device. ``attention`` marks the
@@ -135,7 +128,7 @@ class Saved(_Record):
     input: bool = False
 
 
-class LayerVariant(_Record):
+class LayerVariant(Record):
     """A kind of layer at one tensor degree, on one device of the tensor group.
 
     Attributes:
@@ -159,7 +152,7 @@ class LayerVariant(_Record):
     buffers: NonNegative = 0
 
 
-class MeasuredTimes(_Record):
+class MeasuredTimes(Record):
     """Seconds of one kind of layer on one device type, measured with the communication of its tensor group or without.
 
     ``rows`` ascend; ``forward``, ``backward`` and ``update`` (the optimizer's step) have one entry for each.
@@ -187,7 +180,7 @@ class MeasuredTimes(_Record):
         return self
 
 
-class MeasuredRate(_Record):
+class MeasuredRate(Record):
     """How fast a device type did one thing.
 
     ``matmul`` is a product of two matrices of ``dims`` (m, n, k), in FLOP/s; ``memory`` is a copy of ``dims`` (bytes,)
@@ -202,7 +195,7 @@ class MeasuredRate(_Record):
     spread: NonNegative = 0
 
 
-class LayerKind(_Record):
+class LayerKind(Record):
     """Layers that are equal but for their values.
 
     Attributes:
@@ -222,7 +215,7 @@ class LayerKind(_Record):
     activations: Amount | None = None
 
 
-class LinkCurve(_Record):
+class LinkCurve(Record):
     """Measured bandwidth between devices, by message size.
 
     ``operation`` is what was timed: a send, or a collective of ``ranks`` ranks (whose ``sizes`` are those of
@@ -260,7 +253,7 @@ class LinkCurve(_Record):
         return self
 
 
-class ModelProfile(_Record):
+class ModelProfile(FileRecord):
     """A model as a chain of costed layers; and, where they were measured, the machines. Without layers, only these.
 
     Attributes:
@@ -290,7 +283,7 @@ class ModelProfile(_Record):
     kinds: tuple[LayerKind, ...]
     precision: str = "float32"
     row_tokens: Annotated[int, Field(ge=1)] = 1
-    device_types: dict[str, dict[str, float]] = {}
+    device_types: dict[str, dict[str, float]] = Field(default_factory=dict)
     links: tuple[LinkCurve, ...] = ()
     rates: tuple[MeasuredRate, ...] = ()
     tied: tuple[tuple[tuple[Count, ...], NonNegative], ...] = ()
@@ -319,29 +312,6 @@ class ModelProfile(_Record):
                     )
         return self
 
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> ModelProfile:
-        """Read a profile, a JSON file.
-
-        Raises:
-            InputFileError: with file and line, whatever is wrong with the file.
-        """
-        if PurePath(path).suffix.lower() != ".json":
-            raise InputFileError("a profile is a JSON file; give one whose name ends with .json", path=fspath(path))
-        return cls._of(read_document(path))
-
-    @classmethod
-    def parse(cls, text: str, *, source: str = "<text>") -> ModelProfile:
-        """As `load`, from text; *source* is the name that errors show."""
-        return cls._of(parse_document(text, "json", source=source))
-
-    @classmethod
-    def _of(cls, document: Document) -> ModelProfile:
-        try:
-            return cls.model_validate_json(json.dumps(document.value))  # as JSON, where a tuple is written as a list
-        except ValidationError as error:
-            raise _first_error(document, error) from None
-
     def dumps(self) -> str:
         """The profile as JSON: the same bytes for the same profile; what is as by default is left out."""
         return format_json({"format_version": 1, **self.model_dump(mode="json", exclude_defaults=True)})
@@ -357,22 +327,3 @@ def _check_length(
 ) -> None:
     if len(values) != len(others) and not (may_be_empty and not values):
         raise ValueError(f"{name} has {len(values)} entries and {other} has {len(others)}; give one for each")
-
-
-def _first_error(document: Document, error: ValidationError) -> InputFileError:
-    """The first finding in the order of the file; a misspelt key before the one that it leaves missing."""
-    findings = error.errors(include_url=False)
-    findings.sort(key=lambda finding: (finding["type"] != "extra_forbidden", document.line_of(finding["loc"]) or 0))
-    first = findings[0]
-    place = first["loc"]
-    where = ".".join(map(str, place))
-    match first["type"]:
-        case "extra_forbidden":
-            message = f"unknown key {str(place[-1])!r} in {where}"
-        case "missing":
-            message = f"the key {str(place[-1])!r} is missing in {where}"
-        case "value_error":
-            message = f"{where}: {first['msg'].removeprefix('Value error, ')}"
-        case _:
-            message = f"{where}: {first['msg']}, not {repr(first['input'])[:80]}"
-    return document.error(f"is not a profile: {message}", place)

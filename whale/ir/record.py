@@ -1,6 +1,7 @@
-"""From a strictly read document to a checked record, with errors that say the line and what was meant.
+"""Records: frozen data with strict types, and how a strictly read document becomes one, with errors that say the line
+and what was meant.
 
-A record is a frozen pydantic model with strict types. This file knows the shape of no file.
+This file knows the shape of no file.
 """
 
 from __future__ import annotations
@@ -9,16 +10,46 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, get_args
+from os import PathLike
+from typing import Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from whale.ir.document import Document, Path
+from whale.ir.document import Document, Path, parse_document, read_document
 
-__all__ = ["read_record"]
+__all__ = ["FileRecord", "Record", "read_record"]
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
+
+
+class Record(BaseModel):
+    """Frozen data: unknown fields, other types and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FileRecord(Record):
+    """A record that is a JSON file of its own."""
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read the file, in JSON whatever its name.
+
+        Raises:
+            InputFileError: whatever is wrong with it, with the line.
+        """
+        return cls.of_document(read_document(path, "json"))
+
+    @classmethod
+    def parse(cls, text: str, *, source: str = "<text>") -> Self:
+        """As `load`, from text; *source* is the name that errors show."""
+        return cls.of_document(parse_document(text, "json", source=source))
+
+    @classmethod
+    def of_document(cls, document: Document) -> Self:
+        """As `load`, from a document that has been read."""
+        return read_record(cls, document)
 
 
 def read_record(record: type[RecordT], document: Document) -> RecordT:

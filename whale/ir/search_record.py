@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
-from whale.ir.document import Document, format_json, parse_document, read_document
+from whale.ir.document import format_json
 from whale.ir.plan import Hash, Name
-from whale.ir.record import read_record
+from whale.ir.record import FileRecord, Record
 
 __all__ = ["MAX_POINTS", "RecordedCandidate", "RecordedDrop", "RecordedPoint", "SearchRecord"]
 
@@ -26,11 +26,7 @@ Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class RecordedPoint(_Record):
+class RecordedPoint(Record):
     """Something that was priced.
 
     Attributes:
@@ -46,7 +42,7 @@ class RecordedPoint(_Record):
     reason: Text = ""
 
 
-class RecordedCandidate(_Record):
+class RecordedCandidate(Record):
     """One of the best that were found, simulated.
 
     Attributes:
@@ -67,7 +63,7 @@ class RecordedCandidate(_Record):
     why: Text = ""
 
 
-class RecordedDrop(_Record):
+class RecordedDrop(Record):
     """How many of a family (such as ``tensor 8``) were dropped for one reason."""
 
     family: Text
@@ -75,7 +71,7 @@ class RecordedDrop(_Record):
     count: Annotated[int, Field(ge=1)]
 
 
-class SearchRecord(_Record):
+class SearchRecord(FileRecord):
     """A search, after the fact.
 
     Attributes:
@@ -99,24 +95,6 @@ class SearchRecord(_Record):
     exact: bool = False
     tried: Annotated[int, Field(ge=0)] = 0
     seconds: Seconds = 0.0
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> SearchRecord:
-        """Read a record, in JSON whatever its name.
-
-        Raises:
-            InputFileError: anything that is not a record, with the line.
-        """
-        return cls._of(read_document(path, "json"))
-
-    @classmethod
-    def parse(cls, text: str, *, source: str = "<text>") -> SearchRecord:
-        """As `load`, from text; *source* is the name that errors show."""
-        return cls._of(parse_document(text, "json", source=source))
-
-    @classmethod
-    def _of(cls, document: Document) -> SearchRecord:
-        return read_record(cls, document)
 
     def dumps(self) -> str:
         """The record as JSON, the same bytes for the same record; what is as by default is left out."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from whale.ir.record import Record
 
 __all__ = ["Boundary", "DeviceMemory", "LinkTime", "Prediction", "Reduction", "StageWork", "Transfer", "Workload"]
 
@@ -20,11 +22,7 @@ Bytes = Annotated[int, Field(ge=0)]
 Rank = Annotated[int, Field(ge=0)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class StageWork(_Record):
+class StageWork(Record):
     """One micro-batch on one stage. Lists have one entry for each of ``ranks``.
 
     Attributes:
@@ -49,7 +47,7 @@ class StageWork(_Record):
     backward_peak_bytes: tuple[Bytes, ...] = ()
 
 
-class Transfer(_Record):
+class Transfer(Record):
     """Bytes that one rank sends to another for each micro-batch."""
 
     source: Rank
@@ -57,7 +55,7 @@ class Transfer(_Record):
     bytes: Bytes
 
 
-class Boundary(_Record):
+class Boundary(Record):
     """What crosses from one stage to a later one for each micro-batch; the gradients come back as ``backward``."""
 
     source_stage: Annotated[int, Field(ge=0)]
@@ -66,7 +64,7 @@ class Boundary(_Record):
     backward: tuple[Transfer, ...] = ()
 
 
-class Reduction(_Record):
+class Reduction(Record):
     """A bucket of gradients that ``ranks`` sum once the backwards of ``stages`` are done; ``seconds`` on a free
     network. ``ready`` is how much of the last backward must be done before it can start (1: all of it); ``slowdown``
     is, of each of ``ranks``, how much longer computation takes beside it (0.1 is 10%; empty: the workload's
@@ -80,7 +78,7 @@ class Reduction(_Record):
     slowdown: tuple[Seconds, ...] = ()
 
 
-class LinkTime(_Record):
+class LinkTime(Record):
     """How long a message takes between two ranks: ``latency`` + bytes / ``bandwidth`` (bytes per second).
 
     Messages that name a common ``resource`` (a node's network adapter) share its bandwidth.
@@ -93,7 +91,7 @@ class LinkTime(_Record):
     resources: tuple[str, ...] = ()
 
 
-class Workload(_Record):
+class Workload(Record):
     """Everything that a step takes.
 
     Attributes:
@@ -126,7 +124,7 @@ class Workload(_Record):
     runs_ahead: bool = True
 
 
-class DeviceMemory(_Record):
+class DeviceMemory(Record):
     """Bytes at the peak of a step on one device, by what they are for.
 
     ``activations`` are those of all micro-batches in flight, ``buffers`` are of communication, ``workspace`` is what
@@ -158,7 +156,7 @@ class DeviceMemory(_Record):
         )
 
 
-class Prediction(_Record):
+class Prediction(Record):
     """What a plan should give.
 
     Attributes:
@@ -175,7 +173,7 @@ class Prediction(_Record):
 
     step_seconds: Seconds
     step_seconds_interval: tuple[Seconds, Seconds]
-    breakdown: dict[str, Seconds] = {}
+    breakdown: dict[str, Seconds] = Field(default_factory=dict)
     memory: tuple[DeviceMemory, ...] = ()
     fits: bool = True
     source: Literal["measured", "modelled"] = "modelled"
