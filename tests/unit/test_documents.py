@@ -35,9 +35,9 @@ def test_readme_has_exactly_two_commands() -> None:
 
 
 def test_exit_codes_in_the_guide_are_those_of_the_errors() -> None:
-    guide = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     documented = {}
-    for code, names in re.findall(r"^\| (\d+) \|.*\| (.*) \|$", guide, flags=re.MULTILINE):
+    for names, code in re.findall(r"^\| ([^|]*) \| [^|]*\| (\d+) \|", guide, flags=re.MULTILINE):
         documented.update({name: int(code) for name in re.findall(r"`(\w+)`", names)})
     assert documented == {name: getattr(errors, name).exit_code for name in errors.__all__}
 
