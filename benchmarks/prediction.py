@@ -188,16 +188,17 @@ def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping
         folder.mkdir(exist_ok=True)
         cluster = folder / f"{name}.toml"
         cluster.write_text(description.cluster_file())
-        environment = {**os.environ, "PYTHONPATH": str(LAYOUTS.parents[1]), "CLUSTER": str(cluster)}
+        environment = {"PYTHONPATH": str(LAYOUTS.parents[1]), "CLUSTER": str(cluster)}
         profiles = {model: folder / f"{name}-{model}.profile.json" for model, _, _ in bed.measured}
         plans = {case.name: folder / f"{name}-{case.name}.plan.json" for case in bed.cases}
         if not all(plan.exists() for plan in plans.values()):
             for model, degrees, rows in bed.measured:
                 command = [*WHALE, "profile", *_model(model, trial), "--degrees", degrees, "--rows", rows, "--parallel"]
-                command += ["--time-limit", "90", "--cluster", str(cluster), "-o", str(profiles[model])]
-                testbed.run(command, timeout_seconds=600, environment=environment, show=False)
+                command += ["--time-limit", "120", "--cluster", str(cluster), "-o", str(profiles[model])]
+                for _ in range(1 if trial else 2):  # what there was no time for the first time
+                    testbed.run(command, timeout_seconds=600, environment=environment, show=False)
             for case in bed.cases:
-                make_plan(plans[case.name], case, cluster, profiles[case.model], trial, environment)
+                make_plan(plans[case.name], case, cluster, profiles[case.model], trial, {**os.environ, **environment})
         arguments = [
             *("--repeats", str(2 if trial else options.repeats), "--only", name, "--folder", str(folder), "--ranks"),
             *(["--trial"] if trial else []),

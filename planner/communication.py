@@ -36,6 +36,7 @@ class CommunicationCost:
         bottleneck: the link that decides: its kind, and whether it lies within a node or between nodes.
         interval: seconds between which it lies with 9 chances in 10.
         cores: of a processor that each process uses meanwhile, where that was measured.
+        waiting: seconds that a small message of these ranks takes longer meanwhile, where that was measured.
     """
 
     seconds: float
@@ -45,6 +46,7 @@ class CommunicationCost:
     bottleneck: str
     interval: tuple[float, float]
     cores: float = 0.0
+    waiting: float = 0.0
 
 
 FREE = CommunicationCost(
@@ -173,7 +175,9 @@ def _measured(
         told = measured_seconds(curve, num_bytes)
         seconds.append(told * modelled.seconds / quickest(like, kind, num_bytes).seconds)
     return replace(
-        _as_measured(modelled, max(seconds)), cores=max(measured_cores(curve, num_bytes) for curve in curves)
+        _as_measured(modelled, max(seconds)),
+        cores=max(measured_cores(curve, num_bytes) for curve in curves),
+        waiting=max(curve.waiting or 0.0 for curve in curves),
     )
 
 

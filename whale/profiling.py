@@ -150,6 +150,7 @@ def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[I
     """Links, then devices: each type of device on its first rank, each kind of pair and group on its first ranks."""
     pairs, sets = _pairs(places), _sets(places)
     made = groups([*pairs, *sets], timeout_seconds=world.failures.timeout_seconds)
+    beside = groups(sets, timeout_seconds=world.failures.timeout_seconds)
     items = []
     for pair in pairs:
         items += [_send(world, places, pair, made[pair], size) for size in sizes.messages]
@@ -159,6 +160,7 @@ def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[I
             for operation in OPERATIONS
             for size in sizes.messages
         ]
+        items.append(_waiting(world, places, ranks, (made[ranks], beside[ranks]), sizes.messages))
     for place in _firsts(places):
         items.append(_rate(world, place, "memory", "float32", (sizes.copy,)))
         items += [_rate(world, place, "matmul", dtype, (side,) * 3) for dtype, sides in sizes.matmul for side in sides]
@@ -275,18 +277,39 @@ def _collective(
     return _link_item(world, places, operation, ranks, size, run)
 
 
-def _link_item(
-    world: World,
-    places: Sequence[Place],
-    operation: str,
-    ranks: tuple[int, ...],
-    size: int,
-    run: Callable[[float], list[float]],
+def _waiting(
+    world: World, places: Sequence[Place], ranks: tuple[int, ...], two: tuple[Any, Any], sizes: Sequence[int]
 ) -> Item:
-    members = [places[rank] for rank in ranks]
-    types = sorted(place.device_type for place in members)
-    nodes = [place.node for place in members]
-    identity: dict[str, Any] = {
+    """How long a small all-reduce waits for a large one; told with the curve of the all-reduces."""
+    is_it = _is_of(_identity(places, "all_reduce", ranks))
+
+    def run(seconds: float) -> float:
+        return probe.waiting_seconds(sizes[0], sizes[-1], two, device=world.device, seconds=seconds)
+
+    def known(profile: ModelProfile) -> bool:
+        return any(curve.waiting is not None for curve in profile.links if is_it(curve))
+
+    def merged(profile: ModelProfile, found: float) -> ModelProfile:
+        told = {"waiting": found}
+        links = [curve.model_copy(update=told) if is_it(curve) else curve for curve in profile.links]
+        return profile.model_copy(update={"links": tuple(links)})
+
+    name = f"small all_reduce beside a large one among {_told(places, ranks)}"
+    return Item(name=name, ranks=ranks, known=known, run=run, merged=merged)
+
+
+def _types(places: Sequence[Place], ranks: Sequence[int]) -> list[str]:
+    return sorted(places[rank].device_type for rank in ranks)
+
+
+def _told(places: Sequence[Place], ranks: Sequence[int]) -> str:
+    return f"{len(ranks)}: {', '.join(_types(places, ranks))}"
+
+
+def _identity(places: Sequence[Place], operation: str, ranks: Sequence[int]) -> dict[str, Any]:
+    """What tells the curve of these ranks from others."""
+    types, nodes = _types(places, ranks), [places[rank].node for rank in ranks]
+    return {
         "operation": operation,
         "ranks": len(ranks),
         "source": types[0],
@@ -296,8 +319,24 @@ def _link_item(
         "within": "node" if len(set(nodes)) == 1 else "nodes",
     }
 
-    def mine(curve: LinkCurve) -> bool:
+
+def _is_of(identity: Mapping[str, Any]) -> Callable[[LinkCurve], bool]:
+    def is_it(curve: LinkCurve) -> bool:
         return all(getattr(curve, name) == value for name, value in identity.items()) and not curve.coefficients
+
+    return is_it
+
+
+def _link_item(
+    world: World,
+    places: Sequence[Place],
+    operation: str,
+    ranks: tuple[int, ...],
+    size: int,
+    run: Callable[[float], list[float]],
+) -> Item:
+    identity = _identity(places, operation, ranks)
+    mine = _is_of(identity)
 
     def known(profile: ModelProfile) -> bool:
         return any(size in curve.sizes for curve in profile.links if mine(curve))
@@ -317,12 +356,13 @@ def _link_item(
             bandwidths=bandwidths,
             maximum=max(bandwidths),
             processor=processor if cores else (),
+            waiting=None if old is None else old.waiting,
         )
         links = [new if curve is old else curve for curve in profile.links]
         return profile.model_copy(update={"links": tuple(links if old else [*links, new])})
 
     return Item(
-        name=f"{operation} of {size} bytes among {len(ranks)}: {', '.join(types)}, {identity['within']}",
+        name=f"{operation} of {size} bytes among {_told(places, ranks)}, {identity['within']}",
         ranks=ranks,
         known=known,
         run=run,

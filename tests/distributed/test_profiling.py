@@ -58,7 +58,7 @@ def _measure(world: World, path: str, cluster: bool, time_limit: float, parallel
 def test_devices_and_links_of_unlike_types_are_measured(ranks: Ranks, tmp_path: Path) -> None:
     (text, left, told), (nothing, _, _) = ranks.run(_measure, str(tmp_path / "a.json"), True, 100.0)
     profile = ModelProfile.parse(text)
-    assert left == 0 and told == 2 + 2 * 4 + 2 * 3
+    assert left == 0 and told == 2 + 2 * 4 + 1 + 2 * 3
     assert set(profile.device_types) == {"fast", "slow"}
     assert profile.device_types["slow"]["memory_bytes"] == 2**30
     assert 0 < profile.device_types["slow"]["cores"] < 64
@@ -71,6 +71,7 @@ def test_devices_and_links_of_unlike_types_are_measured(ranks: Ranks, tmp_path: 
     for curve in profile.links:
         assert (curve.types, curve.within, curve.sizes) == (("fast", "slow"), "nodes", (2**10, 2**12))
         assert min(curve.bandwidths) > 0 and len(curve.processor) == 2 and max(curve.processor) > 0
+        assert (curve.waiting is not None) == (curve.operation == "all_reduce")
     assert ModelProfile.parse(nothing).rates == ()
 
 
@@ -89,7 +90,7 @@ def test_what_is_in_the_file_is_not_measured_again(ranks: Ranks, tmp_path: Path)
 
 def test_what_there_is_no_time_for_is_left_and_counted(ranks: Ranks, tmp_path: Path) -> None:
     (text, left, told), _ = ranks.run(_measure, str(tmp_path / "c.json"), False, 0.0)
-    assert (left, told) == (13, 0)
+    assert (left, told) == (14, 0)
     assert ModelProfile.parse(text).links == ()
 
 

@@ -226,7 +226,9 @@ class LinkCurve(Record):
     ``maximum`` is the largest value measured, in bytes per second; or ``sizes`` (bytes) and ``bandwidths`` (bytes per
     second) are the points: the bandwidth of a size is the size by the seconds that all of it took. ``processor`` is,
     for each size, the part of a processor's core that a rank's process used meanwhile (0.5 is half of one; empty where
-    accelerators move bytes): computation beside it on the same cores has so much less.
+    accelerators move bytes): computation beside it on the same cores has so much less. ``waiting`` is how many seconds
+    longer a small message of an all-reduce takes while a large one of the same ranks is on its way: it stands in the
+    same queues (None where that was not measured).
     """
 
     operation: Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = "send"
@@ -242,6 +244,7 @@ class LinkCurve(Record):
     sizes: tuple[NonNegative, ...] = ()
     bandwidths: tuple[NonNegative, ...] = ()
     processor: tuple[NonNegative, ...] = ()
+    waiting: NonNegative | None = None
 
     @model_validator(mode="after")
     def _has_an_entry_for_each(self) -> Self:

@@ -36,11 +36,13 @@ __all__ = [
     "measure",
     "send_seconds",
     "summary",
+    "waiting_seconds",
 ]
 
 WINDOW_SECONDS = 0.2
 """Twenty periods of 10 ms: over such windows the rate under a CPU quota of 50% spread by 3% (of 100 ms: by 11%)."""
 MAX_WINDOWS = 9
+MIN_PAIRS, MAX_PAIRS = 3, 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +204,45 @@ def collective_seconds(
         case _:
             raise UsageError(f"unknown collective {operation!r}")
     return measure(run, device=device, seconds=seconds, agree=_largest(group, device))
+
+
+def waiting_seconds(
+    small_bytes: int,
+    large_bytes: int,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    *,
+    device: torch.device,
+    seconds: float,
+) -> float:
+    """Seconds that a small all-reduce takes longer while a large one of the same ranks is on its way; the median.
+
+    *groups* are two of these ranks: collectives of one group follow each other.
+    """
+    small, large = (torch.zeros(max(1, size // 4), device=device) for size in (small_bytes, large_bytes))
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        collectives.all_reduce(small, groups[0])
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter() - begin
+
+    def pair() -> tuple[float, float]:
+        timed()  # the ranks have met
+        alone = timed()
+        work = dist.all_reduce(large, group=groups[1], async_op=True)
+        timed()
+        beside = timed()
+        if work is not None:
+            work.wait()
+        finish(device)
+        return alone, beside
+
+    pair()
+    estimate = _largest(groups[0], device)(_wall(pair, 1, device))
+    repeats = min(max(MIN_PAIRS, int(seconds / max(estimate, 1e-7))), MAX_PAIRS)
+    pairs = [pair() for _ in range(repeats)]
+    return max(0.0, median(beside for _, beside in pairs) - median(alone for alone, _ in pairs))
 
 
 def _even(dim: int, extent: int, world: int) -> Cut:
