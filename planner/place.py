@@ -143,8 +143,8 @@ def place(
 
     A stage with a number has that many; one without has what its regions need, or 1. Stages without a number that hold
     a ``replicate()`` or ``split()`` without one share evenly what the others leave. Stages under ``cluster`` take
-    theirs from the devices it selects, the others from those that no ``cluster`` selects; every stage has the same
-    number of replicas.
+    theirs from the devices it selects, which may be another stage's too, the others from those that no ``cluster``
+    selects; every stage has the same number of replicas.
 
     Args:
         stages: in the order of the pipeline.
@@ -479,7 +479,8 @@ def _num_replicas(pools: Sequence[_Pool], outer_degree: int) -> int:
 
 
 def _pools(demands: Sequence[_Demand], devices: Sequence[Device]) -> list[_Pool]:
-    """Group the stages by the devices that they select; no device serves two groups."""
+    """Group the stages by the devices that they select. Selections may overlap: a device then serves both stages, in
+    turn."""
     groups: dict[frozenset[int], tuple[str, tuple[Device, ...], list[_Demand]]] = {}
     unselected: list[_Demand] = []
     for demand in demands:
@@ -493,18 +494,10 @@ def _pools(demands: Sequence[_Demand], devices: Sequence[Device]) -> list[_Pool]
             groups.setdefault(frozenset(device.rank for device in chosen), (name, chosen, []))[2].append(sized)
         else:
             unselected.append(demand)
-    owner: dict[int, str] = {}
-    for name, chosen, _ in groups.values():
-        for device in chosen:
-            if device.rank in owner:
-                raise InfeasibleError(
-                    f"rank {device.rank} is one of those that {owner[device.rank]} and of those that {name}, and a "
-                    f"device serves one stage; select devices that do not overlap, or the same ones"
-                )
-            owner[device.rank] = name
+    taken = frozenset[int]().union(*groups)
     pools = [_Pool(name=name, devices=chosen, demands=tuple(members)) for name, chosen, members in groups.values()]
     if unselected:
-        free = tuple(device for device in devices if device.rank not in owner)
+        free = tuple(device for device in devices if device.rank not in taken)
         if not free:
             raise InfeasibleError(
                 f"{unselected[0].request.name} is under no cluster, and the clusters of the other stages select all "

@@ -301,11 +301,11 @@ def test_a_selection_of_the_wrong_size_is_refused() -> None:
         place(staged("stage(2)", outer=(within(layout="ranks", ranks=(0, 1, 2)),)), MIXED)
 
 
-def test_a_device_serves_one_selection() -> None:
-    first = staged("stage", outer=(within(layout="ranks", ranks=(0, 1)),))
-    second = staged("stage", outer=(within(layout="ranks", ranks=(1, 2)),))
-    with pytest.raises(InfeasibleError, match="rank 1 is one of those"):
-        place([*first, *second], MIXED)
+def test_stages_that_select_the_same_devices_among_others_share_them() -> None:
+    tables = staged("stage", outer=(within(layout="ranks", ranks=(0,)),))
+    tables += staged("stage", outer=(within(layout="ranks", ranks=(1,)),))
+    dense = staged("stage: replicate", outer=(within(layout="ranks", ranks=(0, 1)),))
+    assert ranks(place([*tables, *dense], equal(2))) == [(0,), (1,), (0, 1)]
 
 
 def test_a_stage_with_nothing_left_is_refused() -> None:
