@@ -17,13 +17,13 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-import transformers
 
 RESULTS = Path(__file__).parent / "results"
 HARDWARE = "2-core-cpu-vm"
@@ -141,7 +141,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def report(what: str, options: argparse.Namespace, text: str) -> None:
+def report(what: str, options: argparse.Namespace, text: str, command: str = "") -> None:
     """Print a table on the first rank, and write it with what is needed to repeat it."""
     if int(os.environ.get("RANK", "0")):
         return
@@ -157,9 +157,9 @@ def report(what: str, options: argparse.Namespace, text: str) -> None:
         text,
         "",
         f"- hardware: {_processor()}, {os.cpu_count()} cores, shared with other work; one thread a rank",
-        f"- versions: torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"- versions: torch {torch.__version__}, transformers {version('transformers')}, "
         f"Python {platform.python_version()}",
-        f"- command: `python benchmarks/{Path(sys.argv[0]).name} --repeats {options.repeats}`",
+        f"- command: `{command or f'python benchmarks/{Path(sys.argv[0]).name}'} --repeats {options.repeats}`",
         f"- date: {options.write}",
         "",
     ]

@@ -18,18 +18,15 @@ operator by operator.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +35,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import layouts
 import torch
 import torch.distributed as dist
-from harness import over_ranks, report, table
-from live_bytes import LiveBytes, living
+from between import noise, peak_of, time_in_turn
+from harness import report, table
+from live_bytes import living
 from testbed import Description, Testbed
 
 import whale
-from whale import profiling
 from whale.compiler import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types, device_types_with
 from whale.prediction import Costs, predict
 from whale.runtime.launch import World, initialize
-from whale.strategies.layers import layered
 
 LAYOUTS = Path(__file__).with_name("layouts.py")
 WHALE = (sys.executable, "-m", "whale")
@@ -272,7 +268,7 @@ def on_a_rank(bed: str, folder: Path, trial: bool, repeats: int) -> None:
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, peak_of(step, others))
         peaks[case.name] = each
-    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    seconds: dict[str, list[float]] = {}
     for model in dict.fromkeys(case.model for case in cases):
         own = {case.name: steps[case.name] for case in cases if case.model == model}
         made = between_steps(world, bed, folder, model, own, seconds, trial, repeats)
@@ -280,7 +276,7 @@ def on_a_rank(bed: str, folder: Path, trial: bool, repeats: int) -> None:
             measured_profile(folder, bed, model).write_text(made.dumps())
     if world.rank == 0:
         found = {
-            name: {"seconds": statistics.median(each), "noise": _noise(each), "bytes": peaks[name], "each": each}
+            name: {"seconds": statistics.median(each), "noise": noise(each), "bytes": peaks[name], "each": each}
             for name, each in seconds.items()
         }
         print(json.dumps(found), flush=True)
@@ -294,7 +290,7 @@ def between_steps(
     folder: Path,
     name: str,
     steps: Mapping[str, Callable[[], object]],
-    seconds: Mapping[str, list[float]],
+    seconds: dict[str, list[float]],
     trial: bool,
     repeats: int,
 ) -> ModelProfile:
@@ -302,51 +298,14 @@ def between_steps(
     model, whole = getattr(layouts, name)(**(TRIAL[name] if trial else {}))
     cluster = Cluster.load(os.environ["CLUSTER"], catalog=device_types())
     known = ModelProfile.load(folder / f"{bed}-{name}.profile.json")
-    kinds = tuple(kind.model_copy(update={"measured": ()}) for kind in known.kinds)
-    start = known.model_copy(update={"kinds": kinds})
     wanted = [(_numbers(degrees), _numbers(rows)) for model, degrees, rows in BEDS[bed].measured if model == name]
-    captured = cache(lambda: layered(model, whole, sorted({count for _, rows in wanted for count in rows})))
-    places = profiling.places_of(world, cluster)
-    items = [_step_item(world, name, step, seconds[name]) for name, step in steps.items()]
-    for degrees, rows in wanted:
-        for item in profiling.layer_items(world, places, start, captured, model, whole, rows=rows, degrees=degrees):
-            items += [item, *_company(item, places)]
-    return profiling.measure_items(
-        world, items, start, time_limit=1e4, most_seconds=0.1, passes=repeats, parallel=True
-    )[0]
-
-
-def _company(item: profiling.Item, places: Sequence[profiling.Place]) -> list[profiling.Item]:
-    """The same on the other devices of that type, at the same time: in a step they all compute, and share memory."""
-    first = item.ranks[0]
-    return [
-        replace(item, ranks=(place.rank,), merged=lambda profile, value: profile)
-        for place in places
-        if place.rank != first and place.device_type == places[first].device_type
-    ]
+    made, timed = time_in_turn(world, cluster, known, model, whole, steps, wanted, repeats=repeats)
+    seconds.update(timed)
+    return made
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
-
-
-def _step_item(world: World, name: str, step: Callable[[], object], seconds: list[float]) -> profiling.Item:
-    def run(_: float) -> float:
-        step()  # what ran before has left its own in the caches and the allocator
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        seconds.append(over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX))
-        return seconds[-1]
-
-    return profiling.Item(
-        name=name,
-        ranks=tuple(range(world.size)),
-        known=lambda profile: False,
-        run=run,
-        merged=lambda profile, value: profile,
-        prepare=step,
-    )
 
 
 def step_of(case: Case, plan: Path, trial: bool) -> Callable[[], object]:
@@ -362,25 +321,6 @@ def step_of(case: Case, plan: Path, trial: bool) -> Callable[[], object]:
         optimizer.zero_grad()
 
     return step
-
-
-def peak_of(step: Callable[[], object], others: frozenset[int]) -> int:
-    """The most bytes of a step's tensors; the less of two steps, for a thread of gloo may hold a buffer a little
-    longer."""
-    step()
-    gc.collect()
-    peaks = []
-    with LiveBytes(others) as live:
-        for _ in range(2):
-            live.peak = live.now
-            step()
-            peaks.append(live.peak)
-    return min(peaks)
-
-
-def _noise(seconds: Sequence[float]) -> float:
-    halves = [statistics.median(half) for half in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :])]
-    return abs(halves[0] / halves[1] - 1)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ class ModelTrial:
                 found[around[-1], stage] = None
         return list(found)
 
-    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
-        """Compile *plan* for *cluster* as it would be run, and predict its step.
+    def compile(self, plan: Plan, cluster: Cluster) -> Compilation:
+        """Compile *plan* for *cluster* as it would be run.
 
         Raises:
             WhaleError: the model cannot be run so.
@@ -110,7 +110,15 @@ class ModelTrial:
         )  # known to be of this model
         options = replace(self.options, micro_batches=plan.micro_batches, schedule=plan.schedule, plan=bare)
         like = replace(self._base, partition=self._annotated(plan), _lowered={})
-        compilation = self._compile(cluster, options, like)
+        return self._compile(cluster, options, like)
+
+    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
+        """Compile *plan* for *cluster*, and predict its step.
+
+        Raises:
+            WhaleError: the model cannot be run so.
+        """
+        compilation = self.compile(plan, cluster)
         costs = Costs(
             profile=profile,
             cluster=cluster,

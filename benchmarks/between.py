@@ -1,0 +1,110 @@
+"""Steps and the layers they consist of, timed in turn in the same processes; and the bytes of a step.
+
+A machine that is shared, or whose host is, is faster or slower by 10 to 20% from one minute to the next. Layers that
+are measured between the steps meet the same minutes, so that a prediction from them can be held against the steps. For
+whoever has ranks that run steps; knows no models and no plans.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from harness import over_ranks
+from live_bytes import LiveBytes
+from torch import nn
+
+from whale import profiling
+from whale.ir.cluster import Cluster
+from whale.ir.profile import ModelProfile
+from whale.runtime.launch import World
+from whale.strategies.layers import layered
+
+Step = Callable[[], object]
+Wanted = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Tensor degrees, and for those the rows of micro-batches."""
+
+
+def time_in_turn(
+    world: World,
+    cluster: Cluster,
+    known: ModelProfile,
+    model: nn.Module,
+    batch: Any,
+    steps: Mapping[str, Step],
+    wanted: Wanted,
+    *,
+    repeats: int,
+) -> tuple[ModelProfile, dict[str, list[float]]]:
+    """Run steps and measure layers in turn, *repeats* times.
+
+    Returns *known* with the layers' times in place of its own, and the seconds of every step; called by all ranks.
+    """
+    kinds = tuple(kind.model_copy(update={"measured": ()}) for kind in known.kinds)
+    start = known.model_copy(update={"kinds": kinds})
+    captured = cache(lambda: layered(model, batch, sorted({count for _, rows in wanted for count in rows})))
+    places = profiling.places_of(world, cluster)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    items = [_step_item(world, name, step, seconds[name]) for name, step in steps.items()]
+    for degrees, rows in wanted:
+        for item in profiling.layer_items(world, places, start, captured, model, batch, rows=rows, degrees=degrees):
+            items += [item, *_company(item, places)]
+    made, _ = profiling.measure_items(
+        world, items, start, time_limit=1e4, most_seconds=0.1, passes=repeats, parallel=True
+    )
+    return made, seconds
+
+
+def _company(item: profiling.Item, places: Sequence[profiling.Place]) -> list[profiling.Item]:
+    """The same on the other devices of that type, at the same time: in a step they all compute, and share memory."""
+    first = item.ranks[0]
+    return [
+        replace(item, ranks=(place.rank,), merged=lambda profile, value: profile)
+        for place in places
+        if place.rank != first and place.device_type == places[first].device_type
+    ]
+
+
+def _step_item(world: World, name: str, step: Step, seconds: list[float]) -> profiling.Item:
+    def run(_: float) -> float:
+        step()  # what ran before has left its own in the caches and the allocator
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        seconds.append(over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX))
+        return seconds[-1]
+
+    return profiling.Item(
+        name=name,
+        ranks=tuple(range(world.size)),
+        known=lambda profile: False,
+        run=run,
+        merged=lambda profile, value: profile,
+        prepare=step,
+    )
+
+
+def peak_of(step: Step, others: frozenset[int]) -> int:
+    """The most bytes of a step's tensors but for *others*; the less of two steps, for a thread of gloo may hold a
+    buffer a little longer."""
+    step()
+    gc.collect()
+    peaks = []
+    with LiveBytes(others) as live:
+        for _ in range(2):
+            live.peak = live.now
+            step()
+            peaks.append(live.peak)
+    return min(peaks)
+
+
+def noise(seconds: Sequence[float]) -> float:
+    """How far the medians of the first and of the second half lie apart."""
+    halves = [statistics.median(half) for half in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :])]
+    return abs(halves[0] / halves[1] - 1)

@@ -1,0 +1,173 @@
+"""An experiment: a model, a batch and a list of nestings; and what each nesting should take on a cluster.
+
+No processes here. The file's format is `Experiment`; a nesting becomes a plan whose shares follow the speeds of the
+cluster file, and its prediction comes from the plan as compiled, with the times of a profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from whale.cli.model_loader import load_model
+from whale.compiler import Compilation
+from whale.ir.check import CollectiveCall
+from whale.ir.cluster import Cluster
+from whale.ir.document import read_document
+from whale.ir.plan import Plan
+from whale.ir.profile import ModelProfile
+from whale.ir.record import Record, read_record
+from whale.ir.workload import Prediction, Workload
+from whale.prediction import Costs, call_bytes, predict, stage_layers
+from whale.strategies.rehearsal import stage_calls
+
+
+class Nesting(Record):
+    """One way to annotate the model: module paths to strategies, outer to inner, as a plan has them."""
+
+    name: str
+    annotations: dict[str, str | list[str]]
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+
+
+class Experiment(Record):
+    """A file of nestings.
+
+    Attributes:
+        model: ``file.py:callable``, found from the file's folder, or ``hf:<model_type>``.
+        batch: rows of the global batch.
+        settings: of the model; *small* ones replace some of them where only parity counts.
+        testbed: a description of emulated devices, found from the file's folder.
+        nestings: to compare.
+    """
+
+    model: str
+    batch: int
+    settings: dict[str, Any] = Field(default_factory=dict)
+    small: dict[str, Any] = Field(default_factory=dict)
+    testbed: str = ""
+    nestings: tuple[Nesting, ...]
+
+
+def load(path: Path) -> Experiment:
+    """Read an experiment; paths in it become absolute."""
+    made = read_record(Experiment, read_document(path))
+    found = {"testbed": str(path.resolve().parent / made.testbed)} if made.testbed else {}
+    if not made.model.startswith("hf:"):
+        found["model"] = str(path.resolve().parent / made.model)
+    return made.model_copy(update=found)
+
+
+def build(experiment: Experiment, *, small: bool = False, device: str = "cpu") -> tuple[nn.Module, Any]:
+    """The model and its global batch, the same in every process."""
+    torch.manual_seed(0)
+    settings = {**experiment.settings, **(experiment.small if small else {})}
+    loaded = load_model(experiment.model, settings, batch_size=experiment.batch, device=device)
+    return loaded.model, loaded.batch
+
+
+def plan_of(nesting: Nesting, experiment: Experiment, num_devices: int) -> Plan:
+    """The nesting as a plan for so many devices, which leaves the shares to their speeds."""
+    return Plan.model_validate(
+        {
+            "world_size": num_devices,
+            "batch": experiment.batch,
+            "micro_batches": nesting.micro_batches,
+            "schedule": nesting.schedule,
+            "annotations": nesting.annotations,
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What a nesting should give; ``sent_bytes`` are those of all ranks in a step."""
+
+    prediction: Prediction
+    workload: Workload
+    sent_bytes: float
+
+
+def simulated(
+    compilation: Compilation, plan: Plan, profile: ModelProfile, cluster: Cluster, **options: Any
+) -> Simulated:
+    """Predict a step of a compiled plan; *options* are those of `whale.prediction.predict`."""
+    processors = any(device.type.is_processor for device in cluster.devices)
+    costs = Costs(
+        profile=profile,
+        cluster=cluster,
+        precision="fp32",
+        micro_batches=plan.micro_batches,
+        device="cpu" if processors else "cuda",
+    )
+    found = predict(compilation, costs, schedule=plan.schedule, **options)
+    sent = sent_bytes(compilation, found.workload)
+    return Simulated(prediction=found.prediction, workload=found.workload, sent_bytes=sent)
+
+
+def parts_of(compilation: Compilation, profile: ModelProfile) -> set[tuple[float, int]]:
+    """The fractions of split layers that ranks have, each with the rows of a micro-batch."""
+    parts = (part for stage in stage_layers(compilation, profile) for own in stage.parts.values() for part in own)
+    return {(part.fraction, part.rows) for part in parts if part.rows}
+
+
+def sent_bytes(compilation: Compilation, workload: Workload) -> float:
+    """Bytes that all ranks together send in a step: between stages, to sum gradients, and inside of stages."""
+    micro_batches = workload.micro_batches - 1 + workload.last_share
+    transfers = [t for boundary in workload.boundaries for t in (*boundary.forward, *boundary.backward)]
+    total = micro_batches * sum(one.bytes for one in transfers if one.source != one.target)
+    total += sum(on_the_wire("all_reduce", len(one.ranks), one.bytes) for one in workload.reductions)
+    for stage in compilation.stages:
+        found = stage_calls(
+            compilation.captured,
+            stage,
+            compilation.rows,
+            lambda stage, rank: compilation.local_programs(stage, rank, None),
+            -1,
+        )
+        for index, by_rank in found.items():
+            count = compilation.rows.count(compilation.rows[index])
+            calls = [call for task in by_rank.values() for call in (*task.forward, *task.backward)]
+            total += count * sum(_of_a_rank(call) for call in calls)
+    return total
+
+
+def _of_a_rank(call: CollectiveCall) -> float:
+    size = len(call.ranks)
+    whole = call_bytes(call) * (size if call.op == "all_to_all" else 1)
+    return on_the_wire(call.op, size, whole) / size
+
+
+def on_the_wire(operation: str, num_ranks: int, num_bytes: float) -> float:
+    """Bytes that a group sends for a collective on a tensor of *num_bytes* in all, by ring or pairwise algorithms.
+
+    >>> on_the_wire("all_reduce", 4, 1000), on_the_wire("all_to_all", 4, 1000)
+    (6000, 750.0)
+    """
+    match operation:
+        case "all_reduce":
+            return 2 * (num_ranks - 1) * num_bytes
+        case "all_to_all":
+            return num_bytes * (num_ranks - 1) / num_ranks
+    return (num_ranks - 1) * num_bytes  # all-gather, reduce-scatter
+
+
+def to_measure(parts: Iterable[tuple[float, int]], degrees: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Of the parts of all plans the tensor degrees to measure layers at, each with its rows.
+
+    Between two degrees times are taken as linear, so a fraction of 0.4 needs degrees 2 and 3.
+    """
+    wanted: dict[int, set[int]] = {}
+    for fraction, rows in parts:
+        for degree in {floor(1 / fraction + 1e-9), ceil(1 / fraction - 1e-9)}:
+            nearest = min(degrees, key=lambda known: abs(known - degree))
+            wanted.setdefault(nearest, set()).add(rows)
+    return [([degree], sorted(rows)) for degree, rows in sorted(wanted.items())]
