@@ -1,7 +1,7 @@
 """DLRM on two ranks: every table whole on one rank, against replicating all (torch's DDP), and against cutting tables
 by rows.
 
-    python benchmarks/dlrm.py
+    python benchmarks/embedding_tables.py
 
 The steps of all sides alternate in the same processes. DDP sums the gradients of all tables over the ranks at every
 step; tables that are whole on a rank exchange the vectors that were looked up, and only the dense part's gradients are
@@ -80,7 +80,7 @@ def main() -> None:
         middle = statistics.median(own_seconds)
         rows.append((name, f"{middle * 1e3:.1f} ms", f"{statistics.median(ratios):.2f}", f"{size / 2**20:.2f} MiB"))
     tables = f"{len(ROWS)} tables of {', '.join(map(str, ROWS))} rows of {DIM}, batch {BATCH}"
-    report("dlrm", options, f"{tables}\n\n" + table(("side", "forward and backward", "DDP / this", "bytes sent"), rows))
+    report("embedding_tables", options, f"{tables}\n\n" + table(("side", "forward and backward", "DDP / this", "bytes sent"), rows))
     dist.barrier()
     dist.destroy_process_group()
 
