@@ -80,7 +80,11 @@ def main() -> None:
         middle = statistics.median(own_seconds)
         rows.append((name, f"{middle * 1e3:.1f} ms", f"{statistics.median(ratios):.2f}", f"{size / 2**20:.2f} MiB"))
     tables = f"{len(ROWS)} tables of {', '.join(map(str, ROWS))} rows of {DIM}, batch {BATCH}"
-    report("embedding_tables", options, f"{tables}\n\n" + table(("side", "forward and backward", "DDP / this", "bytes sent"), rows))
+    report(
+        "embedding_tables",
+        options,
+        f"{tables}\n\n" + table(("side", "forward and backward", "DDP / this", "bytes sent"), rows),
+    )
     dist.barrier()
     dist.destroy_process_group()
 

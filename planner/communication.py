@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from whale.errors import UsageError
+from whale.ir.profile import Interference
 from whale.planner.algorithms import ALGORITHMS, Algorithm, Collective, Duration, Group, Line, quickest
-from whale.planner.curves import measured_cores, measured_seconds
+from whale.planner.curves import interference, measured_seconds
 from whale.planner.topology import Member, Topology
 
 __all__ = ["Algorithm", "Collective", "CommunicationCost", "collective", "send"]
@@ -35,8 +36,7 @@ class CommunicationCost:
         algorithm: the one that is quickest of those that a communication library has for it, or ``measured``.
         bottleneck: the link that decides: its kind, and whether it lies within a node or between nodes.
         interval: seconds between which it lies with 9 chances in 10.
-        cores: of a processor that each process uses meanwhile, where that was measured.
-        waiting: seconds that a small message of these ranks takes longer meanwhile, where that was measured.
+        beside: what it does to other work of its ranks, where that was measured.
     """
 
     seconds: float
@@ -45,8 +45,7 @@ class CommunicationCost:
     algorithm: Algorithm
     bottleneck: str
     interval: tuple[float, float]
-    cores: float = 0.0
-    waiting: float = 0.0
+    beside: Interference | None = None
 
 
 FREE = CommunicationCost(
@@ -174,11 +173,7 @@ def _measured(
         like = Group.of(topology, [Member(node=node, ranks=node.ranks[:per_node]) for node in nodes])
         told = measured_seconds(curve, num_bytes)
         seconds.append(told * modelled.seconds / quickest(like, kind, num_bytes).seconds)
-    return replace(
-        _as_measured(modelled, max(seconds)),
-        cores=max(measured_cores(curve, num_bytes) for curve in curves),
-        waiting=max(curve.waiting or 0.0 for curve in curves),
-    )
+    return replace(_as_measured(modelled, max(seconds)), beside=interference(curves))
 
 
 def _modelled(duration: Duration) -> CommunicationCost:

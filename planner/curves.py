@@ -14,9 +14,9 @@ from functools import lru_cache
 from math import exp, log, log10
 from typing import Literal
 
-from whale.ir.profile import LinkCurve
+from whale.ir.profile import Interference, LinkCurve
 
-__all__ = ["curves_between", "measured_cores", "measured_seconds"]
+__all__ = ["curves_between", "interference", "measured_seconds"]
 
 SMALLEST_FITTED = 50e3
 """Bytes below which no fitted polynomial is asked: those of Sailor's artifact are negative below 8 kB to 200 kB."""
@@ -44,13 +44,17 @@ def measured_seconds(curve: LinkCurve, num_bytes: float) -> float:
     return exp((1 - share) * log(seconds[above - 1]) + share * log(seconds[above]))
 
 
-def measured_cores(curve: LinkCurve, num_bytes: float) -> float:
-    """Cores of a processor that a process uses while such a message travels: of the nearest size that was measured; 0
-    where none was."""
-    if not curve.processor:
-        return 0.0
-    nearest = min(range(len(curve.sizes)), key=lambda index: abs(curve.sizes[index] - num_bytes))
-    return curve.processor[nearest]
+def interference(curves: Iterable[LinkCurve]) -> Interference | None:
+    """The most that these curves say an all-reduce does to the work beside it; None where that was not measured."""
+    told = [curve.beside for curve in curves if curve.beside is not None]
+    if not told:
+        return None
+    slowdowns: dict[str, float] = {}
+    for each in told:
+        for name, slowdown in zip(each.types, each.slowdowns, strict=True):
+            slowdowns[name] = max(slowdown, slowdowns.get(name, 0.0))
+    waiting = max(each.waiting for each in told)
+    return Interference(types=tuple(slowdowns), slowdowns=tuple(slowdowns.values()), waiting=waiting)
 
 
 @lru_cache(maxsize=4096)

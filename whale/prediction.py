@@ -22,7 +22,7 @@ from whale.errors import UsageError
 from whale.graph.refusals import module_of
 from whale.ir.check import CollectiveCall
 from whale.ir.cluster import Cluster, DeviceType
-from whale.ir.profile import LayerKind, ModelProfile
+from whale.ir.profile import Interference, LayerKind, ModelProfile
 from whale.ir.program import Copy, Receive, Send, box_size
 from whale.ir.workload import (
     Boundary,
@@ -518,24 +518,18 @@ def _reductions(compilation: Compilation, costs: Costs) -> tuple[Reduction, ...]
                 bytes=size,
                 seconds=cost.seconds,
                 ready=1.0 if len(spec.stages) > 1 else min(1.0, done[key] / max(1, groups[key])),
-                slowdown=_slowdowns(costs, spec.ranks, cost.cores),
+                slowdown=_slowdowns(costs, spec.ranks, cost.beside),
             )
         )
     return tuple(found)
 
 
-def _slowdowns(costs: Costs, ranks: Sequence[int], cores: float) -> tuple[float, ...]:
-    """By how much computation takes longer beside a collective that uses so much of each rank's processor; empty where
-    that was not measured.
-
-    Computation has what the collective leaves of the cores that the process may use, and at least half of them: threads
-    that both have work to do get equal parts.
-    """
-    names = [costs.cluster.devices[rank].type.name for rank in ranks]
-    owned = [costs.profile.device_types.get(name, {}).get("cores", 0.0) for name in names]
-    if not cores or not all(owned):
+def _slowdowns(costs: Costs, ranks: Sequence[int], beside: Interference | None) -> tuple[float, ...]:
+    """By how much computation on each rank takes longer beside a reduction; empty where that was not measured."""
+    if beside is None:
         return ()
-    return tuple(min(1.0, cores / max(own - cores, cores)) for own in owned)
+    known = dict(zip(beside.types, beside.slowdowns, strict=True))
+    return tuple(known.get(costs.cluster.devices[rank].type.name, 0.0) for rank in ranks)
 
 
 def _forward_flops(kind: LayerKind) -> float:

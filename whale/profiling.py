@@ -21,11 +21,12 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from whale.errors import PlanMismatchError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
-from whale.ir.profile import LayerKind, LinkCurve, MeasuredRate, MeasuredTimes, ModelProfile
+from whale.ir.profile import Interference, LayerKind, LinkCurve, MeasuredRate, MeasuredTimes, ModelProfile
 from whale.runtime import probe
 from whale.runtime.board import Board
 from whale.runtime.launch import World, groups
@@ -160,7 +161,7 @@ def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[I
             for operation in OPERATIONS
             for size in sizes.messages
         ]
-        items.append(_waiting(world, places, ranks, (made[ranks], beside[ranks]), sizes.messages))
+        items.append(_interference(world, places, ranks, (made[ranks], beside[ranks]), sizes.messages))
     for place in _firsts(places):
         items.append(_rate(world, place, "memory", "float32", (sizes.copy,)))
         items += [_rate(world, place, "matmul", dtype, (side,) * 3) for dtype, sides in sizes.matmul for side in sides]
@@ -215,9 +216,9 @@ def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ..
     def run(seconds: float) -> list[float]:
         if kind == "memory":
             measured = probe.copy_seconds(side, device=world.device, seconds=seconds)
-            return [side / measured.seconds, measured.spread, 0.0]
+            return [side / measured.seconds, measured.spread]
         measured = probe.matmul_seconds(side, dtype, device=world.device, seconds=seconds)
-        return [2 * side**3 / measured.seconds, measured.spread, measured.cores]
+        return [2 * side**3 / measured.seconds, measured.spread]
 
     def known(profile: ModelProfile) -> bool:
         return any(
@@ -237,8 +238,6 @@ def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ..
         figure = "memory_bandwidth" if kind == "memory" else dtype
         figures = {"memory_bytes": float(place.memory_bytes)} | profile.device_types.get(place.device_type, {})
         figures[figure] = max(figures.get(figure, 0.0), found[0])
-        if world.device.type == "cpu" and found[2] > 0:
-            figures["cores"] = max(figures.get("cores", 0.0), found[2])
         return profile.model_copy(
             update={
                 "rates": (*profile.rates, rate),
@@ -257,10 +256,10 @@ def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ..
 
 
 def _send(world: World, places: Sequence[Place], pair: tuple[int, int], group: Any, size: int) -> Item:
-    def run(seconds: float) -> list[float]:
+    def run(seconds: float) -> float:
         rank, peer = pair if world.rank == pair[0] else pair[::-1]
         measured = probe.send_seconds(size, rank, peer, group, device=world.device, seconds=seconds)
-        return [measured.seconds, measured.cores]
+        return measured.seconds
 
     return _link_item(world, places, "send", pair, size, run)
 
@@ -268,33 +267,40 @@ def _send(world: World, places: Sequence[Place], pair: tuple[int, int], group: A
 def _collective(
     world: World, places: Sequence[Place], operation: str, ranks: tuple[int, ...], group: Any, size: int
 ) -> Item:
-    def run(seconds: float) -> list[float]:
+    def run(seconds: float) -> float:
         measured = probe.collective_seconds(
             operation, size, ranks, world.rank, group, device=world.device, seconds=seconds
         )
-        return [measured.seconds, measured.cores]
+        return measured.seconds
 
     return _link_item(world, places, operation, ranks, size, run)
 
 
-def _waiting(
+def _interference(
     world: World, places: Sequence[Place], ranks: tuple[int, ...], two: tuple[Any, Any], sizes: Sequence[int]
 ) -> Item:
-    """How long a small all-reduce waits for a large one; told with the curve of the all-reduces."""
+    """What a large all-reduce does to the work beside it; told with the curve of the all-reduces."""
     is_it = _is_of(_identity(places, "all_reduce", ranks))
 
-    def run(seconds: float) -> float:
-        return probe.waiting_seconds(sizes[0], sizes[-1], two, device=world.device, seconds=seconds)
+    def run(seconds: float) -> list[Any]:
+        slowdown, waiting = probe.interference(sizes[0], sizes[-1], two, device=world.device, seconds=seconds)
+        each: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(each, slowdown, group=two[0])
+        return [each, waiting]
 
     def known(profile: ModelProfile) -> bool:
-        return any(curve.waiting is not None for curve in profile.links if is_it(curve))
+        return any(curve.beside is not None for curve in profile.links if is_it(curve))
 
-    def merged(profile: ModelProfile, found: float) -> ModelProfile:
-        told = {"waiting": found}
-        links = [curve.model_copy(update=told) if is_it(curve) else curve for curve in profile.links]
+    def merged(profile: ModelProfile, found: list[Any]) -> ModelProfile:
+        slowdowns: dict[str, float] = {}
+        for rank, slowdown in zip(ranks, found[0], strict=True):
+            name = places[rank].device_type
+            slowdowns[name] = max(slowdown, slowdowns.get(name, 0.0))
+        beside = Interference(types=tuple(slowdowns), slowdowns=tuple(slowdowns.values()), waiting=found[1])
+        links = [curve.model_copy(update={"beside": beside}) if is_it(curve) else curve for curve in profile.links]
         return profile.model_copy(update={"links": tuple(links)})
 
-    name = f"small all_reduce beside a large one among {_told(places, ranks)}"
+    name = f"work beside a large all_reduce among {_told(places, ranks)}"
     return Item(name=name, ranks=ranks, known=known, run=run, merged=merged)
 
 
@@ -333,7 +339,7 @@ def _link_item(
     operation: str,
     ranks: tuple[int, ...],
     size: int,
-    run: Callable[[float], list[float]],
+    run: Callable[[float], float],
 ) -> Item:
     identity = _identity(places, operation, ranks)
     mine = _is_of(identity)
@@ -341,22 +347,17 @@ def _link_item(
     def known(profile: ModelProfile) -> bool:
         return any(size in curve.sizes for curve in profile.links if mine(curve))
 
-    def merged(profile: ModelProfile, found: list[float]) -> ModelProfile:
+    def merged(profile: ModelProfile, found: float) -> ModelProfile:
         old = next((curve for curve in profile.links if mine(curve)), None)
-        cores = world.device.type == "cpu" and (old is None or bool(old.processor))
-        points: dict[float, tuple[float, float]] = {}
-        if old is not None:
-            used = old.processor or (0.0,) * len(old.sizes)
-            points |= zip(old.sizes, zip(old.bandwidths, used, strict=True), strict=True)
-        points[float(size)] = size / found[0], found[1]
-        bandwidths, processor = zip(*(points[at] for at in sorted(points)), strict=True)
+        points = {} if old is None else dict(zip(old.sizes, old.bandwidths, strict=True))
+        points[float(size)] = size / found
+        bandwidths = tuple(points[at] for at in sorted(points))
         new = LinkCurve(
             **identity,
             sizes=tuple(sorted(points)),
             bandwidths=bandwidths,
             maximum=max(bandwidths),
-            processor=processor if cores else (),
-            waiting=None if old is None else old.waiting,
+            beside=None if old is None else old.beside,
         )
         links = [new if curve is old else curve for curve in profile.links]
         return profile.model_copy(update={"links": tuple(links if old else [*links, new])})

@@ -61,7 +61,6 @@ def test_devices_and_links_of_unlike_types_are_measured(ranks: Ranks, tmp_path: 
     assert left == 0 and told == 2 + 2 * 4 + 1 + 2 * 3
     assert set(profile.device_types) == {"fast", "slow"}
     assert profile.device_types["slow"]["memory_bytes"] == 2**30
-    assert 0 < profile.device_types["slow"]["cores"] < 64
     assert {(rate.device_type, rate.kind, rate.dims) for rate in profile.rates} == {
         (name, kind, dims)
         for name in ("fast", "slow")
@@ -70,8 +69,8 @@ def test_devices_and_links_of_unlike_types_are_measured(ranks: Ranks, tmp_path: 
     assert [curve.operation for curve in profile.links] == ["send", *profiling.OPERATIONS]
     for curve in profile.links:
         assert (curve.types, curve.within, curve.sizes) == (("fast", "slow"), "nodes", (2**10, 2**12))
-        assert min(curve.bandwidths) > 0 and len(curve.processor) == 2 and max(curve.processor) > 0
-        assert (curve.waiting is not None) == (curve.operation == "all_reduce")
+        assert min(curve.bandwidths) > 0 and (curve.beside is not None) == (curve.operation == "all_reduce")
+        assert curve.beside is None or curve.beside.types == ("fast", "slow")
     assert ModelProfile.parse(nothing).rates == ()
 
 

@@ -16,7 +16,7 @@ from whale.compiler import Options, compile_model
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
-from whale.ir.profile import LinkCurve, ModelProfile
+from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.occupancy import brief_occupancy, occupancy
 from whale.planner.simulate import simulate
 from whale.planning import Planned, cut_into_stages, make_plan
@@ -145,27 +145,23 @@ def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> Non
     assert wrong.exit_code == 2 and "has some" in wrong.stderr
 
 
-def test_what_a_collective_takes_of_the_processor_is_missing_beside_it(profile: ModelProfile) -> None:
+def test_computation_beside_a_reduction_is_slowed_as_measured(profile: ModelProfile) -> None:
     machines = cluster(2, 1)
-    figures = {
-        device.type.name: {"memory_bytes": 2.0**33, "memory_bandwidth": 1e8, "float32": 1e8, "cores": cores}
-        for device, cores in zip(machines.devices, (0.5, 0.25), strict=True)
-    }
-    types = tuple(sorted(figures))
+    types = tuple(device.type.name for device in machines.devices)
     curve = LinkCurve(
         operation="all_reduce",
-        source=types[0],
-        target=types[1],
-        types=types,
+        source=min(types),
+        target=max(types),
+        types=tuple(sorted(types)),
         devices=2,
         within="node",
         sizes=(1e3, 1e6),
         bandwidths=(1e8, 1e8),
-        processor=(0.1, 0.2),
+        beside=Interference(types=types, slowdowns=(0.25, 1.5)),
     )
-    measured = profile.model_copy(update={"device_types": figures, "links": (curve,)})
+    measured = profile.model_copy(update={"links": (curve,)})
     found = plan(measured, machines, {"": replicate()})
-    assert {one.slowdown for one in found.predicted.workload.reductions} == {(0.1 / 0.4, 0.1 / 0.15)}
+    assert {one.slowdown for one in found.predicted.workload.reductions} == {(0.25, 1.5)}
     other = plan(profile, machines, {"": replicate()})
     assert {one.slowdown for one in other.predicted.workload.reductions} == {()}
 

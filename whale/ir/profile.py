@@ -215,6 +215,23 @@ class LayerKind(Record):
     activations: Amount | None = None
 
 
+class Interference(Record):
+    """What a large all-reduce does to the other work of its ranks while it is on its way.
+
+    ``slowdowns`` say for each of the device ``types`` by how much computation takes longer (1: twice as long);
+    ``waiting`` is how many seconds longer a small all-reduce of the same ranks takes, which stands in the same queues.
+    """
+
+    types: tuple[str, ...]
+    slowdowns: tuple[NonNegative, ...]
+    waiting: NonNegative = 0.0
+
+    @model_validator(mode="after")
+    def _has_an_entry_for_each(self) -> Self:
+        _check_length("slowdowns", self.slowdowns, "types", self.types)
+        return self
+
+
 class LinkCurve(Record):
     """Measured bandwidth between devices, by message size.
 
@@ -224,11 +241,8 @@ class LinkCurve(Record):
     (``target_devices`` of the target's node, where they are not as many);
     ``within`` a node or between nodes. ``coefficients`` are of a polynomial in log10(bytes) for GB/s, highest first;
     ``maximum`` is the largest value measured, in bytes per second; or ``sizes`` (bytes) and ``bandwidths`` (bytes per
-    second) are the points: the bandwidth of a size is the size by the seconds that all of it took. ``processor`` is,
-    for each size, the part of a processor's core that a rank's process used meanwhile (0.5 is half of one; empty where
-    accelerators move bytes): computation beside it on the same cores has so much less. ``waiting`` is how many seconds
-    longer a small message of an all-reduce takes while a large one of the same ranks is on its way: it stands in the
-    same queues (None where that was not measured).
+    second) are the points: the bandwidth of a size is the size by the seconds that all of it took. ``beside`` is
+    what an all-reduce does to the other work of its ranks, where that was measured.
     """
 
     operation: Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = "send"
@@ -243,14 +257,12 @@ class LinkCurve(Record):
     maximum: NonNegative = 0
     sizes: tuple[NonNegative, ...] = ()
     bandwidths: tuple[NonNegative, ...] = ()
-    processor: tuple[NonNegative, ...] = ()
-    waiting: NonNegative | None = None
+    beside: Interference | None = None
 
     @model_validator(mode="after")
     def _has_an_entry_for_each(self) -> Self:
         _check_ascending("sizes", self.sizes)
         _check_length("bandwidths", self.bandwidths, "sizes", self.sizes)
-        _check_length("processor", self.processor, "sizes", self.sizes, may_be_empty=True)
         if not self.sizes and not self.coefficients:
             raise ValueError("give sizes and bandwidths, or coefficients")
         return self

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,35 +31,36 @@ __all__ = [
     "Measured",
     "collective_seconds",
     "copy_seconds",
+    "interference",
     "layer_seconds",
     "matmul_seconds",
     "measure",
     "send_seconds",
     "summary",
-    "waiting_seconds",
 ]
 
 WINDOW_SECONDS = 0.2
 """Twenty periods of 10 ms: over such windows the rate under a CPU quota of 50% spread by 3% (of 100 ms: by 11%)."""
 MAX_WINDOWS = 9
-MIN_PAIRS, MAX_PAIRS = 3, 25
+MIN_TURNS = 3
+MOST_LARGE = 64
+"""All-reduces that are on their way at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Seconds of one run: the median of windows; ``spread`` is the distance between their quartiles, as a share of
-    it. ``cores`` are those of the processor that this process used meanwhile, all its threads together."""
+    it."""
 
     seconds: float
     spread: float
-    cores: float = 0.0
 
 
 def summary(values: Sequence[float]) -> Measured:
     """The median of some measurements, and how far apart their quartiles are.
 
     >>> summary([1.0, 3.0, 2.0])
-    Measured(seconds=2.0, spread=0.5, cores=0.0)
+    Measured(seconds=2.0, spread=0.5)
     """
     middle = median(values)
     ordered = sorted(values)
@@ -96,9 +97,7 @@ def measure(
     estimate = max(1e-7, agree(_wall(run, 1, device)))
     repeats = ceil(min(WINDOW_SECONDS, seconds / 3) / estimate)
     num_windows = min(max(1, int(seconds / (repeats * estimate))), MAX_WINDOWS)
-    begin, used = time.perf_counter(), time.process_time()
-    found = summary([_wall(run, repeats, device) / repeats for _ in range(num_windows)])
-    return replace(found, cores=(time.process_time() - used) / (time.perf_counter() - begin))
+    return summary([_wall(run, repeats, device) / repeats for _ in range(num_windows)])
 
 
 def _wall(run: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -206,43 +205,84 @@ def collective_seconds(
     return measure(run, device=device, seconds=seconds, agree=_largest(group, device))
 
 
-def waiting_seconds(
+def interference(
     small_bytes: int,
     large_bytes: int,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     *,
     device: torch.device,
     seconds: float,
-) -> float:
-    """Seconds that a small all-reduce takes longer while a large one of the same ranks is on its way; the median.
+) -> tuple[float, float]:
+    """What large all-reduces do to the other work of their ranks meanwhile: by how much a matrix product on this one
+    takes longer (1: twice as long), and how many seconds longer a small all-reduce takes. Medians of some turns.
 
-    *groups* are two of these ranks: collectives of one group follow each other.
+    *groups* are two of these ranks: collectives of one group follow each other. The products take an eighth of the time
+    that the large all-reduces take alone, so that these are still on their way when they end.
     """
-    small, large = (torch.zeros(max(1, size // 4), device=device) for size in (small_bytes, large_bytes))
+    beside = _Beside(small_bytes, large_bytes, groups, device)
+    estimate = _largest(groups[0], device)(_wall(beside.turn, 1, device))
+    turns = [beside.turn() for _ in range(min(max(MIN_TURNS, int(seconds / max(estimate, 1e-7))), MAX_WINDOWS))]
+    alone, loaded, waited = (median(each) for each in zip(*turns, strict=True))
+    return max(0.0, loaded / alone - 1), max(0.0, waited)
 
-    def timed() -> float:
+
+class _Beside:
+    """Other work beside large all-reduces, turn by turn."""
+
+    def __init__(
+        self, small_bytes: int, large_bytes: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: Any
+    ) -> None:
+        self.device, self.groups = device, groups
+        self.small, large = (torch.zeros(max(1, size // 4), device=device) for size in (small_bytes, large_bytes))
+        side = 256 if device.type == "cpu" else 2048
+        self.left, self.right = (torch.randn(side, side, device=device) for _ in range(2))
+        self.out = torch.empty_like(self.left)
+        agree = _largest(groups[0], device)
+        self.large, self.products = [large], 1
+        self._wait(self._start())
+        once = agree(_wall(lambda: self._wait(self._start()), 1, device))
+        self.large = [large.clone() for _ in range(min(MOST_LARGE, ceil(8 * WINDOW_SECONDS / max(once, 1e-7))))]
+        self._products()
+        self.products = max(1, int(once * len(self.large) / 8 / self._products()))
+
+    def turn(self) -> tuple[float, float, float]:
+        """Seconds of the products alone and beside, and by how much longer the small all-reduce takes beside."""
+        self._small()  # the ranks have met
+        met = self._small()
+        alone = self._products()
+        self._small()
+        works = self._start()
+        self._small()
+        queued = self._small()
+        loaded = self._products()
+        self._wait(works)
+        return alone, loaded, queued - met
+
+    def _start(self) -> list[Any]:
+        return [dist.all_reduce(each, group=self.groups[1], async_op=True) for each in self.large]
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            if work is not None:
+                work.wait()
+        finish(self.device)
+
+    def _small(self) -> float:
+        return self._timed(lambda: collectives.all_reduce(self.small, self.groups[0]))
+
+    def _products(self) -> float:
+        def run() -> None:
+            for _ in range(self.products):
+                torch.mm(self.left, self.right, out=self.out)
+
+        return self._timed(run)
+
+    def _timed(self, run: Callable[[], object]) -> float:
         begin = time.perf_counter()
-        collectives.all_reduce(small, groups[0])
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # and not the stream of the large ones
         return time.perf_counter() - begin
-
-    def pair() -> tuple[float, float]:
-        timed()  # the ranks have met
-        alone = timed()
-        work = dist.all_reduce(large, group=groups[1], async_op=True)
-        timed()
-        beside = timed()
-        if work is not None:
-            work.wait()
-        finish(device)
-        return alone, beside
-
-    pair()
-    estimate = _largest(groups[0], device)(_wall(pair, 1, device))
-    repeats = min(max(MIN_PAIRS, int(seconds / max(estimate, 1e-7))), MAX_PAIRS)
-    pairs = [pair() for _ in range(repeats)]
-    return max(0.0, median(beside for _, beside in pairs) - median(alone for alone, _ in pairs))
 
 
 def _even(dim: int, extent: int, world: int) -> Cut:
