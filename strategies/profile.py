@@ -44,7 +44,8 @@ def profile_model(
 ) -> ModelProfile:
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
 
-    A tensor degree over which the model cannot be split is left out; ``refused`` of the profile says why.
+    A tensor degree over which the model cannot be split, or at which its costs follow no law, is left out; ``refused``
+    of the profile says why.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
@@ -69,8 +70,16 @@ def profile_model(
     kinds = []
     for position, kind in enumerate(costs):
         keeps_input = all(costs[other].keeps_input for other in nexts[position])
-        variants = tuple(kind.variant(degree, sent=not keeps_input) for degree in legal)
-        kinds.append(LayerKind(name=first.chain.names[position], variants=variants, output=outputs[position]))
+        variants = []
+        for degree in legal:
+            try:
+                variants.append(kind.variant(degree, sent=not keeps_input))
+            except _NoLaw as error:
+                if degree == 1:
+                    raise
+                refused.setdefault(degree, str(error))
+        kinds.append(LayerKind(name=first.chain.names[position], variants=tuple(variants), output=outputs[position]))
+    kinds = [_without(kind, refused) for kind in kinds]
     return ModelProfile(
         name=name or type(model).__name__,
         model_hash=first.hash,
@@ -82,6 +91,16 @@ def profile_model(
         tied=_tied(model, first),
         refused=tuple(refused.items()),
     )
+
+
+class _NoLaw(UsageError):
+    """What a layer costs does not go with the number of rows: at a tensor degree at which it cuts rows too, parts that
+    are uneven take other kernels than even ones."""
+
+
+def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:
+    """The kind at the degrees that all kinds have."""
+    return kind.model_copy(update={"variants": tuple(v for v in kind.variants if v.tensor_degree not in refused)})
 
 
 def _captured(model: nn.Module, batch: Batch, loss_fn: Callable[..., Any] | None) -> Mapping[int, LayeredModel]:
@@ -198,14 +217,14 @@ class _KindCosts:
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
         if len({len(run) for run in runs}) > 1:
             counts = ", ".join(f"{len(run)} at {rows} rows" for rows, run in zip(ROWS, runs, strict=True))
-            raise UsageError(f"layer {self.name}: its {what} depend on the number of rows ({counts}), so it has no law")
+            raise _NoLaw(f"layer {self.name}: its {what} depend on the number of rows ({counts}), so it has no law")
         return list(zip(*runs, strict=True))
 
     def _law(self, values: Sequence[int]) -> Affine:
         slope = values[1] - values[0]
         fixed = values[0] - ROWS[0] * slope
         if values[2] != fixed + ROWS[2] * slope:
-            raise UsageError(
+            raise _NoLaw(
                 f"layer {self.name}: something in it grows with the rows of a micro-batch as "
                 f"{', '.join(map(str, values))} at {', '.join(map(str, ROWS))} rows, not by the row; such a model has "
                 "no profile"

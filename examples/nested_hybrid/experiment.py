@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +162,13 @@ def on_the_wire(operation: str, num_ranks: int, num_bytes: float) -> float:
 def to_measure(parts: Iterable[tuple[float, int]], degrees: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Of the parts of all plans the tensor degrees to measure layers at, each with its rows.
 
-    Between two degrees times are taken as linear, so a fraction of 0.4 needs degrees 2 and 3.
+    Between two degrees times are taken as linear, so a fraction of 0.4 needs degrees 2 and 3, or the next that there
+    are.
     """
     wanted: dict[int, set[int]] = {}
     for fraction, rows in parts:
-        for degree in {floor(1 / fraction + 1e-9), ceil(1 / fraction - 1e-9)}:
-            nearest = min(degrees, key=lambda known: abs(known - degree))
-            wanted.setdefault(nearest, set()).add(rows)
+        below = max(degree for degree in degrees if degree <= 1 / fraction + 1e-9)
+        above = min((degree for degree in degrees if degree >= 1 / fraction - 1e-9), default=max(degrees))
+        for degree in {below, above}:
+            wanted.setdefault(degree, set()).add(rows)
     return [([degree], sorted(rows)) for degree, rows in sorted(wanted.items())]

@@ -265,3 +265,10 @@ def test_a_profile_as_text_names_its_layers() -> None:
     assert "3 x layers.0" in text
     assert "not at tensor degree 8" in text
     assert "aten.scaled_dot_product_attention" in text
+
+
+def test_a_degree_at_which_costs_follow_no_law_is_left_out_and_said() -> None:
+    settings = {"layers": 1, "hidden": 16, "ffn": 16, "heads": 4, "experts": 4, "seq": 8, "vocab": 32}
+    profile = profiled("gshard", degrees=(1, 2), **settings)  # its router cuts rows, and uneven parts are padded
+    assert {variant.tensor_degree for kind in profile.kinds for variant in kind.variants} == {1}
+    assert [degree for degree, why in profile.refused if "so it has no law" in why] == [2]
