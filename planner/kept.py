@@ -83,6 +83,9 @@ def _degrees(path: ScopePath) -> tuple[int | None, int | None]:
     """The data and tensor degree that a nest fixes; None: open."""
     cut = cut_at_stage(path)
     kinds = [scope.strategy.kind for scope in cut.inner]
+    along = next((scope.strategy for scope in cut.inner if scope.strategy.dim is not None), None)
+    if along is not None:
+        raise UsageError(f"{along}: the search knows no split along a dim; plan it with whale plan, or leave dim out")
     if kinds not in ([], ["replicate"], ["split"], ["replicate", "split"]):
         nest = " > ".join(str(scope.strategy) for scope in cut.inner)
         raise UsageError(f"{nest}: the search knows replicate, split, and split inside of replicate")
@@ -120,4 +123,5 @@ def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
         return False
     if strategy.kind == "stage" or (strategy.kind == "replicate" and strategy.degree is None):
         return True
-    return any(one.kind == strategy.kind and strategy.degree in (None, one.degree) for one in told)
+    same = (one for one in told if (one.kind, one.dim) == (strategy.kind, strategy.dim))
+    return any(strategy.degree in (None, one.degree) for one in same)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from whale.errors import AnnotationError
 from whale.ir.strategy import Scope, ScopePath, Strategy, region_of
-from whale.ir.virtual_device import Role
+from whale.ir.virtual_device import Along, RegionRole
 
 __all__ = ["Mesh", "Needs", "lay_out", "needs_of"]
 
@@ -35,14 +35,14 @@ class Mesh:
     """Sizes of the axes, outermost first, none of them 1, and the role of each axis for each region."""
 
     sizes: tuple[int, ...]
-    roles: dict[str, tuple[Role, ...]]
+    roles: dict[str, tuple[RegionRole, ...]]
 
 
 class _Factor(NamedTuple):
     """A run of ``size`` slices in one role; ``free`` if no annotation fixes its bounds."""
 
     size: int
-    role: Role
+    role: RegionRole
     free: bool
 
 
@@ -113,7 +113,7 @@ def lay_out(regions: Sequence[ScopePath], degree: int, *, owner: str, default: S
     factors: dict[ScopePath, tuple[_Factor, ...]] = {}
     _fill(_tree(annotated.values()), degree, (), (), factors)
     if () in annotated.values() and default is not None:
-        factors[()] = _repeated(degree, default.degree or degree, default)
+        factors[()] = _repeated(degree, default.degree or degree, default, "")
     strides = _chain({path: _strides(run) for path, run in factors.items()}, degree, owner)
     sizes = tuple(outer // inner for outer, inner in pairwise(strides))
     roles = {region_of(path): _roles(factors[plain], strides) for path, plain in annotated.items()}
@@ -143,7 +143,7 @@ def _check(regions: Iterable[ScopePath], degree: int, owner: str, default: Strat
     for path in regions:
         nest = " > ".join(str(scope.strategy) for scope in path)
         unnumbered = [scope.strategy for scope in path if scope.strategy.degree is None]
-        if len({strategy.kind for strategy in unnumbered}) > 1:
+        if len({(strategy.kind, strategy.dim) for strategy in unnumbered}) > 1:
             raise AnnotationError(
                 f"{nest} in {owner}: neither {unnumbered[0]} nor {unnumbered[1]} has a number, so it is not said how "
                 f"they divide the devices; give one of them a number"
@@ -176,19 +176,21 @@ def _fill(
     if node.strategy is None:
         run, inside = outer, available
     elif node.strategy.degree is None:
-        run = (*outer, *_repeated(available // inside, available // inside, node.strategy))
+        run = (*outer, *_repeated(available // inside, available // inside, node.strategy, region_of(path)))
     else:
         degree = node.strategy.degree
         if any(child.takes_rest() for child in node.children.values()):
             inside = available // degree
-        run = (*outer, *_repeated(available // inside, degree, node.strategy))
+        run = (*outer, *_repeated(available // inside, degree, node.strategy, region_of(path)))
     found[path] = (*run, _Factor(inside, "replicate", True))
     for scope, child in node.children.items():
         _fill(child, inside, (*path, scope), run, found)
 
 
-def _repeated(available: int, degree: int, strategy: Strategy) -> tuple[_Factor, ...]:
-    role: Role = "split" if strategy.kind == "split" else "replicate"
+def _repeated(available: int, degree: int, strategy: Strategy, region: str) -> tuple[_Factor, ...]:
+    role: RegionRole = "split" if strategy.kind == "split" else "replicate"
+    if strategy.dim is not None:
+        role = Along(dim=strategy.dim, region=region)
     return (_Factor(available // degree, "replicate", True), _Factor(degree, role, False))
 
 
@@ -219,15 +221,15 @@ def _chain(strides_of: dict[ScopePath, frozenset[int]], degree: int, owner: str)
     return chain
 
 
-def _roles(run: Sequence[_Factor], strides: Sequence[int]) -> tuple[Role, ...]:
+def _roles(run: Sequence[_Factor], strides: Sequence[int]) -> tuple[RegionRole, ...]:
     """The role of each axis: that of the factor which covers it."""
-    bounds: list[tuple[int, Role]] = []  # the stride just inside each factor, outermost first
+    bounds: list[tuple[int, RegionRole]] = []  # the stride just inside each factor, outermost first
     inner = prod(factor.size for factor in run)
     for factor in run:
         inner //= factor.size
         if factor.size > 1:
             bounds.append((inner, factor.role))
-    found: list[Role] = []
+    found: list[RegionRole] = []
     for axis_stride in strides[1:]:
         found.append(next(role for bound, role in bounds if bound <= axis_stride))
     return tuple(found)

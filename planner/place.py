@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Device
 from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy, check_nesting, cut_at_stage
-from whale.ir.virtual_device import MeshAxis, RegionRoles, Role, VirtualDevice
+from whale.ir.virtual_device import MeshAxis, RegionRole, RegionRoles, VirtualDevice
 from whale.planner.mesh import Mesh, lay_out, needs_of
 
 __all__ = [
@@ -308,13 +308,13 @@ def _on_mesh(index: int, spot: VirtualDevice, mesh: Mesh, num_replicas: int) -> 
 def axes_of(mesh: Mesh, num_replicas: int) -> tuple[tuple[MeshAxis, ...], RegionRoles]:
     """The named axes of a stage's mesh, with ``data`` outermost, and what its regions do on them."""
     axes: list[MeshAxis] = []
-    data: tuple[Role, ...] = ()
+    data: tuple[RegionRole, ...] = ()
     if num_replicas > 1:
         axes.append(MeshAxis(name="data", size=num_replicas))
         data = ("replicate",)
     counts: dict[str, int] = {}
     for position, size in enumerate(mesh.sizes):
-        role = "split" if any(roles[position] == "split" for roles in mesh.roles.values()) else "replicate"
+        role = "split" if any(roles[position] != "replicate" for roles in mesh.roles.values()) else "replicate"
         counts[role] = counts.get(role, 0) + 1
         axes.append(MeshAxis(name=role if counts[role] == 1 else f"{role}{counts[role]}", size=size))
     roles = tuple((region, data + of_region) for region, of_region in sorted(mesh.roles.items()))

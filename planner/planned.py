@@ -125,7 +125,7 @@ def _place(
 
 def axis_role(roles: RegionRoles, position: int) -> Role:
     """What a plan calls the role of an axis: ``split`` where any region is split along it."""
-    return "split" if any(of_region[position] == "split" for of_region in roles.values()) else "replicate"
+    return "split" if any(of_region[position] != "replicate" for of_region in roles.values()) else "replicate"
 
 
 def _shown(axes: Sequence[tuple[str, int, str]]) -> str:

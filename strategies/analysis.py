@@ -224,7 +224,7 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
     for leaf in atoms.leaves(analysis.dims[first][dim] if axis.within is None else axis.within):
         if not all(analysis.shardable(value, leaf, d) for value, d in members):
             continue
-        if axis.form.startswith("vocabulary") and not _contiguous(analysis, members, leaf):
+        if axis.form in _STRETCHES and not _contiguous(analysis, members, leaf):
             continue
         inputs = tuple(
             shard(axis.inputs[i], leaf)
@@ -238,6 +238,9 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
         )
         yield Choice(inputs, outputs, leaf, axis.form)
 
+
+_STRETCHES = {"vocabulary_embedding", "vocabulary_cross_entropy", "halo", "causal", "offset"}
+"""Forms that take a part to be a range of indices."""
 
 _CONTRACTED = {"vocabulary_cross_entropy": REPLICATE, "batch_statistics": REPLICATE}
 """What a contracted axis leaves where its special form has summed already."""

@@ -236,6 +236,32 @@ class BatchStatisticsNorm(nn.Module):
         return f"eps={self.eps}, momentum={self.momentum}, count={self.count}"
 
 
+class GroupStatisticsNorm(nn.Module):
+    """Normalisation of each row's groups of channels over a space that lies on several ranks, with all its statistics.
+
+    One small all-reduce forward, one backward; without *groups* every channel is a group.
+    """
+
+    def __init__(self, eps: float, groups: int | None, space: int, axes: Sequence[MeshPlace]) -> None:
+        super().__init__()
+        self.eps, self.groups, self.space = eps, groups, space
+        self.sums = nn.ModuleList(AxisSum(place) for place in axes)
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """*x* (n, c, space of this rank)."""
+        rows, channels = x.shape[:2]
+        groups = channels if self.groups is None else self.groups
+        each = channels // max(groups, 1)
+        apart = x.reshape(1, rows * groups, each * prod(x.shape[2:]))
+        y = _BatchNorm.apply(apart, None, None, self.eps, each * self.space, list(self.sums))[0].view(x.shape)
+        y = y if weight is None else y * _along(weight, x)
+        return y if bias is None else y + _along(bias, x)
+
+    def extra_repr(self) -> str:
+        """The groups, and how many positions the whole space has."""
+        return f"eps={self.eps}, groups={self.groups}, space={self.space}"
+
+
 Built = tuple[nn.Module, tuple[Any, ...]]
 
 
@@ -259,12 +285,22 @@ def _batch_norm(call: FormCall) -> Built:
     return module, tuple(tensors if functional else tensors[:3])
 
 
+def _group_norm(call: FormCall) -> Built:
+    given = call.arguments
+    module = GroupStatisticsNorm(given["eps"], given.get("num_groups"), prod(call.shape[2:]), call.axes)
+    return module, (given["input"], given["weight"], given["bias"])
+
+
 FORMS: dict[str, Callable[[FormCall], Built]] = {
     "vocabulary_embedding": _embedding,
     "vocabulary_cross_entropy": _cross_entropy,
     "batch_statistics": _batch_norm,
+    "group_statistics": _group_norm,
 }
 """How a call is lowered on a rank if a sharded axis of it has this form: a module, and its arguments."""
 
-COLLECTIVES = {"vocabulary_cross_entropy": 2, "batch_statistics": 2}
+COLLECTIVES = {"vocabulary_cross_entropy": 2, "batch_statistics": 2, "group_statistics": 2, "halo": 2}
 """Forms that communicate, and how often in a step: every rank of the axis has to come to them, at the same time."""
+
+ASKED = {"halo", "causal", "group_statistics"}
+"""Forms for parts of space and of sequences, used in regions that are cut along such a dim and nowhere else."""

@@ -29,7 +29,8 @@ from whale.runtime.experts import group, grouped_product, product_of_groups
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
 from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
-from whale.strategies.forms import COLLECTIVES, FORMS, FormCall, MeshPlace
+from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
+from whale.strategies.halos import causal_mask, windowed_call
 from whale.strategies.layout import Layout, Placements
 from whale.strategies.rules.registry import LocalShapes, Op
 
@@ -37,6 +38,9 @@ aten = torch.ops.aten
 
 CONSTANT, STEP, MICRO_BATCH = 0, 1, 2
 LEVELS = ("constant", "step", "micro_batch")
+
+_NOT_FLOATING = ASKED | COLLECTIVES.keys()
+"""Forms in which floating values are not derived: ranks may not come to them at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +140,7 @@ class _Lowering:
         self.depends_on_position = False
         self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
         self._level: dict[fx.Node, int] = {}
+        self._masks: dict[Any, fx.Node] = {}
 
     # The walk
 
@@ -190,11 +195,11 @@ class _Lowering:
             self.primary[(node, index)] = placed
 
     def _spared_mask(self, op: Op, placed: Placements) -> int | None:
-        """The operand that is a mask which attention knows by a word, if all its rows are computed here."""
-        rows = len(op.outputs[0]) - 2
-        if "mask" not in op.node.meta or any(p.kind == "S" and p.dim == rows for p in placed):
+        """The operand that is a mask which attention knows by a word, if the rows computed here are one stretch."""
+        if "mask" not in op.node.meta:
             return None
-        return op.operand("attn_mask")
+        rows = self.stage.layout.intervals((op.node, 0), placed, self.coordinates)[len(op.outputs[0]) - 2]
+        return op.operand("attn_mask") if len(rows) <= 1 else None
 
     # Reading a value in a placement
 
@@ -336,7 +341,7 @@ class _Lowering:
         choices = self.analysis.choices[node]
         if placement.kind != "S":
             return choices[0]
-        return next((c for c in choices if c.outputs[index] == placement and c.form not in COLLECTIVES), None)
+        return next((c for c in choices if c.outputs[index] == placement and c.form not in _NOT_FLOATING), None)
 
     def _bridge_floating(
         self, emitter: _Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
@@ -395,6 +400,7 @@ class _Lowering:
                 starts,
             )
             bound = rule.local(op, bound, shapes)
+        bound = self._causal_rows(emitter, op, bound, inputs)
         node = self._special(emitter, op, choices, bound, inputs, outputs)
         if node is None:
             node = _emit(emitter.graph, op, bound)
@@ -404,6 +410,32 @@ class _Lowering:
                 emitter.env[((op.node, index), placed)] = emitter.graph.call_function(operator.getitem, (node, index))
         else:
             emitter.env[((op.node, 0), outputs[0])] = node
+
+    def _causal_rows(
+        self, emitter: _Emitter, op: Op, bound: dict[str, Any], inputs: Sequence[Placements]
+    ) -> dict[str, Any]:
+        """Let rows of a causal attention that are not the first read the columns up to the last of them, and a mask."""
+        if not bound.get("is_causal"):
+            return bound
+        dim = len(op.shape(0)) - 2
+        if not any(p.kind == "S" and p.dim == dim for p in inputs[0]):
+            return bound
+        held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[dim]
+        first, stop = held[0] if held else (0, 0)
+        columns = min(stop, op.shape(1)[dim])
+        cut = {
+            name: emitter.graph.call_function(aten.slice.Tensor, (bound[name], dim, 0, columns))
+            for name in ("key", "value")
+        }
+        if first == 0:
+            return {**bound, **cut}
+        query = value_tensor(op.operands[0])
+        key = (first, stop - first, columns, query.dtype, query.device)
+        if key not in self._masks:  # one for all layers
+            constant = self.emitters[CONSTANT]
+            position = constant.output(constant.graph.call_function(causal_mask, key))
+            self._masks[key] = emitter.placeholder(key, (LEVELS[CONSTANT], position), "causal_mask")
+        return {**bound, **cut, "attn_mask": self._masks[key], "is_causal": False}
 
     def _special(
         self,
@@ -415,20 +447,24 @@ class _Lowering:
         outputs: Sequence[Placements],
     ) -> fx.Node | None:
         """The special lowering of a call, where one of its sharded axes needs one or it draws random numbers."""
+        if any(choice.form == "halo" for choice in choices):
+            rule, layout = self.analysis.rules[op.node], self.stage.layout
+            call = windowed_call(op, rule, choices, bound, inputs[0], layout, self.coordinates, self.groups)
+            return emitter.call_module(*call, "windows")
         for choice in choices:
             if choice.form not in FORMS:
                 continue
             held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[choice.inputs[0].dim]
             first, stop = (held[0][0], held[-1][1]) if held else (0, 0)
             axes = [i for i, c in enumerate(choices) if c.form == choice.form]
-            call = FormCall(
+            form = FormCall(
                 arguments=bound,
                 first=first,
                 length=stop - first,
                 shape=op.shape(0),
                 axes=tuple(MeshPlace(ranks=self.groups[i], index=self.coordinates[i]) for i in axes),
             )
-            module, operands = FORMS[choice.form](call)
+            module, operands = FORMS[choice.form](form)
             return emitter.call_module(module, operands, choice.form)
         if any(c.form == "mean" for c in choices):
             shape = op.shape(0)

@@ -19,19 +19,22 @@ from whale.graph.capture import Captured
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.refusals import module_of, where
 from whale.graph.values import Value, resolve, value_shape, value_tensor
-from whale.ir.placement import FANOUT, REPLICATE, Placement
-from whale.ir.virtual_device import VirtualDevice
+from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
+from whale.ir.virtual_device import RegionRole, VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.cutting import cut_along
 from whale.strategies.layout import Layout, LayoutAxis, Placements, unit_shares
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.sharding import AxisProblem, Prices, Role, solve_axis, solve_time
+from whale.strategies.sharding import AxisProblem, Prices, solve_axis, solve_time
 
 
 @dataclass
 class Report:
-    """What a user should know of the placements: operators computed whole, matrices that could not be split."""
+    """What a user should know of the placements: operators computed whole, for want of a rule or of a way to cut them
+    along the dim of their region, and matrices that could not be split."""
 
     whole: list[fx.Node] = field(default_factory=list)
+    uncut: list[fx.Node] = field(default_factory=list)
     gathered: list[Value] = field(default_factory=list)
 
 
@@ -45,7 +48,7 @@ class StageProblem:
 
     task_graph: TaskGraph
     mesh: VirtualDevice
-    roles: Mapping[fx.Node, tuple[Role, ...]]
+    roles: Mapping[fx.Node, tuple[RegionRole, ...]]
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
     loss: Value | None = None
@@ -87,6 +90,7 @@ def place_stage(
     stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in read}
     stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
     roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
+    along = cut_along(captured, analysis, mesh, roles)
     outputs: dict[Value, str] = dict.fromkeys(problem.task_graph.sent, problem.sent)
     outputs |= dict.fromkeys(problem.mutated.values(), "whole")
     if problem.loss is not None:
@@ -106,9 +110,8 @@ def place_stage(
             analysis,
             AxisProblem(
                 nodes=nodes,
-                roles={n: roles[n][axis] for n in nodes},
+                along={n: along[n][axis] for n in nodes},
                 size=mesh_axis.size,
-                batch_leaf=analysis.batch_leaf,
                 parameters=parameters,
                 free=free - parameters,
                 received=frozenset(received),
@@ -131,6 +134,7 @@ def place_stage(
             _check_units(captured, analysis, problem, value, axis)
         report.gathered += [v for v in solution.forbidden if v not in report.gathered]
         report.whole += _computed_whole(analysis, nodes, chosen, axis + 1, report)
+        report.uncut += _uncut(analysis, nodes, chosen, along, axis)
     choices = {n: tuple(c) for n, c in chosen.items()}
     final = {v: tuple(p) for v, p in stored.items()}
     return PlacedStage(
@@ -257,21 +261,22 @@ def _effective_roles(
     captured: Captured,
     analysis: Analysis,
     nodes: Sequence[fx.Node],
-    roles: Mapping[fx.Node, tuple[Role, ...]],
+    roles: Mapping[fx.Node, tuple[RegionRole, ...]],
     num_axes: int,
-) -> dict[fx.Node, tuple[Role, ...]]:
+) -> dict[fx.Node, tuple[RegionRole, ...]]:
     """A replicated operator without parameters that reads a split one may be cut as that is: a residual sum, a loss.
 
     What it may not do is decided by the next operator that has parameters.
     """
-    found: dict[fx.Node, tuple[Role, ...]] = {}
+    found: dict[fx.Node, tuple[RegionRole, ...]] = {}
     for node in nodes:
         own = list(roles[node])
         operands = analysis.ops[node].operands
         if not any(_is_parameter(captured, v) for v in operands):
             for axis in range(num_axes):
-                if any(found.get(v[0], own)[axis] == "split" for v in operands if v[0] in found):
-                    own[axis] = "split"
+                if own[axis] == "replicate":
+                    read = [found[v[0]][axis] for v in operands if v[0] in found]
+                    own[axis] = next((role for role in read if role != "replicate"), own[axis])
         found[node] = tuple(own)
     return found
 
@@ -310,6 +315,22 @@ def _computed_whole(
             if producer is not None and producer[axis].outputs[value[1]].kind in "SP":
                 found.append(node)
                 break
+    return found
+
+
+def _uncut(
+    analysis: Analysis, nodes: Sequence[fx.Node], chosen: Mapping[fx.Node, Sequence[Choice]],
+    along: Mapping[fx.Node, tuple[int | None, ...]], axis: int,
+) -> list[fx.Node]:  # fmt: skip
+    """Operators of regions that are cut along a dim which need all of it, and so gather parts of it."""
+    found = []
+    for node in nodes:
+        leaf, choice = along[node][axis], chosen[node][axis + 1]
+        if leaf in (None, analysis.batch_leaf) or choice.leaf >= 0 or PARTIAL in choice.inputs:
+            continue
+        read = (chosen[v[0]][axis + 1].outputs[v[1]] for v in analysis.ops[node].operands if v[0] in chosen)
+        if not analysis.rules[node].opaque and any(p.kind == "S" and p.atom == leaf for p in read):
+            found.append(node)
     return found
 
 

@@ -5,7 +5,7 @@ Objective: the bytes that the runtime moves in a step (:func:`conversion_cost`),
 
 * ``split``: a matrix that is read inside the region is stored sharded and never gathered (:data:`_FORBIDDEN`);
 * ``replicate``: operators are cut along the batch, parameters are whole, activations are never bridged
-  (:func:`_allowed`).
+  (:func:`_allowed`); ``split`` along a dim is the same with another atom.
 
 Least bytes alone would gather weights for every use (ZeRO-3), so costs only break ties between what the annotations
 allow. The search is a dynamic program over the topological order whose state is the placements of the live values, with
@@ -22,12 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
+from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
 from whale.strategies.analysis import Analysis, Choice
-from whale.strategies.forms import COLLECTIVES
+from whale.strategies.forms import ASKED, COLLECTIVES
 
-Role = Literal["replicate", "split"]
 BEAM = 24
 _RESHAPED = {
     torch.ops.aten.reshape.default, torch.ops.aten.expand.default, torch.ops.aten.transpose.int,
@@ -58,12 +57,15 @@ GLOO = Prices(latency=5e4, byte_touched=0.1, flop=1e-2, reduce_scatter=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class AxisProblem:
-    """What the solver needs to know of one mesh axis of one stage."""
+    """What the solver needs to know of one mesh axis of one stage.
+
+    ``along`` is the atom along which each operator is to be cut (the batch, or a dim of the region; -1: there is none);
+    None for those whose matrices are split.
+    """
 
     nodes: Sequence[fx.Node]
-    roles: Mapping[fx.Node, Role]
+    along: Mapping[fx.Node, int | None]
     size: int
-    batch_leaf: int
     parameters: frozenset[Value]
     free: frozenset[Value]
     received: frozenset[Value]
@@ -131,15 +133,17 @@ def solve_axis(analysis: Analysis, problem: AxisProblem) -> AxisSolution:
 
 def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[Choice]:
     """The choices that the node's annotation leaves on this axis."""
+    leaf = problem.along[node]
     choices = [c for c in analysis.choices[node] if c.leaf < 0 or analysis.atoms.size(c.leaf) >= problem.size]
     op = analysis.ops[node]
     fanout = Choice((FANOUT,) * len(op.operands), (FANOUT,) * len(output_shapes(node)))
-    if problem.roles[node] == "split":
+    if leaf is None:
+        choices = [c for c in choices if c.form not in ASKED]
         return [*choices, fanout] if op.operands else choices
-    batch = [c for c in analysis.choices[node] if c.leaf == problem.batch_leaf and problem.batch_leaf >= 0]
+    cut = [c for c in analysis.choices[node] if c.leaf == leaf >= 0]
     linear = [c for c in choices if c.leaf < 0 and PARTIAL in c.inputs]
-    if batch:
-        return batch + linear
+    if cut:
+        return cut + linear
     return [choices[0], fanout, *linear] if op.operands else [choices[0]]
 
 
@@ -185,7 +189,7 @@ class _Segment:
                 for v in {*op.operands, *((node, i) for i in range(len(outputs)))}
                 if v in self.values and last.get(v, -1) <= position and v not in solver.problem.outputs
             ]
-            split = solver.problem.roles[node] == "split"
+            split = solver.problem.along[node] is None
             self.steps.append((operands, outputs, choices, split))
             self.dead.append(sorted(dead))
             key.append((operands, outputs, choices, split, tuple(self.dead[-1])))
@@ -232,6 +236,8 @@ class _Solver:
         self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = {}
         self.bridges: dict[tuple, float] = {}
         self.emulations: dict[tuple, float] = {}
+        split = {v for n in problem.nodes if problem.along[n] is None for v in analysis.ops[n].operands}
+        self.whole = problem.parameters - split
         self.weights = self._weights()
         self.small = self._small()
 
@@ -241,15 +247,23 @@ class _Solver:
         A result that stays a term of a sum costs a pass over it: what later needs the sum must copy the term first.
         """
         cost = COLLECTIVES.get(choice.form, 0) * self.problem.prices.latency
+        if choice.form == "halo":
+            cost += 2 * self._halo_bytes(node, choice.inputs[0].dim)
         if choice.leaf < 0:
             cost += self.work[node]
             kept = [i for i, p in enumerate(choice.outputs) if p == PARTIAL]
             cost += sum(self.problem.local_bytes((node, i)) for i in kept) * self.problem.prices.byte_touched
         return cost
 
+    def _halo_bytes(self, node: fx.Node, dim: int) -> float:
+        """Bytes of the rows that a part of an operand with windows needs from its neighbours."""
+        value, window = self.analysis.ops[node].operands[0], self.analysis.rules[node].windows[dim]
+        rows = max(0, window.extent - window.stride)
+        return self.problem.local_bytes(value) * rows / max(1, value_shape(value)[dim])
+
     def _weights(self) -> set[Value]:
-        """The parameters, and what is one of them in another shape or dtype."""
-        found = set(self.problem.parameters)
+        """The parameters that may be stored in parts, and what is one of them in another shape or dtype."""
+        found = set(self.problem.parameters - self.whole)
         for node in self.problem.nodes:
             if node.target in _RESHAPED and self.analysis.ops[node].operands[0] in found:
                 found.add((node, 0))
@@ -277,7 +291,8 @@ class _Solver:
         """What the price of bridges of a value depends on."""
         matrix = value in self.problem.parameters and value_tensor(value).dim() >= 2
         matrix = matrix and value not in self.small
-        kind = "P" if value in self.weights else "E" if value in self.problem.received else "A"
+        kind = "W" if value in self.whole else "P" if value in self.weights else "A"
+        kind = "E" if kind == "A" and value in self.problem.received else kind
         return self.problem.local_bytes(value), needs_grad(value), kind, matrix
 
     def bridge(self, a: Canonical, b: Canonical, info: tuple) -> float:
@@ -401,7 +416,7 @@ class _Solver:
         info = segment.info
 
         def stored(value: int, want: Canonical, split: bool, hopeful: bool) -> float:
-            """Price of storing a parameter, or receiving a value, as it is first wanted."""
+            """Price of storing a parameter, or receiving a value, as it is first wanted; whole ones are taken from."""
             nbytes, grad, kind, matrix, fixed = info[value]
             if fixed is not None:
                 return 0.0 if fixed[0] != "S" and want[0] != "S" else self.bridge(fixed, want, info[value])
@@ -410,10 +425,11 @@ class _Solver:
                     _all_reduce(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
                 )
             if want[0] == "S":
-                return 0.0
+                return 0.0 if kind == "P" else self.bridge(_tuple(FANOUT), want, info[value])
             cost = nbytes * prices.byte_touched + (2.0 * nbytes if want[0] == "R*" and split else 0.0)
             return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 4.0 * nbytes * split)
 
+        fanout = {grad: segment.place(FANOUT, grad) for grad in (False, True)}
         beam: dict[State, tuple[float, tuple]] = {start: (0.0, ())}
         for (operands, outputs, choices, split), dead in zip(segment.steps, segment.dead, strict=True):
             sharded = [any(choice[0][i][0] == "S" for choice in choices) for i in range(len(operands))]
@@ -431,7 +447,9 @@ class _Solver:
                         available = changed.get(value)
                         if available is None:
                             total += stored(value, want, split, sharded[i])
-                            changed[value] = frozenset((want,))
+                            _, grad, kind, _, fixed = info[value]
+                            taken = kind == "W" and want[0] == "S"  # from the whole, which stays
+                            changed[value] = frozenset((want, fixed or fanout[grad]) if taken else (want,))
                         elif want not in available:
                             total += min(self.bridge(a, want, info[value]) for a in available)
                             changed[value] = available | {want}
@@ -465,10 +483,12 @@ class _Solver:
         forbidden: list[Value] = []
         kept = self.problem.parameters | self.problem.received
         for node in self.problem.nodes:
-            split = self.problem.roles[node] == "split"
+            split = self.problem.along[node] is None
             for value, want in zip(self.analysis.ops[node].operands, choices[node].inputs, strict=True):
                 if value not in kept:
                     continue
+                if value in self.whole and want.kind == "S":
+                    want = FANOUT
                 if want.kind == "R*" and not needs_grad(value):
                     want = REPLICATE
                 if want.kind == "P":

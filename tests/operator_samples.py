@@ -285,7 +285,7 @@ def _matmul() -> Iterator[Sample]:
     attention = aten.scaled_dot_product_attention.default
     heads = "S(1),S(1),S(1)->S(1)"
     yield S(attention, q, k, v, offers=("S(0),S(0),S(0)->S(0)", heads, "S(2),R*,R*->S(2)"))
-    yield S(attention, x(4, 6, 5, 3), x(4, 6, 5, 3), x(4, 6, 5, 3), is_causal=True, offers=(heads,))
+    yield S(attention, x(4, 6, 5, 3), x(4, 6, 5, 3), x(4, 6, 5, 3), is_causal=True, offers=(heads, "S(2),R*,R*->S(2)"))
     yield S(attention, q, k, v, bools(4, 1, 5, 7) | True, offers=("S(1),S(1),S(1),R*->S(1)",))
     yield S(attention, q, k, v, x(5, 7), scale=0.3, offers=("S(0),S(0),S(0),R*->S(0)", "S(2),R*,R*,S(0)->S(2)"))
     yield S(
@@ -443,18 +443,25 @@ def _loss() -> Iterator[Sample]:
 
 def _window() -> Iterator[Sample]:
     batch, out, inside = "S(0),R*,R*->S(0)", "R*,S(0),S(0)->S(1)", "S(1),S(1),P->P"
+    along = "S(2),R*,R*->S(2)"
     yield S(aten.conv1d.default, x(4, 6, 9), x(5, 6, 3), x(5), offers=(batch, out, inside))
     yield S(aten.conv1d.default, x(4, 6, 9), x(6, 1, 3), x(6), [1], [2], [1], 6, offers=(batch, "S(1),S(0),S(0)->S(1)"))
-    yield S(aten.conv1d.padding, x(4, 6, 9), x(5, 6, 3), x(5), [1], "same", offers=(batch, out))
-    yield S(aten.conv2d.default, x(4, 6, 5, 4), x(5, 6, 3, 3), x(5), [1, 1], [1, 1], offers=(batch, out, inside))
+    yield S(aten.conv1d.padding, x(4, 6, 9), x(5, 6, 3), x(5), [1], "same", offers=(batch, out, along))
+    yield S(aten.conv1d.padding, x(4, 6, 8), x(5, 6, 4), x(5), [1], "same", offers=(batch, out))
+    yield S(aten.conv1d.default, x(2, 3, 12), x(5, 3, 3), None, [2], [1], offers=("S(2),R*->S(2)",))
+    yield S(aten.conv1d.default, x(2, 3, 12), x(5, 3, 2), None, [3], offers=("S(2),R*->S(2)",))
+    yield S(aten.conv1d.default, x(2, 3, 8), x(5, 3, 3), x(5), [1], [2], [2], offers=(along,))
+    yield S(aten.conv2d.default, x(4, 6, 5, 4), x(5, 6, 3, 3), x(5), [1, 1], [1, 1], offers=(batch, out, inside, along))
     yield S(aten.conv2d.default, x(4, 6, 8, 6), x(5, 6, 2, 2), None, [2, 2], offers=("S(2),R*->S(2)", "S(3),R*->S(3)"))
     yield S(aten.conv2d.default, x(4, 6, 8, 6), x(5, 6, 1, 1), None, offers=("S(2),R*->S(2)",))
     yield S(aten.conv2d.default, x(4, 8, 5, 4), x(12, 2, 3, 3), x(12), [1, 1], [1, 1], [1, 1], 4,
-            offers=(batch, "S(1),S(0),S(0)->S(1)"))  # fmt: skip
+            offers=(batch, along, "S(1),S(0),S(0)->S(1)"))  # fmt: skip
     yield S(aten.conv2d.default, x(6, 5, 4), x(5, 6, 3, 3), x(5), refused=True)
     yield S(aten.conv3d.default, x(4, 3, 4, 4, 4), x(5, 3, 2, 2, 2), x(5), offers=(batch, out))
+    yield S(aten.conv3d.default, x(2, 2, 6, 4, 4), x(3, 2, 3, 3, 3), x(3), [1, 1, 1], [1, 1, 1], offers=(along,))
     yield S(aten.conv_transpose1d.default, x(4, 6, 5), x(6, 5, 3), x(5), offers=(batch, "R*,S(1),S(0)->S(1)"))
-    yield S(aten.conv_transpose2d.input, x(4, 6, 5, 4), x(6, 5, 2, 2), x(5), [2, 2], offers=("S(1),S(0),P->P",))
+    yield S(aten.conv_transpose2d.input, x(4, 6, 5, 4), x(6, 5, 2, 2), x(5), [2, 2], offers=("S(1),S(0),P->P", along))
+    yield S(aten.conv_transpose1d.default, x(2, 3, 5), x(3, 4, 2), x(4), [3], [0], [1], offers=(along,))
     yield S(aten.conv_transpose2d.input, x(4, 8, 5, 4), x(8, 3, 2, 2), x(12), [2, 2], [0, 0], [0, 0], 4,
             offers=(batch, "S(1),S(0),S(0)->S(1)"))  # fmt: skip
     yield S(aten.conv_transpose3d.input, x(4, 3, 2, 2, 2), x(3, 4, 2, 2, 2))
@@ -462,7 +469,8 @@ def _window() -> Iterator[Sample]:
     tiles = ("S(2)->S(2)",)
     yield S(aten.max_pool1d.default, x(4, 6, 8), [2], offers=both + tiles)
     yield S(aten.max_pool2d.default, x(4, 6, 8, 6), [2, 2], offers=both + tiles)
-    yield S(aten.max_pool2d.default, x(4, 6, 8, 6), [3, 3], [2, 2], [1, 1], offers=both)
+    yield S(aten.max_pool2d.default, x(4, 6, 8, 6), [3, 3], [2, 2], [1, 1], offers=both + tiles)
+    yield S(aten.max_pool1d.default, x(2, 3, 8), [3], [2], [0], [1], True, offers=both + tiles)
     yield S(aten.max_pool2d.default, x(6, 8, 6), [2, 2], offers=("S(0)->S(0)", "S(1)->S(1)"))
     yield S(aten.max_pool3d.default, x(4, 3, 4, 4, 4), [2], offers=both)
     yield S(aten.max_pool2d_with_indices.default, x(4, 6, 8, 6), [2, 2], offers=("S(0)->S(0),S(0)",))
@@ -470,12 +478,18 @@ def _window() -> Iterator[Sample]:
     yield S(aten.avg_pool1d.default, x(4, 6, 8), [2], offers=both + tiles)
     yield S(aten.avg_pool2d.default, x(4, 6, 8, 6), [2, 2], [2, 2], offers=(*both, *tiles, "P->P"))
     yield S(aten.avg_pool2d.default, x(4, 6, 7, 6), [2, 2], [2, 2], [0, 0], True)
+    yield S(aten.avg_pool2d.default, x(4, 6, 7, 6), [3, 3], [1, 1], [1, 1], offers=both + tiles)
+    yield S(aten.avg_pool2d.default, x(4, 6, 7, 6), [3, 3], [1, 1], [1, 1], False, False, offers=both)
+    yield S(aten.avg_pool1d.default, x(4, 6, 8), [3], [2], [1], True, offers=both)
     yield S(aten.avg_pool3d.default, x(4, 3, 4, 4, 4), [2, 2, 2])
     for space, size in ((1, (5,)), (2, (5, 4)), (3, (4, 4, 4))):
         yield S(getattr(aten, f"adaptive_avg_pool{space}d").default, x(4, 6, *size), [2] * space, offers=both)
         yield S(getattr(aten, f"adaptive_max_pool{space}d").default, x(4, 6, *size), [2] * space)
         for name in (f"upsample_nearest{space}d", f"_upsample_nearest_exact{space}d"):
-            yield S(getattr(aten, name).vec, x(4, 6, *size), None, [2.0] * space, offers=both)
+            yield S(getattr(aten, name).vec, x(4, 6, *size), None, [2.0] * space, offers=both + tiles)
+    yield S(aten.adaptive_avg_pool2d.default, x(4, 6, 8, 6), [4, 3], offers=both + tiles)
+    yield S(aten.upsample_nearest2d.default, x(4, 6, 5, 4), [15, 8], offers=both + tiles)
+    yield S(aten.upsample_nearest1d.vec, x(4, 6, 5), None, [2.1], offers=both)
     yield S(aten.upsample_linear1d.default, x(4, 6, 5), [10], False, offers=both)
     yield S(aten.upsample_bilinear2d.vec, x(4, 6, 5, 4), [10, 8], True, None, offers=both)
     yield S(aten.upsample_bicubic2d.default, x(4, 6, 5, 4), [7, 9], False)
@@ -487,12 +501,12 @@ def _window() -> Iterator[Sample]:
     yield S(aten.col2im.default, x(4, 24, 12), [5, 4], [2, 2], [1, 1], [0, 0], [1, 1], offers=both)
     yield S(aten.grid_sampler.default, x(4, 6, 5, 4), x(4, 3, 7, 2), 0, 0, False,
             offers=("S(0),S(0)->S(0)", "S(1),R*->S(1)", "R*,S(1)->S(2)"))  # fmt: skip
-    yield S(aten.group_norm.default, x(4, 12, 5), 4, x(12), x(12), offers=(batch, "S(1),S(0),S(0)->S(1)"))
-    yield S(aten.group_norm.default, x(4, 6, 2, 2), 1, offers=("S(0)->S(0)",))
+    yield S(aten.group_norm.default, x(4, 12, 5), 4, x(12), x(12), offers=(batch, along, "S(1),S(0),S(0)->S(1)"))
+    yield S(aten.group_norm.default, x(4, 6, 2, 2), 1, offers=("S(0)->S(0)", "S(3)->S(3)"))
     yield S(aten.group_norm.default, x(4, 6, 2, 2), 6, x(6), offers=("S(1),S(0)->S(1)",))
     last = (0.1, 1e-5, False)
     yield S(aten.instance_norm.default, x(4, 6, 5), x(6), x(6), None, None, True, *last,
-            offers=(batch, "S(1),S(0),S(0)->S(1)"))  # fmt: skip
+            offers=(batch, along, "S(1),S(0),S(0)->S(1)"))  # fmt: skip
     yield S(aten.instance_norm.default, x(4, 6, 5), None, None, data(6), data(6).abs(), False, *last, refused=True)
     mean, var = data(6), data(6).abs() + 0.5
     weights = (x(6), x(6))

@@ -87,9 +87,16 @@ def single_call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
 
 
 def check(
-    call: Call, choices: Sequence[Choice], weights: Sequence[Sequence[float]], compare_values: bool = True
+    call: Call,
+    choices: Sequence[Choice],
+    weights: Sequence[Sequence[float]],
+    compare_values: bool = True,
+    empty: bool = False,
 ) -> None:
-    """Compare the call lowered with a choice a mesh axis with the whole call; *weights* are the shares a mesh axis."""
+    """Compare the call lowered with a choice a mesh axis with the whole call; *weights* are the shares a mesh axis.
+
+    *empty* says that it takes parts without a position, which many operators do not.
+    """
     mesh_shape = tuple(len(w) for w in weights)
     axes = [LayoutAxis(name="time", size=1, sizes=(1,))]
     axes += [LayoutAxis(name=f"axis{i}", size=len(w), weights=tuple(w)) for i, w in enumerate(weights)]
@@ -119,8 +126,8 @@ def check(
     )
     places = {rank: (0, *mesh.coordinates(rank)) for rank in mesh.ranks}
     spans = [layout.spans(placed, at) for placed in (*wanted.values(), *made.values()) for at in places.values()]
-    if any(length == 0 for found in spans for _, length in found.values()):
-        return  # fewer positions than ranks: many operators do not accept empty tensors
+    if not empty and any(length == 0 for found in spans for _, length in found.values()):
+        return  # fewer positions than ranks
     given = {value: _distribute(call.tensors[value], value, placed, layout, places) for value, placed in wanted.items()}
     programs = [lower(call.captured, call.analysis, stage, r, 0, clock=Clock(0)) for r in mesh.ranks]
     generator = torch.Generator().manual_seed(1)
@@ -132,8 +139,11 @@ def check(
 
     def rank_program(rank: int) -> tuple[list[Tensor], dict[Value, Tensor]]:
         own = {value: given[value][rank].detach().requires_grad_(needs_grad(value)) for value in wanted}
-        program, received = programs[rank], list(own.values())
-        outputs = list(program.micro_batch.module(*(received[what] for _, what in program.micro_batch.sources)))
+        program = programs[rank]
+        given_by = {"received": list(own.values()), "constant": program.constant.module()}
+        outputs = list(
+            program.micro_batch.module(*(given_by[kind][what] for kind, what in program.micro_batch.sources))
+        )
         local = {value: part(c, layout.intervals(value, made[value], places[rank])) for value, c in cotangents.items()}
         picked = [(out, local[value]) for out, value in zip(outputs, call.values, strict=True) if value in local]
         picked = [(out, c) for out, c in picked if out.requires_grad]
@@ -241,36 +251,51 @@ def _whole_gradients(call: Call, cotangents: dict[Value, Tensor]) -> dict[Value,
 
 
 class _ThreadGroup:
-    """A process group of threads: each all-reduce is a meeting of its members."""
+    """A process group of threads: each collective is a meeting of its members."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.condition = size, threading.Condition()
-        self.given: dict[int, Tensor] = {}
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.size, self.condition = len(members), threading.Condition()
+        self.index = {rank: i for i, rank in enumerate(members)}
+        self.given: dict[int, Any] = {}
         self.round = 0
 
-    def all_reduce(self, x: Tensor, op: Any) -> None:
+    def meet(self, given: Any, finish: Callable[[list[Any]], None]) -> None:
+        """Wait for all members; the last one has *finish* work on what they gave, in the order of ranks."""
         with self.condition:
             mine = self.round
-            self.given[threading.get_ident()] = x
+            self.given[self.index[_here.rank]] = given
             if len(self.given) == self.size:
-                every = list(self.given.values())
-                total = torch.stack(every).amax(0) if op == dist.ReduceOp.MAX else torch.stack(every).sum(0)
-                for tensor in every:
-                    tensor.copy_(total)
+                finish([self.given[i] for i in range(self.size)])
                 self.given.clear()
                 self.round += 1
                 self.condition.notify_all()
             elif not self.condition.wait_for(lambda: self.round != mine, timeout=20):
-                raise TimeoutError("another rank did not come to an all-reduce")
+                raise TimeoutError("another rank did not come to a collective")
+
+
+_here = threading.local()
 
 
 @contextmanager
 def _threaded_collectives() -> Iterator[None]:
     def all_reduce(x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        with torch.no_grad():
-            group.all_reduce(x, op)
+        def finish(every: list[Tensor]) -> None:
+            total = torch.stack(every).amax(0) if op == dist.ReduceOp.MAX else torch.stack(every).sum(0)
+            for tensor in every:
+                tensor.copy_(total)
 
-    with mock.patch.object(dist, "all_reduce", all_reduce):
+        with torch.no_grad():
+            group.meet(x, finish)
+
+    def all_to_all(received: Tensor, sent: Tensor, taken: list[int], given: list[int], group: Any = None) -> None:
+        def finish(every: list[Any]) -> None:
+            for target, (into, _) in enumerate(every):
+                into.copy_(torch.cat([parts[target] for _, parts in every]))
+
+        with torch.no_grad():
+            group.meet((received, sent.split(given)), finish)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(dist, "all_to_all_single", all_to_all):
         yield
 
 
@@ -282,11 +307,12 @@ def _run(function: Callable[[int], Any], programs: Sequence[LocalProgram], ranks
     for program in programs:
         for module in program.bridges:
             members = tuple(module.ranks)  # type: ignore[arg-type]
-            module.group = groups.setdefault(members, _ThreadGroup(len(members)))  # type: ignore[assignment]
+            module.group = groups.setdefault(members, _ThreadGroup(members))  # type: ignore[assignment]
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
+        _here.rank = rank
         try:
             results[rank] = function(rank)
         except BaseException as error:

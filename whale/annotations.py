@@ -109,9 +109,17 @@ def replicate(n: int | None = None) -> Annotation:
 
 
 @known_arguments(AnnotationError)
-def split(n: int | None = None) -> Annotation:
-    """Tensor parallel: the operators of the region are cut over *n* devices; None takes the devices that are left."""
-    return Annotation(strategy=Strategy(kind="split", degree=n))
+def split(n: int | None = None, *, dim: int | None = None) -> Annotation:
+    """The operators of the region are cut over *n* devices; None takes the devices that are left.
+
+    Tensor parallel without *dim*: its matrices are stored and computed in parts. With *dim* its activations are: the
+    operators are cut along dim *dim* of what comes into the region (for the whole model: of the batch's tensors), such
+    as the depth of an image or the length of a sequence, and parameters are whole on all devices.
+
+    >>> print(split(4), split(2, dim=1))
+    split(4) split(2, dim=1)
+    """
+    return Annotation(strategy=Strategy(kind="split", degree=n, dim=dim))
 
 
 @known_arguments(AnnotationError)

@@ -433,6 +433,13 @@ def _warn(report: Report, captured: Captured) -> None:
             "it (slower, not wrong)",
             stacklevel=5,
         )
+    uncut = sorted({f"{node.target}{where(node)}" for node in report.uncut})
+    if uncut:
+        warnings.warn(
+            f"split along a dim: {', '.join(uncut[:5])} cannot be cut along it: computed whole on every rank, from "
+            "gathered parts (slower, not wrong)",
+            stacklevel=5,
+        )
     matrices = [captured.parameters[v[0].name] for v in report.gathered if v[0].name in captured.parameters]
     if matrices:
         warnings.warn(

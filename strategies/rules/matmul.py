@@ -97,7 +97,7 @@ def _attention(op: Op) -> Rule | None:
         else:
             alike = len({query[dim], key[dim], value[dim]}) == 1
             axes.append(OpAxis(dict.fromkeys(range(3), dim), {0: dim}, blocked=not alike))
-    axes.append(OpAxis({0: batch}, {0: batch}, blocked=bool(op.args.get("is_causal"))))
+    axes.append(OpAxis({0: batch}, {0: batch}, form="causal" if op.args.get("is_causal") else ""))
     axes.append(OpAxis({0: width, 1: width}, {}, blocked=True))
     axes.append(OpAxis({1: batch, 2: batch}, {}, blocked=True))
     axes.append(OpAxis({2: width}, {0: width}, blocked=value[-1] == query[-1]))

@@ -46,6 +46,28 @@ class OpAxis:
     within: list[int] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """How an operator looks at a dim: output *i* reads ``extent`` inputs from ``i * stride - before`` on.
+
+    What lies outside of the whole input counts as ``padding``. Windows touch the input: ``before < extent``.
+    """
+
+    stride: int
+    before: int
+    extent: int
+    padding: float = 0.0
+
+    def reach(self, start: int, stop: int) -> tuple[int, int]:
+        """What is read for the outputs whose strides are the inputs from *start* to *stop*; it may lie outside.
+
+        >>> Window(stride=2, before=1, extent=3).reach(0, 4), Window(stride=2, before=1, extent=3).reach(4, 8)
+        ((-1, 4), (3, 8))
+        """
+        first, last = start // self.stride, stop // self.stride - 1
+        return first * self.stride - self.before, last * self.stride - self.before + self.extent
+
+
 @dataclass
 class Rule:
     """What can be sharded in one call of an operator.
@@ -54,6 +76,7 @@ class Rule:
     ``additive``: operands that are added to a contraction. ``views``: (operand, output) pairs that hold the same
     elements under other shapes. ``sums``: (operand, dim, sizes), whose dim is cut into the outputs; operand -1: the
     dim of the output joins the operands. ``local`` rewrites the arguments that speak of sizes for one rank.
+    ``windows``: by dim of the first operand, for axes with the form ``halo``.
     """
 
     axes: list[OpAxis] = field(default_factory=list)
@@ -61,6 +84,7 @@ class Rule:
     additive: frozenset[int] = frozenset()
     views: list[tuple[int, int]] = field(default_factory=list)
     sums: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    windows: dict[int, Window] = field(default_factory=dict)
     local: Callable[[Op, dict[str, Any], LocalShapes], dict[str, Any]] | None = None
     opaque: bool = False
 

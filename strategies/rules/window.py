@@ -1,17 +1,20 @@
 """Rules of operators on images and signals: convolution, pooling, resampling, and normalisation of channels.
 
-The batch and the channels are cut; space is cut only where windows neither overlap nor are padded (patches, 1 x 1
-kernels, plain pooling): other windows would need rows of the neighbours.
+The batch and the channels are cut, and space wherever a dim is so many strides as there are windows. Windows that
+neither overlap nor are padded (patches, 1 x 1 kernels, plain pooling) stay inside of their part; others read rows of
+the neighbours: the form ``halo``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
 
-from whale.strategies.rules.registry import LocalShapes, Op, OpAxis, Rule, register
+from whale.graph.values import value_tensor
+from whale.strategies.rules.registry import LocalShapes, Op, OpAxis, Rule, Window, register
 
 
 def _each(value: Any, count: int, default: int) -> list[int]:
@@ -22,20 +25,50 @@ def _each(value: Any, count: int, default: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-def _tiles(op: Op, kernel: Sequence[int], space: int, dilation: Any = 1) -> list[OpAxis]:
-    """The spatial axes of windows that lie side by side: each dim is (windows, kernel)."""
+def _windows(op: Op, kernel: Sequence[int], space: int, padding: float = 0.0) -> dict[int, Window]:
+    """By dim: the windows of spatial dims of which each window has its stride for itself."""
+    if isinstance(op.args.get("padding"), str):  # what cannot be written as a number on both sides
+        return {}
     lead = len(op.shape(0)) - space
-    if isinstance(op.args.get("padding"), str) and max(kernel) > 1:
-        return []
-    padding = [0] * space if isinstance(op.args.get("padding"), str) else _each(op.args.get("padding"), space, 0)
-    strides = op.args.get("stride")
+    strides = list(kernel) if op.args.get("stride") in (None, []) else _each(op.args["stride"], space, 1)
+    dilations, before = (
+        _each(op.args.get(name), space, default) for name, default in (("dilation", 1), ("padding", 0))
+    )
+    found = {}
+    for i in range(space):
+        extent = dilations[i] * (kernel[i] - 1) + 1
+        whole = op.shape(0)[lead + i] == op.outputs[0][lead + i] * strides[i]
+        if whole and before[i] < extent:
+            found[lead + i] = Window(stride=strides[i], before=before[i], extent=extent, padding=padding)
+    return found
+
+
+def _apart(window: Window) -> bool:
+    """Whether windows stay inside of their strides."""
+    return window.before == 0 and window.extent <= window.stride
+
+
+def _spatial(op: Op, windows: dict[int, Window]) -> list[OpAxis]:
+    """An axis for each dim with windows: a dim is (windows, stride)."""
+    return [
+        OpAxis({0: dim}, {0: dim}, factor=(1, op.outputs[0][dim]), form="" if _apart(window) else "halo")
+        for dim, window in windows.items()
+    ]
+
+
+def _spread(op: Op, space: int) -> list[OpAxis]:
+    """The spatial axes of a transposed convolution in which every input has its stride of the output for itself."""
+    lead = len(op.shape(0)) - space
+    kernel = op.shape(1)[2:]
+    strides, dilations, before = (
+        _each(op.args[name], space, default) for name, default in (("stride", 1), ("dilation", 1), ("padding", 0))
+    )
     axes = []
     for i in range(space):
-        size, windows = op.shape(0)[lead + i], op.outputs[0][lead + i]
-        stride = kernel[i] if strides in (None, []) else _each(strides, space, 1)[i]
-        plain = padding[i] == 0 and (kernel[i] == 1 or _each(dilation, space, 1)[i] == 1)
-        if plain and stride == kernel[i] and size == windows * kernel[i]:
-            axes.append(OpAxis({0: lead + i}, {0: lead + i}, factor=(1, windows)))
+        size, out = op.shape(0)[lead + i], op.outputs[0][lead + i]
+        window = Window(stride=strides[i], before=before[i], extent=dilations[i] * (kernel[i] - 1) + 1)
+        if _apart(window) and out == size * strides[i]:
+            axes.append(OpAxis({0: lead + i}, {0: lead + i}, factor=(1, size)))
     return axes
 
 
@@ -57,13 +90,13 @@ def _convolution(op: Op) -> Rule | None:
         axes += [OpAxis({1: outside, **bias}, {0: 1}), OpAxis({0: 1, 1: inside}, {})]
     else:
         axes.append(OpAxis({0: 1, 1: 0, **bias}, {0: 1}, factor=(1, groups)))
-    if not transposed:
-        axes += _tiles(op, op.shape(1)[2:], space, op.args["dilation"])
+    windows = {} if transposed else _windows(op, op.shape(1)[2:], space)
+    axes += _spread(op, space) if transposed else _spatial(op, windows)
 
     def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
         return {**args, "groups": groups * shapes.inputs[1][0] // op.shape(1)[0] if groups > 1 else 1}
 
-    return Rule(axes=axes, additive=frozenset(bias), local=local)
+    return Rule(axes=axes, additive=frozenset(bias), windows=windows, local=local)
 
 
 def _leading(op: Op, space: int) -> list[OpAxis]:
@@ -78,11 +111,14 @@ def _leading(op: Op, space: int) -> list[OpAxis]:
 )  # fmt: skip
 def _pool(op: Op) -> Rule:
     space = int(op.name[op.name.index("pool") + 4])
-    plain = len(op.outputs) == 1  # indices speak of places in the whole plane
-    kernel = _each(op.args["kernel_size"], space, 1)
-    linear = [frozenset({0})] if "avg" in op.name else []
-    tiles = _tiles(op, kernel, space, op.args.get("dilation", 1)) if plain else []
-    return Rule(axes=_leading(op, space) + tiles, linear=linear)
+    mean, indices = "avg" in op.name, len(op.outputs) > 1  # indices speak of places in the whole plane
+    windows = _windows(op, _each(op.args["kernel_size"], space, 1), space, 0.0 if mean else -inf)
+    padded = value_tensor(op.operands[0]).is_floating_point() and not (mean and op.args["ceil_mode"])
+    counted = not mean or op.args["count_include_pad"]  # else a mean is divided by how much lies inside
+    axes = _leading(op, space)
+    if not indices:
+        axes += _spatial(op, {d: w for d, w in windows.items() if _apart(w) or (padded and (counted or not w.before))})
+    return Rule(axes=axes, linear=[frozenset({0})] if mean else [], windows=windows)
 
 
 @register(
@@ -92,8 +128,23 @@ def _pool(op: Op) -> Rule:
     "aten._upsample_bilinear2d_aa", "aten._upsample_bicubic2d_aa",
 )  # fmt: skip
 def _resample(op: Op) -> Rule:
+    """Space is cut where every input has its outputs (nearest), or every output its inputs (a mean), for itself."""
     space = int(next(c for c in reversed(op.name) if c.isdigit()))
-    return Rule(axes=_leading(op, space), linear=[] if "max" in op.name else [frozenset({0})])
+    lead = len(op.shape(0)) - space
+    axes = _leading(op, space)
+    scales = op.args.get("scale_factors") or [s for name, s in op.args.items() if name.startswith("scales")]
+    nearest = "nearest" in op.name and all(scale is None or float(scale).is_integer() for scale in scales)
+    for dim in range(lead, lead + space):
+        size, out = op.shape(0)[dim], op.outputs[0][dim]
+        if nearest and out % size == 0:
+            axes.append(OpAxis({0: dim}, {0: dim}, factor=(1, size)))
+        elif "adaptive_avg" in op.name and size % out == 0:
+            axes.append(OpAxis({0: dim}, {0: dim}, factor=(1, out)))
+
+    def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
+        return args if args.get("output_size") is None else {**args, "output_size": list(shapes.outputs[0][lead:])}
+
+    return Rule(axes=axes, linear=[] if "max" in op.name else [frozenset({0})], local=local)
 
 
 @register("aten.im2col", "aten.col2im")
@@ -116,10 +167,11 @@ def _grid_sampler(op: Op) -> Rule:
 
 @register("aten.group_norm")
 def _group_norm(op: Op) -> Rule:
-    """``n (g c) s!, (g c)?, (g c)? -> n (g c) s!``."""
+    """``n (g c) s*, (g c)?, (g c)? -> n (g c) s*`` with the statistics of each row and group over all of space."""
     groups = op.args["num_groups"]
     channels = dict.fromkeys(range(1, len(op.operands)), 0)
     axes = [OpAxis({0: 0}, {0: 0}), OpAxis({0: 1, **channels}, {0: 1}, factor=(1, groups))]
+    axes += [OpAxis({0: d}, {0: d}, form="group_statistics") for d in range(2, len(op.shape(0)))]
 
     def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
         return {**args, "num_groups": groups * shapes.outputs[0][1] // op.outputs[0][1]}
@@ -129,11 +181,12 @@ def _group_norm(op: Op) -> Rule:
 
 @register("aten.instance_norm")
 def _instance_norm(op: Op) -> Rule | None:
-    """``n c s!, c? -> n c s!``, each row by itself; running statistics are of all rows."""
+    """``n c s*, c? -> n c s*``, each row by itself; running statistics are of all rows."""
     if op.args.get("running_mean") is not None:
         return None
     channels = dict.fromkeys(range(1, len(op.operands)), 0)
-    return Rule(axes=[OpAxis({0: 0}, {0: 0}), OpAxis({0: 1, **channels}, {0: 1})])
+    axes = [OpAxis({0: 0}, {0: 0}), OpAxis({0: 1, **channels}, {0: 1})]
+    return Rule(axes=axes + [OpAxis({0: d}, {0: d}, form="group_statistics") for d in range(2, len(op.shape(0)))])
 
 
 @register("aten.batch_norm", "aten._native_batch_norm_legit_no_training")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import whale
+from tests.distributed import spatial
 from tests.distributed.harness import Ranks
 from tests.distributed.test_meta_init import Net, bert, gpt2, images, tokens
 from whale.ir.check import CollectiveCall
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]],
     "bert dp x tp": (bert, tokens, lambda: [whale.replicate(2), whale.split(2)], 1),
     "uneven tp": (Wide, lambda: {"x": torch.zeros(4, 5), "y": torch.arange(4)}, whale.split, 1),
     "batch statistics": (Net, images, whale.replicate, 1),
+    "halos": (lambda: spatial.windows()[0], lambda: spatial.windows()[1], lambda: whale.split(dim=2), 1),
 }
 
 Seen = list[tuple[str, tuple[int, ...], str, int]]

@@ -75,3 +75,17 @@ def test_gpt2_has_the_losses_of_one_process() -> None:
     together = run(2, "gpt2.py", "--steps", "3", "--layout", "pp", "--micro-batches", "2")
     losses = [[float(loss) for loss in re.findall(r"loss ([0-9.]+)", text)] for text in (alone, together)]
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "arguments"),
+    [
+        (2, "unet3d.py", ()),
+        (2, "unet3d.py", ("--model", "cosmoflow")),
+        (2, "long_context.py", ()),
+        (1, "long_context.py", ("--length", "50")),
+    ],
+)
+def test_parts_of_one_sample_train_as_the_whole_does(size: int, name: str, arguments: tuple[str, ...]) -> None:
+    assert f"parity on {size} ranks: losses and " in (text := run(size, name, *arguments))
+    assert " equal to 1e-9" in text

@@ -6,15 +6,17 @@ The registry is enumerated: a rule without a sample call fails.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from tests.operator_samples import samples
+from tests.operator_samples import samples, x
 from tests.sharded_call import Call, check, single_call
 from whale.strategies.rules import REGISTRY
 from whale.strategies.rules.registry import target_name
 
+aten = torch.ops.aten
 SAMPLES = list(samples())
 SHARES = ((3.0, 1.0), (1.0, 1.0))
 
@@ -66,7 +68,34 @@ def test_shards_compute_what_the_whole_does(calls: dict[int, Call], number: int)
 def test_two_mesh_axes_compute_what_the_whole_does(calls: dict[int, Call], number: int) -> None:
     call, sample = call_of(calls, number), SAMPLES[number]
     for pair in itertools.product(call.choices[1:], repeat=2):
+        if pair[0].form == "halo" and pair[0] == pair[1]:
+            continue  # neighbours lie along one mesh axis: annotations that ask for two are refused
         try:
             check(call, pair, [(1.0, 1.0), (1.0, 2.0)], compare_values=not sample.random)
         except Exception as error:
             raise AssertionError(f"{' and '.join(map(str, pair))}: {error}") from error
+
+
+WINDOWS = [
+    (aten.conv1d.default, (x(2, 3, 6), x(4, 3, 7), x(4), [1], [3])),
+    (aten.conv1d.default, (x(2, 3, 12), x(4, 3, 5), x(4), [2], [2])),
+    (aten.max_pool1d.default, (x(2, 3, 6), [5], [1], [2])),
+    (aten.avg_pool1d.default, (x(2, 3, 12), [4], [2], [1])),
+]
+
+
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1, 1, 1), (3, 1, 1, 1), (2, 0, 1, 3), (0, 3, 3), (3, 3, 0)])
+@pytest.mark.parametrize(("target", "arguments"), WINDOWS)
+def test_windows_reach_over_several_neighbours_and_over_ranks_without_a_row(
+    target: Any, arguments: Any, shares: tuple[float, ...]
+) -> None:
+    call = single_call(target, *arguments)
+    halo = next(choice for choice in call.choices if choice.form == "halo")
+    check(call, [halo], [shares], empty=True)
+
+
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1, 1), (3, 1, 1)])
+def test_windows_of_two_dims_reach_over_corners(shares: tuple[float, ...]) -> None:
+    call = single_call(aten.conv2d.default, x(2, 3, 5, 6), x(4, 3, 3, 5), x(4), [1, 1], [1, 2])
+    halos = [choice for choice in call.choices if choice.form == "halo"]
+    check(call, halos, [shares, (2.0, 1.0)])

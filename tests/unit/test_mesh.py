@@ -4,6 +4,7 @@ import pytest
 
 from whale.errors import AnnotationError
 from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy
+from whale.ir.virtual_device import Along
 from whale.planner.mesh import Mesh, lay_out, needs_of
 
 
@@ -24,7 +25,8 @@ def laid_out(degree: int, *texts: str, default: Strategy | None = None) -> tuple
     paths = {text: nest(text) for text in texts}
     mesh = lay_out(list(paths.values()), degree, owner=f"stage({degree})", default=default)
     letters = {
-        text: "".join(role[0] for role in mesh.roles[path[-1].region if path else ""]) for text, path in paths.items()
+        text: "".join(str(role)[0] for role in mesh.roles[path[-1].region if path else ""])
+        for text, path in paths.items()
     }
     return mesh.sizes, letters
 
@@ -128,3 +130,11 @@ def test_needs_are_the_least_common_multiple_of_the_numbers() -> None:
     assert needs_of([()]) == (1, False)
     assert needs_of([()], Strategy(kind="split", degree=2)) == (2, False)
     assert needs_of([nest("split(4)")], Strategy(kind="split", degree=3)) == (4, False)
+
+
+def test_an_axis_that_cuts_a_dim_knows_the_dim_and_the_region_that_asked() -> None:
+    outer = Scope(strategy=Strategy(kind="replicate", degree=2), region="blocks")
+    inner = Scope(strategy=Strategy(kind="split", degree=4, dim=1), region="blocks.0")
+    mesh = lay_out([(outer, inner)], 8, owner="stage(8)")
+    assert mesh.sizes == (2, 4)
+    assert mesh.roles["blocks.0"] == ("replicate", Along(dim=1, region="blocks.0"))

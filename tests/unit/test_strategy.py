@@ -93,7 +93,8 @@ def test_a_scope_path_survives_its_string() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "{}x", '[["split"]]', '[["split",0,null,"a"]]', '[["split",1,null,3]]', "3", "[" * 100_000]
+    "text",
+    ["", "{", "{}x", '[["split"]]', '[["split",0,null,null,"a"]]', '[["split",1,null,null,3]]', "3", "[" * 100_000],
 )
 def test_a_string_that_is_no_scope_path_is_refused(text: str) -> None:
     with pytest.raises(AnnotationError):
@@ -102,7 +103,7 @@ def test_a_string_that_is_no_scope_path_is_refused(text: str) -> None:
 
 def test_the_encoding_is_plain_json_on_one_line() -> None:
     text = encode_scopes((scope("stage", "stage#0"),))
-    assert json.loads(text) == [["stage", None, None, "stage#0"]]
+    assert json.loads(text) == [["stage", None, None, None, "stage#0"]]
     assert "\n" not in text
 
 

@@ -361,6 +361,28 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, total)
 
 
+def _convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """Padding by a word is a number, where it is the same on both sides."""
+    bound = _bound(node)
+    kernel = bound["weight"].meta["val"].shape[2:]
+    dilation = [bound["dilation"]] if isinstance(bound["dilation"], int) else list(bound["dilation"])
+    dilation *= len(kernel) // len(dilation)
+    total = [d * (k - 1) if bound["padding"] == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+    if not any(amount % 2 for amount in total):
+        bound["padding"] = [amount // 2 for amount in total]
+        node.target = node.target.overloadpacket.default  # type: ignore[union-attr]
+        node.args, node.kwargs = tuple(bound.values()), {}
+
+
+def _adaptive_mean(graph: fx.Graph, node: fx.Node) -> None:
+    """A pooling to one position is a mean over space."""
+    source, size = node.args
+    if all(length == 1 for length in size):  # type: ignore[union-attr]
+        with graph.inserting_before(node):
+            mean = emit(graph, node, aten.mean.dim, source, list(range(-len(size), 0)), True)  # type: ignore[arg-type]
+        _replace(graph, node, mean)
+
+
 def _inline_wrappers(graph: fx.Graph) -> None:
     """Inline ``wrap_with_set_grad_enabled`` and ``wrap_with_autocast``; values made without gradient are detached."""
     owner: Any = graph.owning_module
@@ -472,6 +494,12 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.copy.default: _copy,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.conv3d.padding: _convolution,
+    aten.adaptive_avg_pool1d.default: _adaptive_mean,
+    aten.adaptive_avg_pool2d.default: _adaptive_mean,
+    aten.adaptive_avg_pool3d.default: _adaptive_mean,
 } | {
     getattr(aten, name).default: _elementwise_loss
     for name in (

@@ -34,6 +34,9 @@ __all__ = [
 Kind = Literal["replicate", "split", "stage", "cluster"]
 Layout = Literal["all", "row", "average", "ranks", "type", "name"]
 
+MAX_DIMS = 64
+"""Of a tensor in PyTorch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSelection:
@@ -89,14 +92,17 @@ class Strategy:
     Attributes:
         kind: of the primitive that the user called.
         degree: number of replicas, parts or devices; None lets the planner choose.
+        dim: only for ``split``: the dim of what comes into the region along which its operators are cut; None: they are
+            cut as their matrices are.
         devices: only for ``cluster``.
 
-    >>> print(Strategy(kind="split", degree=4), Strategy(kind="stage"))
-    split(4) stage()
+    >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
+    split(4) split(2, dim=1) stage()
     """
 
     kind: Kind
     degree: int | None = None
+    dim: int | None = None
     devices: DeviceSelection | None = None
 
     def __post_init__(self) -> None:
@@ -110,16 +116,27 @@ class Strategy:
             if self.kind == "cluster":
                 raise AnnotationError("cluster(...) has no degree: nest stage(n), replicate(n) or split(n) in it")
             _check_positive(self.degree, f"{self.kind}({self.degree!r})", "degree")
+        if self.dim is not None:
+            if self.kind != "split":
+                raise AnnotationError(f"{self.kind}(dim={self.dim!r}): only split(n, dim=...) cuts along a dim")
+            if isinstance(self.dim, bool) or not isinstance(self.dim, int) or abs(self.dim) > MAX_DIMS:
+                raise AnnotationError(
+                    f"split(dim={self.dim!r}): the dim is a whole number that a tensor may have, as in "
+                    "whale.split(2, dim=1) for the second dim of what comes into the region"
+                )
 
     def __str__(self) -> str:
-        return (
-            str(self.devices)
-            if self.devices is not None
-            else f"{self.kind}({'' if self.degree is None else self.degree})"
-        )
+        if self.devices is not None:
+            return str(self.devices)
+        given = [str(self.degree)] if self.degree is not None else []
+        given += [f"dim={self.dim}"] if self.dim is not None else []
+        return f"{self.kind}({', '.join(given)})"
 
 
-_WRITTEN = re.compile(r"(replicate|split|stage)\(([1-9][0-9]{0,5})?\)")
+_WRITTEN = re.compile(
+    r"(?P<kind>replicate|split|stage)"
+    r"\((?P<degree>[1-9][0-9]{0,5})?((?(degree), )dim=(?P<dim>0|-?[1-9][0-9]?))?\)"
+)
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -130,13 +147,20 @@ def parse_strategy(text: str) -> Strategy:
 
     >>> parse_strategy("split(4)") == Strategy(kind="split", degree=4)
     True
+    >>> parse_strategy("split(2, dim=1)") == Strategy(kind="split", degree=2, dim=1)
+    True
     """
     found = _WRITTEN.fullmatch(text)
     if found is None:
         raise AnnotationError(
-            f"{text[:60]!r} is no strategy; write replicate(), split() or stage(), with or without a number"
+            f"{text[:60]!r} is no strategy; write replicate(), split() or stage(), with or without a number, or "
+            "split(2, dim=1)"
         )
-    return Strategy(kind=found[1], degree=int(found[2]) if found[2] else None)  # type: ignore[arg-type]
+    return Strategy(
+        kind=found["kind"],  # type: ignore[arg-type]
+        degree=int(found["degree"]) if found["degree"] else None,
+        dim=int(found["dim"]) if found["dim"] else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +245,13 @@ def encode_scopes(path: ScopePath) -> str:
     """*path* as a line of JSON, the form in which graph nodes carry it.
 
     >>> encode_scopes((Scope(strategy=Strategy(kind="split", degree=4), region="lm_head"),))
-    '[["split",4,null,"lm_head"]]'
+    '[["split",4,null,null,"lm_head"]]'
     """
     rows: list[list[object]] = []
     for scope in path:
         devices = scope.strategy.devices
         chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
-        rows.append([scope.strategy.kind, scope.strategy.degree, chosen, scope.region])
+        rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region])
     return json.dumps(rows, separators=(",", ":"))
 
 
@@ -239,14 +263,14 @@ def decode_scopes(text: str) -> ScopePath:
     """
     try:
         path: list[Scope] = []
-        for kind, degree, chosen, region in json.loads(text):
+        for kind, degree, dim, chosen, region in json.loads(text):
             devices = None
             if chosen is not None:
                 layout, number, ranks, label = chosen
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            path.append(Scope(strategy=Strategy(kind=kind, degree=degree, devices=devices), region=region))
+            path.append(Scope(strategy=Strategy(kind=kind, degree=degree, dim=dim, devices=devices), region=region))
     except (ValueError, TypeError, RecursionError) as error:
         raise AnnotationError(f"not an encoded scope path: {text[:200]!r} ({error})") from error
     return tuple(path)

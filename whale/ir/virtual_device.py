@@ -16,10 +16,27 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.strategy import ScopePath
 
-__all__ = ["MeshAxis", "RegionRoles", "Role", "VirtualDevice"]
+__all__ = ["Along", "MeshAxis", "RegionRole", "RegionRoles", "Role", "VirtualDevice"]
 
 Role = Literal["replicate", "split"]
-"""What a region does along a mesh axis: each slice takes its share of the batch, or its part of the operators."""
+"""What a mesh axis is for: each slice takes its share of the batch, or its part of the operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Along:
+    """The role of a region of which each slice takes its part of a dim: ``split(n, dim=...)``.
+
+    Attributes:
+        dim: of the tensors that come into *region*; negative: from the last.
+        region: identity of the region that was annotated so; the empty string is the unannotated rest.
+    """
+
+    dim: int
+    region: str
+
+
+RegionRole = Role | Along
+"""What a region does along a mesh axis; ``split`` without a dim cuts operators as their matrices are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +158,7 @@ class VirtualDevice:
 
 
 @dataclass(frozen=True)
-class RegionRoles(Mapping[str, tuple[Role, ...]]):
+class RegionRoles(Mapping[str, tuple[RegionRole, ...]]):
     """The role of each region of a stage along each mesh axis, by its identity; the empty string is the unannotated
     rest.
 
@@ -150,13 +167,13 @@ class RegionRoles(Mapping[str, tuple[Role, ...]]):
     ('split',)
     """
 
-    entries: tuple[tuple[str, tuple[Role, ...]], ...]
+    entries: tuple[tuple[str, tuple[RegionRole, ...]], ...]
 
     @cached_property
-    def _table(self) -> dict[str, tuple[Role, ...]]:
+    def _table(self) -> dict[str, tuple[RegionRole, ...]]:
         return dict(self.entries)
 
-    def __getitem__(self, region: str) -> tuple[Role, ...]:
+    def __getitem__(self, region: str) -> tuple[RegionRole, ...]:
         return self._table[region]
 
     def __iter__(self) -> Iterator[str]:
@@ -165,7 +182,7 @@ class RegionRoles(Mapping[str, tuple[Role, ...]]):
     def __len__(self) -> int:
         return len(self._table)
 
-    def of(self, path: ScopePath) -> tuple[Role, ...]:
+    def of(self, path: ScopePath) -> tuple[RegionRole, ...]:
         """Roles of the innermost region of *path* that is known here: a region inside a region inherits its roles."""
         for scope in reversed(path):
             if scope.region in self._table:

@@ -1,0 +1,114 @@
+"""Along which atom each operator of a stage is to be cut on each mesh axis: the batch, or a dim of its region.
+
+``split(n, dim=d)`` speaks of dim *d* of what comes into the annotated region. That dim, refined by all operators of
+the model (192 rows that are pooled by 2 are 96 times 2), is cut along its outermost atom: each part is one stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from whale.errors import AnnotationError, InfeasibleError
+from whale.graph.capture import Captured
+from whale.graph.partition import scopes_of
+from whale.graph.refusals import where
+from whale.graph.values import Value, is_call, operands, value_shape
+from whale.ir.virtual_device import Along, RegionRole, VirtualDevice
+from whale.strategies.analysis import Analysis
+
+__all__ = ["cut_along"]
+
+
+def cut_along(
+    captured: Captured, analysis: Analysis, mesh: VirtualDevice, roles: Mapping[fx.Node, tuple[RegionRole, ...]]
+) -> dict[fx.Node, tuple[int | None, ...]]:
+    """For each operator and mesh axis: the atom to cut along, -1 where there is none, None where matrices are split.
+
+    Raises:
+        AnnotationError: a region has no such dim, or asks twice for the same one.
+        InfeasibleError: the dim has too few parts for the axis.
+    """
+    atoms: dict[tuple[Along, int], int] = {}
+
+    def atom(role: RegionRole, axis: int) -> int | None:
+        if role == "split":
+            return None
+        if role == "replicate":
+            return analysis.batch_leaf
+        if (role, axis) not in atoms:
+            atoms[role, axis] = _atom_of(captured, analysis, role, mesh.axes[axis].size)
+        return atoms[role, axis]
+
+    known = {own: tuple(atom(role, axis) for axis, role in enumerate(own)) for own in dict.fromkeys(roles.values())}
+    for own, cuts in known.items():
+        twice = [role for i, role in enumerate(own) if isinstance(role, Along) and cuts[i] in cuts[:i]]
+        if twice:
+            raise AnnotationError(
+                f"split(dim={twice[0].dim}){_of(twice[0].region)} cuts a dim that another annotation around or in it "
+                "cuts too; write one split(n, dim=...) with the product of their numbers"
+            )
+    return {node: known[own] for node, own in roles.items()}
+
+
+def _of(region: str) -> str:
+    """The region in a message."""
+    return f" of {region}" if region not in ("", ".") else " of the model"
+
+
+def _atom_of(captured: Captured, analysis: Analysis, role: Along, size: int) -> int:
+    """The atom of the first dim that fits and along which an operator of the region can be cut."""
+    asked = f"split({size}, dim={role.dim}){_of(role.region)}"
+    members = [n for n in captured.graph.nodes if is_call(n) and _lies_in(n, role.region)]
+    incoming = _incoming(captured, members)
+    dims = [(v, role.dim % len(value_shape(v))) for v in incoming if _has_dim(v, role.dim)]
+    if not dims:
+        shapes = ", ".join(str(list(value_shape(v))) for v in incoming[:4]) or "none"
+        raise AnnotationError(
+            f"{asked}: no tensor that comes into it has a dim {role.dim}; their shapes are {shapes}. Name a dim of one "
+            "of them, counted from 0"
+        )
+    cuttable = {choice.leaf for node in members for choice in analysis.choices.get(node, ())}
+    short: list[str] = []
+    for value, dim in dims:
+        leaves = analysis.atoms.leaves(analysis.dims[value][dim])
+        if not leaves or leaves[0] not in cuttable:
+            continue
+        if leaves[0] == analysis.batch_leaf:
+            raise AnnotationError(f"{asked}: dim {role.dim} is the batch; write replicate({size}), which divides it")
+        units, length = analysis.atoms.size(leaves[0]), value_shape(value)[dim]
+        if units >= size:
+            return leaves[0]
+        together = f", for its operators take {length // units} positions together" if units < length else ""
+        short.append(f"it has {length} positions, which can be cut into at most {units} parts{together}")
+    if short:
+        raise InfeasibleError(f"{asked}: {short[0]}; use fewer devices there, or another dim")
+    value, dim = dims[0]
+    name = captured.inputs.get(value[0].name, value[0].name)
+    raise InfeasibleError(
+        f"{asked}: none of its operators can be cut along dim {dim} of {name} of shape "
+        f"{list(value_shape(value))}{where(members[0])}; use another dim, or replicate"
+    )
+
+
+def _lies_in(node: fx.Node, region: str) -> bool:
+    """Whether a call belongs to a region; all belong to the unannotated rest, whose inputs are the batch's."""
+    return not region or any(scope.region == region for scope in scopes_of(node))
+
+
+def _incoming(captured: Captured, members: Sequence[fx.Node]) -> list[Value]:
+    """The batch's tensors and activations that operators read and none of them makes, in the order of reading."""
+    inside = set(members)
+    found: dict[Value, None] = {}
+    for node in members:
+        for value in operands(node):
+            given = value[0].op == "placeholder" and value[0].name in captured.inputs
+            if given or (is_call(value[0]) and value[0] not in inside):
+                found[value] = None
+    return list(found)
+
+
+def _has_dim(value: Value, dim: int) -> bool:
+    rank = len(value_shape(value))
+    return -rank <= dim < rank
