@@ -6,7 +6,7 @@ the best step so far:
 
 - a stage of c seconds for a micro-batch begins after the forwards of the stages before it, is busy for M c, and after
   it come its own sum and update, or the backwards of the stages before it;
-- what is left of the chain takes at least its work divided among the devices that are left (`bound.least_work`).
+- what is left of the chain takes at least its work divided among the devices that are left (`bound.work_of_parts`).
 
 Exact over the space of `searching` with these conventions: a stage's tensor groups are its devices in the order of
 their types, cut into groups (they may mix types here), and rows of a micro-batch are those with which its slowest slice
@@ -25,7 +25,7 @@ import numpy as np
 
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.memory import FRAGMENTATION
-from whale.planner.search.bound import work_of_layers
+from whale.planner.search.bound import work_of_parts
 from whale.planner.search.choices import Candidate
 from whale.planner.search.devices import Mesh, Pool
 from whale.planner.search.drafts import Draft
@@ -130,7 +130,7 @@ class _Walk:
             for degree in self.meshes.prices.tensor_degrees
             if any(counts) and sum(counts) % degree == 0
         ]
-        self.work = work_of_layers(self.meshes, self.batch, [self.count])
+        self.work = work_of_parts(self.meshes, self.batch, [self.count])
 
     def descend(self, meshes: tuple[Mesh, ...], starts: tuple[int, ...]) -> bool:
         """All plans that end with these meshes, which begin at *starts* (the end of the chain last)."""
@@ -184,14 +184,14 @@ class _Walk:
         """Seconds that the parts before *first* take on the devices that are left, at least."""
         key = (left, first)
         if key not in self.rests:
-            self.rests[key] = self._divided(np.array(left, dtype=float), self.meshes.chain.bounds[first])
+            self.rests[key] = self._divided(np.array(left, dtype=float), first)
         return self.rests[key]
 
-    def _divided(self, nums: Any, layers: int) -> float:
+    def _divided(self, nums: Any, parts: int) -> float:
         some = nums > 0
         if not some.any():
             return inf
-        work, nums = self.work[:layers, some], nums[some]
+        work, nums = self.work[:parts, some], nums[some]
         speeds = nums / work.sum(axis=0)
         return float((work * (speeds / speeds.sum() / nums)).min(axis=1).sum())
 

@@ -273,11 +273,11 @@ class Prices:
             measured=slowest.measured,
         )
 
-    def computation(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
-        """Seconds of a step's only micro-batch through a layer on one device of a group of *degree*, without its
-        collectives."""
+    def computation(self, kind: int, type_: DeviceType, degree: int, rows: int) -> tuple[float, float]:
+        """Seconds forward and backward of a step's only micro-batch through a layer on one device of a group of
+        *degree*, without its collectives."""
         spent = self._seconds(kind, type_, degree, rows, 1)
-        return spent.forward + spent.backward
+        return spent.forward, spent.backward
 
     def _seconds(self, kind: int, type_: DeviceType, degree: int, rows: int, micro_batches: int) -> LayerSeconds:
         key = (kind, type_, degree, rows, micro_batches)

@@ -17,7 +17,8 @@ Method, for clusters of any size:
    of the simulation, of what is whole and rounded.
 
 What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
-What is heuristic: that families hold the best meshes, and the descent. Every result comes with a bound (`bound`).
+What is heuristic: that families hold the best meshes, and the descent; of few devices all plans are tried (`exact`).
+Every result comes with a bound that is proven (`bound`): what is between is what may have been missed, and more.
 Complexity: independent of the number of devices but for laying out and simulating a few plans.
 
 Sources: Whale (Jia et al., USENIX ATC 2022), whose balance of unlike devices this extends from given plans to the
@@ -165,7 +166,7 @@ class _Search:
 
     def run(self) -> Found:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self.bound = bound_seconds(self.meshes, self.batch, micro_batches)
+        self.bound = bound_seconds(self.meshes, self.batch, micro_batches, self.settings.schedules)
         self._drafts(micro_batches, max_stages)
         for start in self._leading(MOST_REFINED):
             refined(

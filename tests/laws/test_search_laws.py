@@ -17,6 +17,7 @@ from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
+from whale.planner.search.bound import bound_seconds
 from whale.planner.search.devices import pools_of
 from whale.planner.search.drafts import pipeline_ends
 from whale.planner.search.evaluate import score
@@ -78,7 +79,7 @@ def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
 
 def every_plan(case: Case) -> Iterator[Candidate]:
     """All plans of the space, each scored; devices of a type may change places."""
-    counts = [case.micro_batches] if case.micro_batches else {-(-case.batch // rows) for rows in range(1, 7)}
+    counts = numbers_of_micro_batches(case)
     num_layers, num = len(case.profile.layers), len(case.cluster.devices)
     seen = set()
     for places in product(range(-1, min(num, num_layers)), repeat=num):
@@ -99,10 +100,18 @@ def every_plan(case: Case) -> Iterator[Candidate]:
                 yield scored(case, members, (0, *cuts, num_layers), degrees, count, schedule)
 
 
-def scored(case: Case, members, bounds, degrees, count: int, schedule: str) -> Candidate:  # type: ignore[no-untyped-def]
+def numbers_of_micro_batches(case: Case) -> list[int]:
+    return [case.micro_batches] if case.micro_batches else sorted({-(-case.batch // rows) for rows in range(1, 7)})
+
+
+def meshes_of(case: Case) -> Meshes:
     prices = Prices.of(case.profile, case.cluster)
-    chain_of = Chain.of((), len(case.profile.layers), None)
-    rows_in_all = Meshes(prices=prices, pools=pools_of(case.cluster), chain=chain_of).rows(case.batch, count)
+    return Meshes(prices=prices, pools=pools_of(case.cluster), chain=Chain.of((), len(case.profile.layers), None))
+
+
+def scored(case: Case, members, bounds, degrees, count: int, schedule: str) -> Candidate:  # type: ignore[no-untyped-def]
+    meshes = meshes_of(case)
+    prices, rows_in_all = meshes.prices, meshes.rows(case.batch, count)
     stages = []
     for index, (own, degree, (first, last)) in enumerate(zip(members, degrees, pairwise(bounds), strict=True)):
         groups = [prices.group(own[at : at + degree], len(own) // degree) for at in range(0, len(own), degree)]
@@ -123,6 +132,8 @@ def test_no_other_plan_is_faster(case: Case) -> None:
     found = search(case.profile, case.cluster, batch=case.batch, settings=case.settings)
     assert found.exact
     assert found.best.prediction.step_seconds == pytest.approx(min(possible), rel=1e-6)
+    bound = bound_seconds(meshes_of(case), case.batch, numbers_of_micro_batches(case), case.schedules)
+    assert 0 < bound <= min(possible) * (1 + 1e-9)
 
 
 @settings(max_examples=20, deadline=None)

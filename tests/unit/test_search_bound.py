@@ -1,0 +1,56 @@
+"""The bound of the search knows what every plan pays: work, sums of gradients, waits for the pipeline, memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.chains import card, chain, layer
+from whale.ir.cluster import Cluster, Link
+from whale.planner.search.bound import bound_seconds, least_work, work_of_parts
+from whale.planner.search.devices import pools_of
+from whale.planner.search.meshes import Chain, Meshes
+from whale.planner.search.prices import Prices
+
+FAST, SLOW = card("fast"), card("slow")
+ROOMY = Link(bandwidth=1e12, latency=1e-7)
+
+
+def bound(num: int, *, gib: float = 64, parameters: float = 1e5, network: Link = ROOMY, kept: float = 1e5) -> float:
+    """Of eight layers of 10 ms a row, 8 rows in 4 micro-batches, as a multiple of their work divided by devices that
+    each have a node."""
+    type_ = card("fast", gib=gib)
+    profile = chain([layer({type_.name: 0.01}, parameters=parameters, kept=kept)], (0,) * 8)
+    cluster = Cluster.of([(str(index), type_) for index in range(num)], intra=network, inter=network)
+    return bound_seconds(meshes_of(profile, cluster), 8, [4]) / (8 * 8 * 0.01 / num)
+
+
+def meshes_of(profile, cluster: Cluster) -> Meshes:  # type: ignore[no-untyped-def]
+    chain_of = Chain.of((), len(profile.layers), None)
+    return Meshes(prices=Prices.of(profile, cluster), pools=pools_of(cluster), chain=chain_of)
+
+
+def test_of_one_device_it_is_the_step() -> None:
+    assert bound(1) == pytest.approx(1, rel=0.02)
+
+
+def test_replicas_that_cost_nothing_leave_the_work_alone() -> None:
+    assert 1 <= bound(2) < 1.05
+
+
+def test_sums_of_gradients_count_where_a_pipeline_would_wait() -> None:
+    slow = Link(bandwidth=1e9, latency=1e-5)
+    assert bound(2, parameters=2e5, network=slow) + 0.05 < bound(2, parameters=1e7, network=slow)
+
+
+def test_a_model_that_only_a_pipeline_holds_waits_for_it() -> None:
+    """The states of all layers take 128 MB and those of half of them 64."""
+    assert bound(2, gib=0.09, parameters=1e6) > 1.08
+
+
+def test_types_work_at_their_own_pace() -> None:
+    profile = chain([layer({FAST.name: 0.01, SLOW.name: 0.03})], (0,) * 4)
+    meshes = meshes_of(profile, Cluster.of([("node", FAST), ("node", SLOW)], intra=ROOMY))
+    work = work_of_parts(meshes, 12, [3])
+    assert work[:, 0] == pytest.approx(12 * 0.01) and work[:, 1] == pytest.approx(12 * 0.03)
+    assert least_work(work, np.ones(2)) <= bound_seconds(meshes, 12, [3])
