@@ -5,12 +5,22 @@
 GPT-3 175B (96 layers, hidden 12288) and a model of twice as many of the same blocks, in fp16 with a batch of 1,536, on
 two device types (half H100, half A100) and on three (with V100 for a quarter). The profile of two blocks is captured
 once; only the search is timed, in processor seconds, each time with no prices known.
+
+Then `whale search --model` as a process, from its start to its last line: torch, the capture, the search and the best
+plans compiled, with the most memory that it has at a time. GPT of 13B on the mix of two types, and mixtures of experts
+of the size of M6 (Lin et al. 2021) on V100.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from harness import arguments, report, table
@@ -31,6 +41,59 @@ MIXES = {
 TARGETS = {2: 0.5, 3: 1.0}
 SIZES = {"layers": 2, "hidden": 12288, "heads": 96, "seq": 2048, "vocab": 51200}
 BATCH = 1536
+ROOT = Path(__file__).parents[1]
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A `whale search` from a model: its settings, nodes of eight by device type, and rows of the batch."""
+
+    case: str
+    model: str
+    sizes: Mapping[str, object]
+    nodes: Mapping[str, int]
+    batch: int
+
+    def cluster(self) -> str:
+        """The cluster file."""
+        lines = ['[links]\ninter_node = {bandwidth = "800 Gbit/s", latency = "10 us", adapters = 8}']
+        for name, count in self.nodes.items():
+            lines.append(f'[[nodes]]\ncount = {count}\ndevices = 8\ndevice = "{name}"')
+        return "\n".join(lines)
+
+    def command(self, cluster: Path) -> list[str]:
+        """The command line."""
+        settings = [text for key, value in self.sizes.items() for text in ("--set", f"{key}={value}")]
+        given = ["--cluster", str(cluster), "--batch", str(self.batch), "--precision", "fp16"]
+        return [sys.executable, "-m", "whale", "search", "--model", str(ROOT / self.model), *settings, *given]
+
+
+GPT_13B = {"layers": 40, "hidden": 5120, "heads": 40, "seq": 2048, "vocab": 51200}
+M6 = {"hidden": 1024, "heads": 16, "kv_heads": 16, "seq": 512, "vocab": 51200, "top_k": 1, "mlp": "gelu"}
+WHOLE = (
+    *(
+        Whole(
+            case=f"13B, 2 types, {16 * count} GPUs",
+            model="examples/models/gpt.py:gpt",
+            sizes=GPT_13B,
+            nodes={"H100-SXM5-80GB": count, "A100-SXM4-80GB": count},
+            batch=1024,
+        )
+        for count in (8, 32)
+    ),
+    *(
+        Whole(
+            case=f"M6-{name}, {8 * count} V100",
+            model="examples/models/moe.py:moe",
+            sizes=M6 | {"layers": layers, "experts": experts, "ffn": ffn},
+            nodes={"V100-SXM2-32GB": count},
+            batch=1920,
+        )
+        for name, count, layers, experts, ffn in (("1T", 60, 24, 960, 21248), ("10T", 64, 48, 10240, 9984))
+    ),
+)
+WHOLE_TARGET, WHOLE_MEMORY = 10.0, 2048 * MIB
 
 
 def deep(profile: ModelProfile, num_blocks: int) -> ModelProfile:
@@ -57,6 +120,29 @@ def cases(profile: ModelProfile) -> Iterator[tuple[str, ModelProfile, int, int]]
         yield "350B", deep(profile, 192), num_types, 4096
 
 
+def whole(given: Whole) -> tuple[float, int, str]:
+    """Seconds of a process, its most bytes, and the line of its best plan, or why there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Path(folder) / "cluster.toml"
+        cluster.write_text(given.cluster())
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        begin = time.perf_counter()
+        process = subprocess.Popen(
+            given.command(cluster), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        assert process.stdout is not None and process.stderr is not None
+        lines, errors = process.stdout.read().splitlines(), process.stderr.read().splitlines()
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return seconds, usage.ru_maxrss * 1024, said(lines, errors)
+
+
+def said(lines: Sequence[str], errors: Sequence[str]) -> str:
+    best = next((line for line in lines if line.startswith("1 ")), None)
+    return " ".join((best or (errors[-1] if errors else "nothing")).split())[:120]
+
+
 def main() -> None:
     options = arguments(__doc__ or "", repeats=3)
     loaded = load_model("examples/models/gpt.py:gpt", SIZES, device="meta")
@@ -77,7 +163,21 @@ def main() -> None:
         met = "yes" if median(seconds) <= TARGETS[num_types] else "no"
         rows.append((case, f"{median(seconds):.2f} s", f"{TARGETS[num_types]:.1f} s", met, said))
         print(rows[-1], flush=True)
-    report("search_speed", options, table(("case", "search", "target", "met", "found"), rows))
+    processes = []
+    for given in WHOLE:
+        if options.only not in given.case:
+            continue
+        times, most, found = [], 0, ""
+        for _ in range(options.repeats):
+            seconds, peak, found = whole(given)
+            times.append(seconds)
+            most = max(most, peak)
+        met = "yes" if median(times) <= WHOLE_TARGET and most <= WHOLE_MEMORY else "no"
+        processes.append((given.case, f"{median(times):.1f} s", f"{most / MIB:.0f} MiB", "10 s, 2048 MiB", met, found))
+        print(processes[-1], flush=True)
+    searches = table(("case", "search", "target", "met", "found"), rows)
+    wholes = table(("case", "whole process", "most memory", "target", "met", "found"), processes)
+    report("search_speed", options, f"{searches}\n\n{wholes}")
 
 
 def shown(found: Found) -> str:

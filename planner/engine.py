@@ -21,22 +21,28 @@ from typing import Any, Literal
 from whale.errors import ScheduleError
 from whale.ir.program import Edge, Program, Send
 from whale.ir.workload import Workload
-from whale.planner.priced import Bucket, Link, Message, PricedTask, RankState, price_programs
+from whale.planner.priced import Bucket, Link, Loads, Message, PricedTask, RankState, price_programs
 from whale.planner.timeline import Event, Part, Timeline
 
 __all__ = ["run_programs"]
 
 
 def run_programs(
-    programs: Mapping[int, Program], edges: Sequence[Edge], workload: Workload, bytes_of: Callable[[int, Send], float]
+    programs: Mapping[int, Program],
+    edges: Sequence[Edge],
+    workload: Workload,
+    bytes_of: Callable[[int, Send], float],
+    loads: Loads | None = None,
 ) -> Timeline:
     """Run the programs of all ranks with the prices of ``workload``, and ``bytes_of(rank, send)`` for messages.
+
+    *loads* says of links that stand for several how many of them share a resource.
 
     Raises:
         UsageError: the workload has no price for something that a program does; names it.
         ScheduleError: the programs wait for each other; names what each rank waits for.
     """
-    return _Engine(programs, edges, workload, bytes_of).run()
+    return _Engine(programs, edges, workload, bytes_of, loads or {}).run()
 
 
 class _Engine:
@@ -46,14 +52,16 @@ class _Engine:
         edges: Sequence[Edge],
         workload: Workload,
         bytes_of: Callable[[int, Send], float],
+        loads: Loads,
     ) -> None:
         self.workload = workload
-        priced = price_programs(programs, edges, workload, bytes_of)
+        priced = price_programs(programs, edges, workload, bytes_of, loads)
         self.ranks, self.groups = priced.ranks, priced.groups
         self.heap: list[tuple[float, int, Callable[..., None], Any, int]] = []
         self.sequence = 0
         self.events: list[Event] = []
         self.users: dict[str, dict[Message, None]] = {}  # messages that move through a resource
+        self.load: dict[str, int] = {}  # how many they are, with those that they stand for
         self.in_flight: dict[int, int] = {}
 
     # The clock
@@ -270,8 +278,9 @@ class _Engine:
         if not link.time.resources:
             self._at(now + message.left / message.rate, self._sent, message)
             return
-        for resource in link.time.resources:
+        for resource, load in link.loads.items():
             self.users.setdefault(resource, {})[message] = None
+            self.load[resource] = self.load.get(resource, 0) + load
         self._share(link, now)
 
     def _share(self, link: Link, now: float) -> None:
@@ -281,7 +290,7 @@ class _Engine:
             time = message.link.time
             message.left = max(0.0, message.left - (now - message.since) * message.rate)
             message.since = now
-            message.rate = time.bandwidth / max(len(self.users[resource]) for resource in time.resources)
+            message.rate = time.bandwidth / max(self.load[resource] for resource in time.resources)
             message.version += 1
             self._at(now + message.left / message.rate, self._sent, message)
 
@@ -292,8 +301,9 @@ class _Engine:
         message.sent = True
         link.queue.popleft()
         link.last = message
-        for resource in link.time.resources:
+        for resource, load in link.loads.items():
             del self.users[resource][message]
+            self.load[resource] -= load
         if link.time.resources:
             self._share(link, now)
         arrival = now + link.time.latency

@@ -17,7 +17,7 @@ from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.workload import Prediction, StageWork, Workload
 from whale.planner.orders import SCHEDULES
-from whale.planner.simulate import simulate
+from whale.planner.simulate import simulate_alike
 from whale.planner.timeline import Timeline
 
 __all__ = ["Change", "Difference", "Explanation", "Wait", "difference", "explain"]
@@ -29,7 +29,8 @@ LEAST_GAIN = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Seconds of a step in which ``rank`` waits for ``peer`` (-1: for nobody in particular), and as what part."""
+    """Seconds of a step in which ``rank``, as those like it, waits for ``peer`` (-1: nobody in particular) and as what
+    part."""
 
     rank: int
     peer: int
@@ -79,11 +80,11 @@ def explain(workload: Workload, prediction: Prediction | None = None, *, num_cha
         prediction: of the same plan; its memory says whether a change fits.
         num_changes: the most that are proposed.
     """
-    timeline = simulate(workload)
+    timeline = simulate_alike(workload)
     tried = []
     for what, changed in _changes(workload):
         try:
-            found = simulate(changed)
+            found = simulate_alike(changed)
         except WhaleError:
             continue  # a schedule that does not fit the stages
         fits = _fits(prediction, timeline, found) if prediction is not None else None
@@ -154,7 +155,7 @@ def _waits(timeline: Timeline, most: int = 5) -> tuple[Wait, ...]:
 def _fits(prediction: Prediction, before: Timeline, after: Timeline) -> bool | None:
     """Whether every device that the prediction lists still holds it, when only activations in flight change."""
     for device in prediction.memory:
-        if device.rank not in before.memory or device.rank not in after.memory:
+        if any(timeline.stand_in(device.rank) not in timeline.memory for timeline in (before, after)):
             return None
         more = after.peak_bytes(device.rank) - before.peak_bytes(device.rank)
         if device.total + max(0, more) > device.capacity:

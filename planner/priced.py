@@ -15,7 +15,7 @@ from whale.ir.schedule import Kind
 from whale.ir.workload import LinkTime, Reduction, StageWork, Workload
 from whale.planner.timeline import PARTS, Part
 
-__all__ = ["Bucket", "Group", "Link", "Message", "PricedPrograms", "PricedTask", "RankState", "price_programs"]
+__all__ = ["Bucket", "Group", "Link", "Loads", "Message", "PricedPrograms", "PricedTask", "RankState", "price_programs"]
 
 Key = tuple[int, str, int]
 """A tensor that arrives: edge, direction, micro-batch."""
@@ -26,12 +26,16 @@ Interval = tuple[float, float, Part, int]
 Price = tuple[float, float, int, int]
 """Of a task: seconds, those of them that are communication, bytes while it runs, bytes that it leaves."""
 
+Loads = Mapping[tuple[int, int], Mapping[str, int]]
+"""Of a link that stands for several, by resource: how many of them share it."""
+
 
 @dataclass(eq=False, slots=True)
 class Link:
     """The way from one rank to another, with the messages that wait for it."""
 
     time: LinkTime
+    loads: Mapping[str, int]  # by resource, as many messages as one of this link stands for
     queue: deque[Message] = field(default_factory=deque)  # issued, in order; the first may be moving
     last: Message | None = None  # that has moved
 
@@ -159,7 +163,11 @@ class PricedPrograms:
 
 
 def price_programs(
-    programs: Mapping[int, Program], edges: Sequence[Edge], workload: Workload, bytes_of: Callable[[int, Send], float]
+    programs: Mapping[int, Program],
+    edges: Sequence[Edge],
+    workload: Workload,
+    bytes_of: Callable[[int, Send], float],
+    loads: Loads,
 ) -> PricedPrograms:
     """Price the programs of all ranks, in time linear in their size.
 
@@ -167,7 +175,7 @@ def price_programs(
         UsageError: the workload has no price for something that a program does; names it.
         ScheduleError: ranks do not send what others receive.
     """
-    return _Pricing(programs, edges, workload, bytes_of).result()
+    return _Pricing(programs, edges, workload, bytes_of, loads).result()
 
 
 class _Pricing:
@@ -177,6 +185,7 @@ class _Pricing:
         edges: Sequence[Edge],
         workload: Workload,
         bytes_of: Callable[[int, Send], float],
+        loads: Loads,
     ) -> None:
         self.programs = programs
         self.workload = workload
@@ -196,7 +205,11 @@ class _Pricing:
         for edge in edges:
             self.entering.setdefault(edge.target_stage, []).append(edge.index)
             self.leaving.setdefault(edge.source_stage, []).append(edge.index)
-        links = {(link.source, link.target): Link(link) for link in workload.links}
+        links = {
+            pair: Link(link, loads.get(pair) or dict.fromkeys(link.resources, 1))
+            for link in workload.links
+            for pair in [(link.source, link.target)]
+        }
         self.unmatched: dict[tuple[int, int], deque[Message]] = {}  # between two ranks: sent, not yet received
         for rank, program in programs.items():
             for instruction in program:

@@ -89,6 +89,7 @@ class Timeline:
         memory: for every rank, (seconds, bytes) wherever the bytes of activations change, the needs of the running
             task included.
         in_flight: for every stage, the most micro-batches that it keeps at one time.
+        members: for every rank that stands for ranks like it, these and itself; empty where each stands for itself.
     """
 
     events: tuple[Event, ...] = field(repr=False)
@@ -97,6 +98,7 @@ class Timeline:
     breakdowns: Mapping[int, Mapping[Part, float]] = field(repr=False)
     memory: Mapping[int, tuple[tuple[float, int], ...]] = field(repr=False)
     in_flight: Mapping[int, int]
+    members: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -113,8 +115,9 @@ class Timeline:
         """The share of all ranks' time in which they wait for other stages or for what those send."""
         if not self.step_seconds:
             return 0.0
-        waits = [parts["pipeline"] + parts["transfer"] for parts in self.breakdowns.values()]
-        return sum(waits) / (len(waits) * self.step_seconds)
+        counts = {rank: len(self.members.get(rank, (rank,))) for rank in self.breakdowns}
+        waits = sum(counts[rank] * (own["pipeline"] + own["transfer"]) for rank, own in self.breakdowns.items())
+        return waits / (sum(counts.values()) * self.step_seconds)
 
     @property
     def span_seconds(self) -> float:
@@ -144,7 +147,15 @@ class Timeline:
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes of activations and of what tasks need beside them."""
-        return max((held for _, held in self.memory[rank]), default=0)
+        return max((held for _, held in self.memory[self.stand_in(rank)]), default=0)
+
+    def stand_in(self, rank: int) -> int:
+        """The rank that stands for *rank*; itself where none does."""
+        return self._stand_ins.get(rank, rank)
+
+    @cached_property
+    def _stand_ins(self) -> Mapping[int, int]:
+        return {rank: one for one, members in self.members.items() for rank in members}
 
     def critical_path(self) -> tuple[Event, ...]:
         """The chain of events that ends last, first to last: each lets the next one start when it does.

@@ -129,6 +129,42 @@ class Topology:
             by_node.setdefault(self.cluster.node_of(rank).name, []).append(rank)
         return tuple(Member(node=self.cluster.node_of(part[0]), ranks=tuple(part)) for part in by_node.values())
 
+    def shape(self, ranks: Sequence[int]) -> tuple[tuple[Any, int], ...]:
+        """Where a group lies, as a key: what groups of one shape do takes as long. Linear in the ranks.
+
+        For each of its nodes the kind of node, the types of its devices there and how many adapters they use; nodes
+        that are alike and follow each other are counted.
+        """
+        positions: dict[int, list[int]] = {}
+        for rank in ranks:
+            node, position = self._places[rank]
+            positions.setdefault(node, []).append(position)
+        runs: list[tuple[Any, int]] = []
+        for node in sorted(positions):
+            kind, types, adapters = self._kinds[node]
+            own = sorted(positions[node])
+            part = (kind, tuple(types[place] for place in own), len({adapters[place] for place in own}))
+            count = runs.pop()[1] if runs and runs[-1][0] == part else 0
+            runs.append((part, count + 1))
+        return tuple(runs)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Of each rank the index of its node and its position there."""
+        nodes = enumerate(self.cluster.nodes)
+        return {rank: (index, place) for index, node in nodes for place, rank in enumerate(node.ranks)}
+
+    @cached_property
+    def _kinds(self) -> list[tuple[int, tuple[str, ...], tuple[int, ...]]]:
+        """Of each node a number, the same for nodes of equal links and devices; its devices' types and adapters."""
+        known: dict[Any, int] = {}
+        found = []
+        for node in self.cluster.nodes:
+            types = tuple(self.cluster.devices[rank].type.name for rank in node.ranks)
+            adapters = self.adapters(node, node.ranks) if node.inter is not None else (0,) * len(node.ranks)
+            found.append((known.setdefault((node.intra, node.inter, types), len(known)), types, adapters))
+        return found
+
     def intra_link(self, node: Node) -> Link:
         """The link between the devices of *node*."""
         if node.intra is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.errors import UsageError
-from whale.graph.capture import Batch, Captured, batch_leaves, capture, mark_gradients
+from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
 from whale.graph.chain import Chain, chain_of
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
@@ -159,21 +159,26 @@ def layered(
     *,
     dtype: torch.dtype | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    captured: Captured | None = None,
 ) -> dict[int, LayeredModel]:
     """The model as a chain of layers, for micro-batches of so many rows.
 
     Where rows do not depend on each other, but for the statistics of batch norms, the model is captured once, with all
     the rows together; else once for each number of rows. *dtype* replaces the number type of parameters and of floating
-    batch entries, as ``model.to`` does.
+    batch entries, as ``model.to`` does. *captured* is a capture of the training model as it is: where its batch has
+    the rows, it does in place of another.
 
     Raises the errors of the capture; see `whale.errors`.
     """
-    model = _blank(model, dtype)
     try:
-        together = _layered(model, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
+        together = None if captured is None else _within(captured, model, rows)
+        if together is None:
+            blank = _blank(model, dtype)
+            together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
         return dict.fromkeys(rows, together)
     except _Coupled:
         pass
+    model = _blank(model, dtype)
     found: dict[int, LayeredModel] = {}
     for count in sorted(rows, reverse=True):
         found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn)
@@ -195,6 +200,23 @@ def _layered(
     if ungroup(captured.graph):
         mark_gradients(captured, model)
     settle_order(captured)
+    return _chained(captured, model, rows)
+
+
+def _within(captured: Captured, model: nn.Module, rows: Sequence[int]) -> LayeredModel | None:
+    """The layers of a capture whose batch is cut into micro-batches of these rows and others that are no larger; None
+    where it has too few."""
+    batch = batch_placeholders(captured)
+    left = value_shape((batch[0], 0))[0] - sum(rows) if batch else -1
+    if left < 0:
+        return None
+    full, rest = divmod(left, max(rows))
+    others = (max(rows),) * full + ((rest,) if rest else ())
+    return _chained(copy_of(captured), model, (*rows, *others))
+
+
+def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> LayeredModel:
+    """The layers of a capture, whose graph is used up."""
     identity = model_hash(captured)
     chain = chain_of(captured, model)
     analysis = analyse(captured.graph, batch_placeholders(captured))

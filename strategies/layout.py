@@ -72,6 +72,20 @@ class Layout:
             self._spans[key] = found
         return found
 
+    def form(self, placements: Placements) -> tuple[tuple[str, int, int], ...]:
+        """What parts depend on: placements of one form are cut alike, atom by atom, as those of equal layers are."""
+        number: dict[int, int] = {}
+        return tuple(
+            ("S", number.setdefault(p.atom, len(number)), self.analysis.atoms.size(p.atom))
+            if p.kind == "S"
+            else (p.kind, -1, 0)
+            for p in placements
+        )
+
+    def cuts(self, placements: Placements, coordinates: Sequence[int]) -> tuple[Interval, ...]:
+        """(start, length) of what is cut, atom by atom: equal for all ranks that hold equal parts."""
+        return tuple(self.spans(placements, _within(placements, coordinates)).values())
+
     def local_shape(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
         """Shape of a value on the rank at these coordinates."""
         dims = self.analysis.dims[value]
@@ -116,7 +130,7 @@ class Layout:
 
         Only coordinates on axes that cut the value matter: ranks that hold the same get the same object.
         """
-        at = tuple([c if p.kind == "S" else 0 for c, p in zip(coordinates, placements, strict=True)])
+        at = _within(placements, coordinates)
         key = (value, placements, at)
         if key not in self._intervals:
             spans = self.spans(placements, at)
@@ -126,6 +140,11 @@ class Layout:
                 found.append(dim_intervals(self.analysis, dim, here))
             self._intervals[key] = tuple(found)
         return self._intervals[key]
+
+
+def _within(placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
+    """Coordinates on the axes that cut."""
+    return tuple([c if p.kind == "S" else 0 for c, p in zip(coordinates, placements, strict=True)])
 
 
 def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -> tuple[Interval, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.errors import CaptureError, InfeasibleError, UsageError
-from whale.graph.capture import Batch, batch_leaves
+from whale.graph.capture import Batch, Captured, batch_leaves
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
@@ -41,16 +41,18 @@ def profile_model(
     tensor_degrees: Sequence[int] = (1, 2, 4, 8),
     loss_fn: Callable[..., Any] | None = None,
     name: str | None = None,
+    captured: Captured | None = None,
 ) -> ModelProfile:
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
 
     A tensor degree over which the model cannot be split, or at which its costs follow no law, is left out; ``refused``
-    of the profile says why.
+    of the profile says why. With *captured*, a capture of the training model as it is, the profile is of a run in the
+    model's own number type.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
     """
-    models = _captured(model, batch, loss_fn)
+    models = _captured(model, batch, loss_fn, captured)
     first = models[ROWS[0]]
     costs = [_KindCosts(models, kind) for kind in range(len(first.chain.names))]
     refused: dict[int, str] = {}
@@ -103,8 +105,12 @@ def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:
     return kind.model_copy(update={"variants": tuple(v for v in kind.variants if v.tensor_degree not in refused)})
 
 
-def _captured(model: nn.Module, batch: Batch, loss_fn: Callable[..., Any] | None) -> Mapping[int, LayeredModel]:
-    """The model with the stand-in for its number type; as it is, where it cannot be converted."""
+def _captured(
+    model: nn.Module, batch: Batch, loss_fn: Callable[..., Any] | None, captured: Captured | None
+) -> Mapping[int, LayeredModel]:
+    """The model with the stand-in for its number type; as it is where it cannot be converted, or is captured."""
+    if captured is not None:
+        return layered(model, batch, ROWS, loss_fn=loss_fn, captured=captured)
     try:
         return layered(model, batch, ROWS, dtype=STAND_IN, loss_fn=loss_fn)
     except CaptureError:

@@ -230,19 +230,19 @@ def _of_rank(calls: TaskCalls, stage: PlacedStage, actor: int, rank: int) -> Tas
 
 
 def _all_placements(stage: PlacedStage) -> list[Placements]:
-    """Every placement that a value has in the stage."""
+    """A placement of every form that values have in the stage."""
     found: dict[Placements, None] = dict.fromkeys([*stage.stored.values(), *stage.sent.values()])
     for choices in stage.choices.values():
         for kind in ("inputs", "outputs"):
             found.update(dict.fromkeys(zip(*(getattr(choice, kind) for choice in choices), strict=True)))
-    return list(found)
+    return list({stage.layout.form(placed): placed for placed in found}.values())
 
 
 def _shares(stage: PlacedStage, placements: Sequence[Placements], micro_batches: Sequence[int], rank: int) -> object:
     """The lengths of all that is cut, on a rank."""
     at = stage.mesh.coordinates(rank)
     return tuple(
-        tuple(length for _, length in stage.layout.spans(placed, (m, *at)).values())
+        tuple(length for _, length in stage.layout.cuts(placed, (m, *at)))
         for m in micro_batches
         for placed in placements
     )

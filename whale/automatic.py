@@ -66,7 +66,12 @@ def automatic_plan(
             raise UsageError("plan='auto' divides the rows of the batch, but the example batch has no tensor with rows")
         trial = ModelTrial(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
         profile = profile_model(
-            model, batch, tensor_degrees=tensor_degrees(world.size), loss_fn=loss_fn, name=name
+            model,
+            batch,
+            tensor_degrees=tensor_degrees(world.size),
+            loss_fn=loss_fn,
+            name=name,
+            captured=trial.captured,
         ).model_copy(update={"model_hash": trial.identity.hash})
         settings = SearchSettings(
             precision=BY_DTYPE[main_dtype(model)],

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from whale.runtime.random import Clock
 from whale.runtime.reduce import bucketize
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, analyse
+from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage, place_time
 from whale.strategies.rehearsal import calls_as_text, check_stage, stage_calls
@@ -62,6 +64,14 @@ class Options:
     promote: bool = False
     seed: int = 0
     plan: Plan | None = None
+
+
+class LocalParameter(NamedTuple):
+    """What a rank has of a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
 
 
 StoredForm = tuple[str, int, tuple[Segment, ...]]
@@ -87,7 +97,7 @@ class Compilation:
     bucket_parameters: tuple[tuple[str, ...], ...]
     report: Report
     rank_specs: tuple[StageSpec, ...] = field(default=())
-    _lowered: dict[tuple[int, int], list[LocalProgram]] = field(default_factory=dict)
+    _lowered: dict[tuple[int, int, Clock | None], list[LocalProgram]] = field(default_factory=dict)
 
     def program(self, rank: int) -> Program:
         """The tasks, transfers and reductions of one rank."""
@@ -97,34 +107,37 @@ class Compilation:
         """The programs of all ranks, for the static check."""
         return project(self.order, self.rank_specs, self.edges, self.reduces)
 
+    @cached_property
+    def of_first(self) -> Compilation:
+        """The same for the first micro-batch alone: what its ranks run of it is all that one of its kind needs."""
+        return replace(self, rows=self.rows[:1], _lowered={})
+
     def local_programs(self, stage: PlacedStage, rank: int, clock: Clock | None) -> list[LocalProgram]:
         """What *rank* runs of a stage in each micro-batch; graphs are shared between micro-batches of equal size."""
-        if (stage.index, rank) in self._lowered:
-            return self._lowered[stage.index, rank]
-        by_rows: dict[Any, LocalProgram] = {}
-        found = []
-        for index, rows in enumerate(self.rows):
-            base = by_rows.get(rows)
-            if base is None or base.depends_on_position:
-                base = by_rows[rows] = lower(self.captured, self.analysis, stage, rank, index, clock=clock)
-            found.append(at_micro_batch(base, stage, rank, index))
-        return found
+        key = (stage.index, rank, clock)
+        if key not in self._lowered:
+            by_rows: dict[Any, LocalProgram] = {}
+            found = self._lowered[key] = []
+            for index, rows in enumerate(self.rows):
+                base = by_rows.get(rows)
+                if base is None or base.depends_on_position:
+                    base = by_rows[rows] = lower(self.captured, self.analysis, stage, rank, index, clock=clock)
+                found.append(at_micro_batch(base, stage, rank, index))
+        return self._lowered[key]
 
     def check(self, rank: int, clock: Clock | None) -> str:
         """Prove that the programs of all ranks fit together, and the collectives inside of them.
 
-        *rank* is this one: what it runs is lowered here, once. Returns what all ranks must find alike.
+        *rank* is this one: what it runs is lowered here, and kept. Returns what all ranks must find alike.
         Raises :class:`ScheduleError` for the first fault.
         """
         check_programs(self.programs(), self.rank_specs, self.edges, self.reduces, order=self.order)
-        for stage in self.stages:
-            if rank in stage.mesh.ranks:
-                self._lowered[stage.index, rank] = self.local_programs(stage, rank, clock)
         texts = []
         for stage in self.stages:
             calls = stage_calls(self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank)
             check_stage(stage.index, calls)
             texts.append(calls_as_text(stage, calls))
+        self._lowered = {key: programs for key, programs in self._lowered.items() if key[1] == rank}
         return "\n".join(texts)
 
     def texts(self) -> dict[str, str]:
@@ -163,6 +176,20 @@ class Compilation:
                         _form(self.analysis, value, p) for p in placements
                     )
         return forms
+
+    def local_parameters(self, rank: int) -> dict[str, LocalParameter]:
+        """The part of every parameter that lies on a rank, in the order of `shards`."""
+        found: dict[str, LocalParameter] = {}
+        for stage in self.stages:
+            if rank not in stage.mesh.ranks:
+                continue
+            at = (0, *stage.mesh.coordinates(rank))
+            for value, placements in stage.stored.items():
+                if value[0].name in self.captured.parameters:
+                    shape = stage.layout.local_shape(value, placements, at)
+                    part = LocalParameter(shape, value_tensor(value).dtype, needs_grad(value))
+                    found[self.parameter_name(value)] = part
+        return {name: found[name] for name in dict.fromkeys(self.captured.parameters.values()) if name in found}
 
     def shards(self) -> dict[str, Shard]:
         """Where every parameter that the loss reads lies."""
@@ -259,7 +286,7 @@ def compile_model(
     stages = _place_stages(captured, analysis, cut, assignment, rows, loss, device, report, stored or {})
     if options.plan is not None and options.plan.decides_meshes and stored is None:
         _check_units(analysis, stages, options.plan)
-    edges = _edges(analysis, cut, stages, len(rows))
+    edges = _edges(stages, rows)
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
@@ -447,27 +474,20 @@ def _warn(report: Report, captured: Captured) -> None:
         )
 
 
-def _edges(analysis: Analysis, cut: Partition, stages: Sequence[PlacedStage], micro_batches: int) -> tuple[Edge, ...]:
-    """The values that cross stages, and their transfers."""
+def _edges(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
+    """The values that cross stages, and their transfers.
+
+    Boxes are within local tensors, and parts of micro-batches of equal size differ only in where they lie in the
+    batch: so these have the same transfers.
+    """
     edges: list[Edge] = []
-    regions: dict[Any, Any] = {}
+    firsts = {count: rows.index(count) for count in dict.fromkeys(rows)}
 
-    def held(stage: PlacedStage, value: Value, placements: Any, micro_batch: int) -> dict[int, Any]:
-        key = (stage.index, value, placements, micro_batch)
-        if key not in regions:
-            regions[key] = {
-                rank: stage.layout.intervals(value, placements, (micro_batch, *stage.mesh.coordinates(rank)))
-                for rank in stage.mesh.ranks
-            }
-        return regions[key]
-
-    memo: dict[Any, Any] = {}
-
-    def moved(a: dict[int, Any], b: dict[int, Any]) -> Any:
-        key = (tuple(a.items()), tuple(b.items()))
-        if key not in memo:
-            memo[key] = transfers(a, b)
-        return memo[key]
+    def held(stage: PlacedStage, value: Value, placements: Placements, micro_batch: int) -> dict[int, Any]:
+        return {
+            rank: stage.layout.intervals(value, placements, (micro_batch, *stage.mesh.coordinates(rank)))
+            for rank in stage.mesh.ranks
+        }
 
     for source in stages:
         for value, placements in source.sent.items():
@@ -475,10 +495,16 @@ def _edges(analysis: Analysis, cut: Partition, stages: Sequence[PlacedStage], mi
                 if value not in target.received:
                     continue
                 grad = needs_grad(value)
-                ends = [
-                    (held(source, value, placements, m), held(target, value, target.stored[value], m))
-                    for m in range(micro_batches)
-                ]
+                ends = {
+                    count: (held(source, value, placements, m), held(target, value, target.stored[value], m))
+                    for count, m in firsts.items()
+                }
+                forward = {count: transfers(a, b) for count, (a, b) in ends.items()}
+                backward = {count: transfers(b, a) for count, (a, b) in ends.items()} if grad else {}
+                shapes = {
+                    count: tuple({rank: region_shape(region) for rank, region in end.items()} for end in both)
+                    for count, both in ends.items()
+                }
                 edges.append(
                     Edge(
                         index=0,
@@ -487,10 +513,10 @@ def _edges(analysis: Analysis, cut: Partition, stages: Sequence[PlacedStage], mi
                         target_stage=target.index,
                         needs_grad=grad,
                         dtype=str(value_tensor(value).dtype).removeprefix("torch."),
-                        forward=tuple(moved(a, b) for a, b in ends),
-                        backward=tuple(moved(b, a) for a, b in ends) if grad else (),
-                        source_shapes=tuple({r: region_shape(i) for r, i in a.items()} for a, _ in ends),
-                        target_shapes=tuple({r: region_shape(i) for r, i in b.items()} for _, b in ends),
+                        forward=tuple(forward[count] for count in rows),
+                        backward=tuple(backward[count] for count in rows) if grad else (),
+                        source_shapes=tuple(shapes[count][0] for count in rows),
+                        target_shapes=tuple(shapes[count][1] for count in rows),
                     )
                 )
     # A stage receives its values in the order of the edges' indices, which must be that of PlacedStage.received.
@@ -503,44 +529,71 @@ def value_name(value: Value) -> str:
     return value[0].name if value[1] == 0 else f"{value[0].name}:{value[1]}"
 
 
+class _Part(NamedTuple):
+    """A part of a parameter whose gradient several ranks sum."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def _reduces(compilation: Compilation) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
     """Which gradients are sums over which ranks: replicas of a stage, and stages that share a parameter."""
     readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
     for stage in compilation.stages:
-        for node in stage.nodes:
-            for value in operands(node):
-                if value[0].name in compilation.captured.parameters and needs_grad(value):
-                    entries = readers.setdefault(compilation.parameter_name(value), [])
-                    if all(s is not stage for s, _ in entries):
-                        entries.append((stage, value))
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[str, torch.Size]]] = {}
+        for value in stage.stored:
+            if value[0].name in compilation.captured.parameters and needs_grad(value):
+                readers.setdefault(compilation.parameter_name(value), []).append((stage, value))
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
+    known: dict[Any, list[_Owners]] = {}
     for name, entries in readers.items():
         stages = tuple(stage.index for stage, _ in entries)
-        ranks_of: dict[Any, dict[int, tuple[int, ...]]] = {}
+        ranks_of: dict[Any, list[int]] = {}
         for stage, value in entries:
             placements = stage.stored[value]
-            for rank in stage.mesh.ranks:
-                at = stage.mesh.coordinates(rank)
-                region = stage.layout.intervals(value, placements, (0, *at))
-                copies = tuple(c for c, p in zip(at, placements[1:], strict=True) if p.kind == "R")
-                ranks_of.setdefault((region, copies), {})[rank] = region_shape(region)
-        for members in ranks_of.values():
-            ranks = tuple(sorted(members))
-            if len(ranks) > 1:
-                groups.setdefault((ranks, stages), []).append((name, torch.Size(members[ranks[0]])))
+            for copies, ranks in _owners(stage, placements, known):
+                region = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(ranks[0])))
+                ranks_of.setdefault((region, copies), []).extend(ranks)
+        dtype = value_tensor(entries[0][1]).dtype
+        for (region, _), ranks in ranks_of.items():
+            together = tuple(sorted(set(ranks)))
+            if len(together) > 1:
+                groups.setdefault((together, stages), []).append(_Part(name, region_shape(region), dtype))
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
-    dtypes = {name: value_tensor(entries[0][1]).dtype for name, entries in readers.items()}
-    for (ranks, stages), parameters in groups.items():
-        blanks = {
-            id(p): (p, name)
-            for name, shape in parameters
-            for p in [nn.Parameter(torch.empty(shape, dtype=dtypes[name], device="meta"))]
-        }
-        for bucket in bucketize([p for p, _ in blanks.values()], capacity_bytes=BUCKET_BYTES):
-            specs.append(ReduceSpec(index=len(specs), ranks=ranks, stages=stages))
-            names.append(tuple(blanks[id(p)][1] for p in bucket))
+    buckets: dict[tuple[_Part, ...], list[tuple[str, ...]]] = {}
+    for (together, stages), parts in groups.items():
+        key = tuple(parts)
+        if key not in buckets:
+            buckets[key] = _bucketized(key)
+        for bucket in buckets[key]:
+            specs.append(ReduceSpec(index=len(specs), ranks=together, stages=stages))
+            names.append(bucket)
     return tuple(specs), tuple(names)
+
+
+_Owners = tuple[tuple[int, ...], list[int]]
+"""Ranks that hold one part of a parameter, with their places along the axes whose ranks have gradients alike."""
+
+
+def _owners(stage: PlacedStage, placements: Placements, known: dict[Any, list[_Owners]]) -> list[_Owners]:
+    """The ranks of a stage that sum the gradient of a parameter together: the same for all that are cut alike."""
+    key = (stage.index, stage.layout.form(placements))
+    if key not in known:
+        found: dict[Any, _Owners] = {}
+        for rank in stage.mesh.ranks:
+            at = stage.mesh.coordinates(rank)
+            copies = tuple(c for c, p in zip(at, placements[1:], strict=True) if p.kind == "R")
+            found.setdefault((stage.layout.cuts(placements, (0, *at)), copies), (copies, []))[1].append(rank)
+        known[key] = list(found.values())
+    return known[key]
+
+
+def _bucketized(parts: Sequence[_Part]) -> list[tuple[str, ...]]:
+    """The names of the parameters of each bucket."""
+    blanks = [nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta")) for part in parts]
+    names = {id(blank): part.name for blank, part in zip(blanks, parts, strict=True)}
+    return [tuple(names[id(p)] for p in bucket) for bucket in bucketize(blanks, capacity_bytes=BUCKET_BYTES)]
 
 
 BUCKET_BYTES = 4 * 2**20

@@ -26,12 +26,14 @@ from whale.assembly import assemble
 from whale.compiler import Compilation
 from whale.errors import UsageError
 from whale.graph.values import value_tensor
+from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
 from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.orders import schedule_order
 from whale.runtime.collectives import Rehearsal
 from whale.runtime.failure import Failures
 from whale.runtime.random import Clock
+from whale.strategies.rehearsal import TaskCalls
 
 __all__ = ["OPTIMIZERS", "Occupancy", "Optimizer", "TaskBytes", "brief_occupancy", "occupancy"]
 
@@ -67,18 +69,21 @@ class TaskBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Occupancy:
-    """Bytes of a rank at the peak of a step, by what they are for, and of the tasks of each of its stages.
+    """Bytes of a rank at the peak of a step, by what they are for, and what the tasks of each of its stages do.
 
     ``parameters`` holds buffers of the model too, ``activations`` the batch and what operators need meanwhile,
-    ``buffers`` what is on its way to and from other ranks.
+    ``buffers`` what is on its way to and from other ranks. ``tasks`` and ``calls`` are by stage: bytes of a
+    micro-batch, and the collectives that ``rank`` makes in the first one.
     """
 
+    rank: int
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     buffers: int
     tasks: Mapping[int, TaskBytes]
+    calls: Mapping[int, TaskCalls]
 
     @property
     def total(self) -> int:
@@ -130,8 +135,8 @@ def brief_occupancy(
     """
     sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
     order = schedule_order(schedule, len(compilation.stages), 1, sets)
-    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation, rank, clock):
-        trial = _Trial(compilation, rank, torch.device(device), clock)
+    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation.of_first, rank, clock):
+        trial = _Trial(compilation.of_first, rank, torch.device(device), clock)
         trial.hold_gradients()
         trial.run(project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank))
     most = peak_in_flight(compilation.order)
@@ -152,12 +157,14 @@ def _held(trial: _Trial, optimizer: Optimizer, more: Counter[str]) -> Occupancy:
     if live.total() + update > at_peak.total():  # after the last backward
         at_peak = live + Counter(activations=update)
     return Occupancy(
+        rank=trial.rank,
         parameters=at_peak["parameters"],
         gradients=at_peak["gradients"],
         optimizer=state,
         activations=at_peak["activations"] + _SMALL_BYTES,
         buffers=at_peak["buffers"],
         tasks=trial.tasks(),
+        calls=trial.calls(),
     )
 
 
@@ -226,6 +233,7 @@ class _Alone(Rehearsal):
     """A group without other ranks. gloo sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
 
     def note(self, op: str, x: Tensor, *shapes: Any) -> None:
+        super().note(op, x, *shapes)
         if op == "reduce_scatter" and x.device.type == "cpu":
             torch.empty_like(x)
 
@@ -250,15 +258,12 @@ class _Trial:
     def _make(self) -> None:
         """Everything that is there before the step: parameters, buffers, constants and the whole batch."""
         captured = self.compilation.captured
-        shards = self.compilation.shards()
-        for name, shard in shards.items():
-            if self.rank in shard.parts:
-                shape = [sum(stop - start for start, stop in dim) for dim in shard.parts[self.rank]]
-                whole = torch.empty(shape, dtype=shard.dtype, device=self.device)
-                self.parameters[name] = nn.Parameter(whole, requires_grad=shard.trainable)
-                self.live.add(self.parameters[name], "parameters")
-                if shard.trainable:
-                    self.parameters[name].register_post_accumulate_grad_hook(self._accumulated)
+        for name, part in self.compilation.local_parameters(self.rank).items():
+            blank = torch.empty(part.shape, dtype=part.dtype, device=self.device)
+            self.parameters[name] = nn.Parameter(blank, requires_grad=part.trainable)
+            self.live.add(self.parameters[name], "parameters")
+            if part.trainable:
+                self.parameters[name].register_post_accumulate_grad_hook(self._accumulated)
         self.tensors = {("parameter", name): parameter for name, parameter in self.parameters.items()}
         for node in captured.graph.nodes:
             if node.op != "placeholder" or not isinstance(node.meta.get("val"), Tensor):
@@ -289,6 +294,8 @@ class _Trial:
             self.live.mark(parameter.grad, "gradients")
 
     def run(self, program: Program) -> None:
+        self.noting = _Noting(program)
+        self.noting.live, self.noting.called = self.live, []
         step = assemble(
             self.compilation,
             self.rank,
@@ -296,14 +303,13 @@ class _Trial:
             tensors=self.tensors,
             clock=self.clock or Clock(0),
             seeded=self.clock,
-            bridge_group=lambda ranks: _Alone("", ranks, []) if len(ranks) > 1 else None,
+            bridge_group=lambda ranks: _Alone("", ranks, self.noting.called) if len(ranks) > 1 else None,
             reduce_group=lambda ranks: object(),
             failures=Failures(self.rank),
             device=self.device,
             transport=_Nobody(self.live),
         )
-        step.executor.programs[True] = self.noting = _Noting(program)
-        self.noting.live = self.live
+        step.executor.programs[True] = self.noting
         with warnings.catch_warnings(), self.live:
             warnings.simplefilter("ignore")
             for stage in step.stages:
@@ -320,20 +326,34 @@ class _Trial:
             for stage in {stage for _, stage in noted}
         }
 
+    def calls(self) -> dict[int, TaskCalls]:
+        """The collectives of each stage in the first micro-batch."""
+        calls = self.noting.calls
+        return {
+            stage: TaskCalls(forward=tuple(calls["F", stage]), backward=tuple(calls.get(("B", stage), ())))
+            for kind, stage in calls
+            if kind == "F"
+        }
+
 
 class _Noting(tuple[Any, ...]):
-    """A program that notes, while it is walked, what each of its tasks took."""
+    """A program that notes, while it is walked, what each of its tasks took and called."""
 
     live: _Living
+    called: list[CollectiveCall]
 
     def __iter__(self) -> Iterator[Any]:
         self.noted: Counter[tuple[str, int]] = Counter()
+        self.calls: dict[tuple[str, int], list[CollectiveCall]] = {}
         for instruction in super().__iter__():
             before = self.live.now
+            self.called.clear()
             self.live.begin_task()
             yield instruction
             if isinstance(instruction, Compute):
                 kind = "F" if instruction.kind == "F" else "B"
+                if instruction.micro_batch == 0:
+                    self.calls.setdefault((kind, instruction.stage), []).extend(self.called)
                 self._note((kind, instruction.stage), self.live.task_peak - before)
                 if kind == "F":
                     self._note(("kept", instruction.stage), self.live.now - before)

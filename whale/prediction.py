@@ -23,7 +23,8 @@ from whale.graph.refusals import module_of
 from whale.ir.check import CollectiveCall
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import Interference, LayerKind, ModelProfile
-from whale.ir.program import Copy, Receive, Send, box_size
+from whale.ir.program import box_size
+from whale.ir.virtual_device import Role
 from whale.ir.workload import (
     Boundary,
     DeviceMemory,
@@ -35,18 +36,18 @@ from whale.ir.workload import (
     Workload,
 )
 from whale.occupancy import Occupancy, Optimizer, occupancy
-from whale.planner.communication import collective, send
+from whale.planner.communication import CommunicationCost, collective, send
 from whale.planner.compute import LayerSeconds, layer_seconds
 from whale.planner.estimate import relative_error
 from whale.planner.memory import framework_bytes
 from whale.planner.precision import precision_named
-from whale.planner.simulate import simulate
+from whale.planner.simulate import simulate_alike
 from whale.planner.timeline import Timeline
 from whale.planner.topology import Topology
 from whale.runtime.random import Clock
 from whale.strategies.layout import unit_shares
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.rehearsal import StageCalls, like_ranks, stage_calls
+from whale.strategies.rehearsal import like_ranks
 
 __all__ = ["Costs", "Predicted", "predict"]
 
@@ -61,7 +62,7 @@ GPU_OVERLAP_SLOWDOWN = 0.126
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A prediction with the numbers that it was made from."""
+    """A prediction with the numbers that it was made from; the timeline is of one rank of each kind."""
 
     prediction: Prediction
     workload: Workload
@@ -90,6 +91,7 @@ class Costs:
     micro_batches: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     _layers: dict[Any, LayerSeconds] = field(default_factory=dict)
+    _collectives: dict[Any, CommunicationCost] = field(default_factory=dict)
 
     @cached_property
     def topology(self) -> Topology:
@@ -104,6 +106,17 @@ class Costs:
         if key not in self._layers:
             self._layers[key] = self._at_fraction(self.profile.kinds[kind], type_, part)
         return self._layers[key]
+
+    def collective(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """Seconds of a collective."""
+        return self.collective_cost(kind, ranks, num_bytes).seconds
+
+    def collective_cost(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> CommunicationCost:
+        """What a collective takes; groups that lie alike are priced once."""
+        key = (kind, self.topology.shape(ranks), num_bytes)
+        if key not in self._collectives:
+            self._collectives[key] = collective(self.topology, kind, ranks, num_bytes)  # type: ignore[arg-type]
+        return self._collectives[key]
 
     def includes_communication(self, kind: int, rank: int, part: Part) -> bool:
         """Whether the times of a split layer hold its collectives."""
@@ -203,26 +216,34 @@ def stage_layers(compilation: Compilation, profile: ModelProfile) -> list[StageL
     return [
         StageLayers(
             layers=tuple(position for position, _ in members),
-            parts={
-                rank: tuple(_part(compilation, stage, node, rank) for _, node in members) for rank in stage.mesh.ranks
-            },
+            parts=_parts(compilation, stage, [node for _, node in members]),
         )
         for stage, members in zip(compilation.stages, found, strict=True)
     ]
 
 
-def _part(compilation: Compilation, stage: PlacedStage, node: Any, rank: int) -> Part:
-    """What a rank has of the layer of an operator, by the roles of its region."""
-    spot = compilation.assignment.stages[stage.index]
-    roles = spot.roles.of(compilation.partition.stages[stage.index].scopes[node])
-    rows, fraction = max(compilation.rows), 1.0
-    for axis, (role, at) in enumerate(zip(roles, stage.mesh.coordinates(rank), strict=True)):
-        shares = stage.mesh.axis_shares(axis)
-        if role == "replicate":
-            rows = unit_shares(rows, stage.layout.axes[axis + 1])[at]
-        else:
-            fraction *= shares[at] / sum(shares)
-    return Part(rows=rows, fraction=fraction)
+def _parts(compilation: Compilation, stage: PlacedStage, nodes: Sequence[Any]) -> dict[int, tuple[Part, ...]]:
+    """What each rank has of the layers of these operators, by the roles of their regions."""
+    spot, scopes = compilation.assignment.stages[stage.index], compilation.partition.stages[stage.index].scopes
+    roles = [spot.roles.of(scopes[node]) for node in nodes]
+    shares = [stage.mesh.axis_shares(axis) for axis in range(len(stage.mesh.axes))]
+    sums = [sum(own) for own in shares]
+
+    def part(role: Sequence[Role], coordinates: Sequence[int]) -> Part:
+        rows, fraction = max(compilation.rows), 1.0
+        for axis, (one, at) in enumerate(zip(role, coordinates, strict=True)):
+            if one == "replicate":
+                rows = unit_shares(rows, stage.layout.axes[axis + 1])[at]
+            else:
+                fraction *= shares[axis][at] / sums[axis]
+        return Part(rows=rows, fraction=fraction)
+
+    found = {}
+    for rank in stage.mesh.ranks:
+        coordinates = stage.mesh.coordinates(rank)
+        own = {role: part(role, coordinates) for role in dict.fromkeys(roles)}
+        found[rank] = tuple(own[role] for role in roles)
+    return found
 
 
 def predict(
@@ -243,8 +264,8 @@ def predict(
     """
     layers = stage_layers(compilation, costs.profile)
     held = _occupancies(compilation, schedule, optimizer, clock, held_by)
-    workload, measured = _workload(compilation, costs, layers, held, schedule, clock)
-    timeline = simulate(workload)
+    workload, measured = _workload(compilation, costs, layers, held, schedule)
+    timeline = simulate_alike(workload)
     memory = tuple(_memory(costs.cluster, rank, held[rank]) for rank in sorted(held))
     seconds = timeline.step_seconds
     source: Literal["measured", "modelled"] = "measured" if measured else "modelled"
@@ -276,24 +297,8 @@ def _occupancies(
     held_by: Callable[..., Occupancy],
 ) -> dict[int, Occupancy]:
     """Of every rank that works; ranks that compute and exchange alike are tried once."""
-    alike: dict[Any, list[int]] = {}
-    kinds: dict[tuple[int, int], int] = {}
-    for stage in compilation.stages:
-        for index, members in enumerate(like_ranks(stage, compilation.rows)):
-            kinds |= {(stage.index, rank): index for rank in members}
-    for rank in sorted({rank for stage in compilation.stages for rank in stage.mesh.ranks}):
-        computed = tuple((stage, kind) for (stage, other), kind in sorted(kinds.items()) if other == rank)
-        moved = Counter(
-            (type(step).__name__, step.edge, step.direction, box_size(_box(step)))
-            for step in compilation.program(rank)
-            if isinstance(step, Send | Receive | Copy) and step.micro_batch == 0
-        )
-        summed = tuple(spec.index for spec in compilation.reduces if rank in spec.ranks)
-        # Buckets of replicas differ in index and not in size where the groups are alike.
-        sizes = tuple(sorted(len(compilation.bucket_parameters[index]) for index in summed))
-        alike.setdefault((computed, tuple(sorted(moved.items())), sizes), []).append(rank)
     found: dict[int, Occupancy] = {}
-    for members in alike.values():
+    for members in _alike(compilation):
         one = held_by(
             compilation,
             members[0],
@@ -306,8 +311,36 @@ def _occupancies(
     return found
 
 
-def _box(step: Send | Receive | Copy) -> Any:
-    return step.source_box if isinstance(step, Copy) else step.box
+def _alike(compilation: Compilation) -> Iterable[list[int]]:
+    """Ranks that compute, exchange and sum alike, but for their places; each kind in order, by its first rank."""
+    does: dict[int, list[Any]] = {}
+    for stage in compilation.stages:
+        for kind, members in enumerate(like_ranks(stage, compilation.rows)):
+            for rank in members:
+                does.setdefault(rank, []).append(("computes", stage.index, kind))
+    moved: dict[int, Counter[Any]] = {rank: Counter() for rank in does}
+    for edge in compilation.edges:
+        for direction, transfers in (("forward", edge.forward), ("backward", edge.backward)):
+            for source, target, box, _ in transfers[0] if transfers else ():
+                what = (edge.index, direction, box_size(box))
+                if source == target:
+                    moved[source]["copies", *what] += bool(what[-1])
+                elif what[-1]:
+                    moved[source]["sends", *what] += 1
+                    moved[target]["receives", *what] += 1
+    buckets: dict[tuple[int, ...], list[int]] = {}
+    for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
+        buckets.setdefault(spec.ranks, []).append(len(names))
+    summed: dict[int, list[int]] = {rank: [] for rank in does}
+    for ranks, sizes in buckets.items():
+        for rank in ranks:
+            summed[rank] += sizes
+    # Buckets of replicas differ in index and not in size where the groups are alike.
+    kinds: dict[Any, list[int]] = {}
+    for rank in sorted(does):
+        key = (tuple(does[rank]), frozenset(moved[rank].items()), tuple(sorted(summed[rank])))
+        kinds.setdefault(key, []).append(rank)
+    return kinds.values()
 
 
 def _memory(cluster: Cluster, rank: int, held: Occupancy) -> DeviceMemory:
@@ -334,31 +367,18 @@ def _workload(
     layers: Sequence[StageLayers],
     held: Mapping[int, Occupancy],
     schedule: str,
-    clock: Clock | None,
 ) -> tuple[Workload, bool]:
     """The workload, and whether all its computation was measured."""
-    works, measured = [], True
+    works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
     for stage, own in zip(compilation.stages, layers, strict=True):
-        calls = _calls(compilation, stage, clock)
-        works.append(_stage_work(costs, stage, own, calls, held))
-        measured = measured and all(
-            costs.layer(costs.profile.layers[layer], rank, part).measured
-            for rank in stage.mesh.ranks
-            for layer, part in zip(own.layers, own.parts[rank], strict=True)
-            if part.rows
-        )
+        spent = _spent(costs, own)
+        works.append(_stage_work(costs, stage, spent, held))
+        measured = measured and all(one.measured for one in spent.values())
+        for rank, one in spent.items():
+            update[rank] += one.update
     boundaries = _boundaries(compilation)
-    update = [0.0] * len(costs.cluster.devices)
-    for own in layers:
-        for rank, parts in own.parts.items():
-            update[rank] += sum(
-                costs.layer(
-                    costs.profile.layers[layer], rank, Part(rows=max(1, part.rows), fraction=part.fraction)
-                ).update
-                for layer, part in zip(own.layers, parts, strict=True)
-            )
     ranks = tuple(sorted(held))
-    together = collective(costs.topology, "all_reduce", ranks, 16).seconds if len(ranks) > 1 else 0.0
+    together = costs.collective("all_reduce", ranks, 16) if len(ranks) > 1 else 0.0
     workload = Workload(
         world_size=len(costs.cluster.devices),
         micro_batches=len(compilation.rows),
@@ -376,38 +396,66 @@ def _workload(
     return workload, measured
 
 
-def _calls(compilation: Compilation, stage: PlacedStage, clock: Clock | None) -> StageCalls:
-    return stage_calls(
-        compilation.captured, stage, compilation.rows, lambda s, r: compilation.local_programs(s, r, clock), -1
+@dataclass(frozen=True, kw_only=True)
+class _Spent:
+    """Seconds of a micro-batch through a rank's parts of the layers of a stage; ``inside`` says whether they hold the
+    collectives."""
+
+    forward: float
+    backward: float
+    weights: float
+    update: float
+    inside: bool
+    measured: bool
+
+
+def _spent(costs: Costs, own: StageLayers) -> dict[int, _Spent]:
+    """Of each rank of a stage; those of one type with equal parts are priced once."""
+    known: dict[Any, _Spent] = {}
+    found = {}
+    for rank, parts in own.parts.items():
+        key = (costs.cluster.devices[rank].type.name, parts)
+        if key not in known:
+            known[key] = _spent_on(costs, own.layers, rank, parts)
+        found[rank] = known[key]
+    return found
+
+
+def _spent_on(costs: Costs, layers: Sequence[int], rank: int, parts: Sequence[Part]) -> _Spent:
+    kinds = [costs.profile.layers[layer] for layer in layers]
+    spent = [costs.layer(kind, rank, part) for kind, part in zip(kinds, parts, strict=True)]
+    whole = [Part(rows=max(1, part.rows), fraction=part.fraction) for part in parts]
+    return _Spent(
+        forward=sum(one.forward for one in spent),
+        backward=sum(one.backward for one in spent),
+        weights=sum(one.weights for one in spent),
+        update=sum(costs.layer(kind, rank, part).update for kind, part in zip(kinds, whole, strict=True)),
+        inside=bool(kinds)
+        and all(costs.includes_communication(kind, rank, part) for kind, part in zip(kinds, parts, strict=True)),
+        measured=all(one.measured for one, part in zip(spent, parts, strict=True) if part.rows),
     )
 
 
 def _stage_work(
-    costs: Costs, stage: PlacedStage, own: StageLayers, calls: StageCalls, held: Mapping[int, Occupancy]
+    costs: Costs, stage: PlacedStage, spent: Mapping[int, _Spent], held: Mapping[int, Occupancy]
 ) -> StageWork:
     ranks = stage.mesh.ranks
-    tasks = next(iter(calls.values()), {})
+    actors = {held[rank].rank: held[rank] for rank in ranks}
+    exchanges = {actor: _exchanges(stage, one) for actor, one in actors.items()}
     forward, backward, weights, communication = [], [], [], []
     for rank in ranks:
-        spent = [
-            costs.layer(costs.profile.layers[layer], rank, part)
-            for layer, part in zip(own.layers, own.parts[rank], strict=True)
-        ]
-        inside = own.layers and all(
-            costs.includes_communication(costs.profile.layers[layer], rank, part)
-            for layer, part in zip(own.layers, own.parts[rank], strict=True)
-        )
-        made = tasks.get(rank)
-        ahead = _seconds(costs, made.forward) if made and not inside else 0.0
-        back = _seconds(costs, made.backward) if made and not inside else 0.0
-        forward.append(sum(one.forward for one in spent) + ahead)
-        backward.append(sum(one.backward for one in spent) + back)
-        weights.append(min(sum(one.weights for one in spent), backward[-1]))
+        own, made = spent[rank], exchanges[held[rank].rank]
+        lines = [stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))]
+        ahead, back = (0.0, 0.0) if own.inside else (_seconds(costs, calls, lines) for calls in made)
+        forward.append(own.forward + ahead)
+        backward.append(own.backward + back)
+        weights.append(min(own.weights, backward[-1]))
         communication.append(ahead + back)
     task_bytes = [held[rank].tasks[stage.index] for rank in ranks]
+    met = {rank: {axis for calls in exchanges[held[rank].rank] for _, axis, _ in calls} for rank in ranks}
     return StageWork(
         ranks=ranks,
-        together=_together(ranks, tasks.values()),
+        together=_together(stage, met),
         forward=tuple(forward),
         backward=tuple(backward),
         weights=tuple(weights),
@@ -418,11 +466,23 @@ def _stage_work(
     )
 
 
-def _seconds(costs: Costs, calls: Iterable[CollectiveCall]) -> float:
-    total = 0.0
-    for (op, ranks, size), count in Counter((call.op, call.ranks, call_bytes(call)) for call in calls).items():
-        total += count * collective(costs.topology, op, ranks, size).seconds  # type: ignore[arg-type]
-    return total
+_Calls = Mapping[tuple[str, int, int], int]
+"""How many collectives there are of each kind, along which axis of the mesh, of how many bytes."""
+
+
+def _exchanges(stage: PlacedStage, held: Occupancy) -> tuple[_Calls, _Calls]:
+    """The collectives of a stage, forward and backward, of all ranks that are like the one that was tried."""
+    axes = {tuple(sorted(stage.mesh.group(axis, held.rank))): axis for axis in range(len(stage.mesh.axes))}
+    calls = held.calls[stage.index]
+    forward, backward = (
+        Counter((call.op, axes[call.ranks], call_bytes(call)) for call in made)
+        for made in (calls.forward, calls.backward)
+    )
+    return forward, backward
+
+
+def _seconds(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]]) -> float:
+    return sum(count * costs.collective(op, lines[axis], size) for (op, axis, size), count in calls.items())
 
 
 def call_bytes(call: CollectiveCall) -> int:
@@ -431,17 +491,17 @@ def call_bytes(call: CollectiveCall) -> int:
     >>> call_bytes(CollectiveCall("n", "all_gather", (0, 1), "float32", ((2, 3), (1, 3))))
     36
     """
-    element = torch.empty((), dtype=getattr(torch, call.dtype)).element_size()
+    element = getattr(torch, call.dtype).itemsize
     if call.op in ("all_gather", "reduce_scatter"):
         return element * sum(prod(shape) for shape in call.shapes)
     whole = prod(call.shapes[0])
     return element * (whole // len(call.ranks) if call.op == "all_to_all" else whole)
 
 
-def _together(ranks: Sequence[int], tasks: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that meet in collectives, as groups."""
-    group = {rank: frozenset((rank,)) for rank in ranks}
-    for members in dict.fromkeys(call.ranks for task in tasks for call in (*task.forward, *task.backward)):
+def _together(stage: PlacedStage, met: Mapping[int, Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Ranks that meet in collectives, as groups; *met* says along which axes each does."""
+    group = {rank: frozenset((rank,)) for rank in stage.mesh.ranks}
+    for members in dict.fromkeys(stage.mesh.group(axis, rank) for rank, axes in met.items() for axis in axes):
         joined = frozenset().union(*(group[rank] for rank in members))
         group |= dict.fromkeys(joined, joined)
     return tuple(tuple(sorted(one)) for one in dict.fromkeys(group.values()) if len(one) > 1)
@@ -452,7 +512,7 @@ def _boundaries(compilation: Compilation) -> tuple[Boundary, ...]:
     sizes: dict[tuple[int, int], dict[str, Counter[tuple[int, int]]]] = {}
     for edge in compilation.edges:
         pair = sizes.setdefault((edge.source_stage, edge.target_stage), {"forward": Counter(), "backward": Counter()})
-        element = torch.empty((), dtype=getattr(torch, edge.dtype)).element_size()
+        element = getattr(torch, edge.dtype).itemsize
         for direction, transfers in (("forward", edge.forward), ("backward", edge.backward)):
             for transfer in transfers[0] if transfers else ():
                 if size := box_size(transfer.source_box) * element:
@@ -493,15 +553,14 @@ def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]
 
 def _reductions(compilation: Compilation, costs: Costs) -> tuple[Reduction, ...]:
     """The buckets of gradients. A bucket is ready when its part of the stage's gradients, by bytes, is."""
-    shards = compilation.shards()
+    held: dict[int, dict[str, int]] = {}
     sizes = []
     for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
-        total = 0
-        for name in names:
-            part = shards[name].parts[spec.ranks[0]]
-            elements = prod(sum(stop - start for start, stop in dim) for dim in part)
-            total += elements * torch.empty((), dtype=shards[name].dtype).element_size()
-        sizes.append(total)
+        rank = spec.ranks[0]
+        if rank not in held:
+            own = compilation.local_parameters(rank).items()
+            held[rank] = {name: prod(part.shape) * part.dtype.itemsize for name, part in own}
+        sizes.append(sum(held[rank][name] for name in names))
     groups = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
     for spec, size in zip(compilation.reduces, sizes, strict=True):
         groups[spec.ranks, spec.stages] += size
@@ -510,7 +569,7 @@ def _reductions(compilation: Compilation, costs: Costs) -> tuple[Reduction, ...]
     for spec, size in zip(compilation.reduces, sizes, strict=True):
         key = (spec.ranks, spec.stages)
         done[key] += size
-        cost = collective(costs.topology, "all_reduce", spec.ranks, size)
+        cost = costs.collective_cost("all_reduce", spec.ranks, size)
         found.append(
             Reduction(
                 ranks=spec.ranks,

@@ -15,6 +15,7 @@ from torch import nn
 from whale.annotations import Annotation, annotate, forget, module_scopes
 from whale.compiler import Compilation, Options, compile_model, main_dtype
 from whale.errors import UsageError
+from whale.graph.capture import Captured
 from whale.graph.identity import model_hash
 from whale.graph.partition import Partition, partition, scopes_of
 from whale.graph.refusals import modules_around
@@ -68,6 +69,11 @@ class ModelTrial:
                 "modules with whale.annotate, or let 'whale plan' divide the work of the model as it is annotated"
             )
         self.identity = ModelIdentity(name=name, hash=model_hash(self._base.captured))
+
+    @property
+    def captured(self) -> Captured | None:
+        """The capture, for whoever profiles the model; None where it is not of the training model as it is."""
+        return self._base.captured if self.training and not self.options.promote else None
 
     def _compile(self, cluster: Cluster, options: Options, like: Compilation | None = None) -> Compilation:
         with warnings.catch_warnings():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.workloads import boundary, stage_work
 from whale.ir.schedule import Order, Task
-from whale.ir.workload import LinkTime, Reduction, Workload
+from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Workload
 from whale.planner.orders import SCHEDULES
-from whale.planner.simulate import order_of, simulate
+from whale.planner.simulate import order_of, simulate, simulate_alike
 
 few = settings(max_examples=40)
 seconds = st.integers(0, 8).map(lambda quarters: quarters / 4)
@@ -159,6 +159,68 @@ def test_the_critical_path_has_no_gaps(workload: Workload) -> None:
 @given(anything)
 def test_the_same_workload_gives_the_same_timeline(workload: Workload) -> None:
     assert simulate(workload) == simulate(workload)
+
+
+def side_by_side(workload: Workload, copies: int, *, share: bool) -> Workload:
+    """So many copies of a workload at once, on ranks of their own; *share*: over the same links' resources."""
+    size = workload.world_size
+    offsets = [copy * size for copy in range(copies)]
+
+    def stage(one: StageWork) -> StageWork:
+        numbers = {
+            name: getattr(one, name) * copies for name in type(one).model_fields if name not in ("ranks", "together")
+        }
+        ranks = tuple(rank + offset for offset in offsets for rank in one.ranks)
+        together = tuple(tuple(rank + offset for rank in group) for offset in offsets for group in one.together)
+        return StageWork.model_validate(numbers | {"ranks": ranks, "together": together})
+
+    def moved(record: Any, offset: int, **changes: Any) -> Any:
+        ends = {"source": record.source + offset, "target": record.target + offset}
+        return record.model_copy(update=ends | changes)
+
+    def crossing(one: Boundary) -> Boundary:
+        ways = {way: getattr(one, way) for way in ("forward", "backward")}
+        return one.model_copy(
+            update={way: tuple(moved(t, offset) for offset in offsets for t in ts) for way, ts in ways.items()}
+        )
+
+    def resources(link: LinkTime, offset: int) -> tuple[str, ...]:
+        return link.resources if share else tuple(f"{name} {offset}" for name in link.resources)
+
+    return workload.model_copy(
+        update={
+            "world_size": size * copies,
+            "stages": tuple(map(stage, workload.stages)),
+            "boundaries": tuple(map(crossing, workload.boundaries)),
+            "links": tuple(
+                moved(link, offset, resources=resources(link, offset)) for offset in offsets for link in workload.links
+            ),
+            "reductions": tuple(
+                one.model_copy(update={"ranks": tuple(rank + offset for offset in offsets for rank in one.ranks)})
+                for one in workload.reductions
+            ),
+            "update": workload.update * copies,
+        }
+    )
+
+
+@few
+@given(anything, st.integers(2, 4))
+def test_a_rank_stands_for_those_like_it(workload: Workload, copies: int) -> None:
+    workload = side_by_side(workload, copies, share=False)
+    whole, alike = simulate(workload), simulate_alike(workload)
+    assert alike.step_seconds == whole.step_seconds
+    assert alike.bubble == pytest.approx(whole.bubble)
+    for rank in whole.ranks:
+        assert alike.breakdowns[alike.stand_in(rank)] == pytest.approx(whole.breakdowns[rank])
+        assert alike.peak_bytes(rank) == whole.peak_bytes(rank)
+
+
+@few
+@given(anything, st.integers(1, 4))
+def test_messages_of_ranks_that_are_left_out_take_their_part_of_what_is_shared(workload: Workload, copies: int) -> None:
+    workload = side_by_side(workload, copies, share=True)
+    assert simulate_alike(workload).step_seconds == pytest.approx(simulate(workload).step_seconds)
 
 
 def work_of_ranks(workload: Workload) -> dict[int, float]:

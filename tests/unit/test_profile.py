@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from whale.graph.capture import capture
 from whale.ir.profile import Communication, LayerVariant, ModelProfile
 from whale.strategies import layers
 from whale.strategies.profile import profile_model
+from whale.trial import ModelTrial
 
 HIDDEN, SEQ, HEADS, VOCAB = 64, 16, 4, 4096
 GPT: dict[str, Any] = {"layers": 3, "hidden": HIDDEN, "seq": SEQ, "heads": HEADS, "vocab": VOCAB}
@@ -272,3 +273,28 @@ def test_a_degree_at_which_costs_follow_no_law_is_left_out_and_said() -> None:
     profile = profiled("gshard", degrees=(1, 2), **settings)  # its router cuts rows, and uneven parts are padded
     assert {variant.tensor_degree for kind in profile.kinds for variant in kind.variants} == {1}
     assert [degree for degree, why in profile.refused if "so it has no law" in why] == [2]
+
+
+# --- one capture for all ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gpt", {}), ("llama", {"kv_heads": 2}), ("moe", {"kv_heads": 2, "experts": 4})],
+)
+def test_a_capture_of_the_model_serves_for_its_profile(name: str, settings: dict[str, Any]) -> None:
+    loaded = load_model(f"examples/models/{name}.py:{name}", GPT | settings | {"batch_size": 22}, device="meta")
+    loaded.model.to(torch.bfloat16)
+    captured = ModelTrial(loaded.model, loaded.batch, name=name).captured
+    texts = [str(node) for node in captured.graph.nodes] if captured else []
+    with patch.object(layers, "capture", side_effect=AssertionError("captured again")):
+        shared = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=captured)
+    assert shared == profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2))
+    assert captured is not None and [str(node) for node in captured.graph.nodes] == texts
+
+
+def test_a_batch_of_too_few_rows_is_captured_again_in_the_models_number_type() -> None:
+    loaded = load_model("examples/models/gpt.py:gpt", GPT | {"batch_size": 4}, device="meta")
+    captured = ModelTrial(loaded.model, loaded.batch, name="gpt").captured
+    found = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), captured=captured)
+    assert (found.precision, found.layers) == ("float32", gpt().layers)

@@ -12,7 +12,7 @@ from whale.ir.check import check_programs
 from whale.ir.program import ReduceSpec, Send, project
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
 from whale.planner.orders import one_f_one_b, schedule_order
-from whale.planner.simulate import order_of, programs_of, simulate, simulate_programs
+from whale.planner.simulate import order_of, programs_of, simulate, simulate_alike, simulate_programs
 from whale.planner.timeline import PARTS
 
 
@@ -279,3 +279,37 @@ def test_programs_that_wait_for_each_other_are_an_error_and_not_a_short_timeline
 def test_a_step_of_2520_devices_is_simulated_through_a_rank_of_each_kind() -> None:
     timeline = simulate(chain_workload(35, 70, chunks=3, schedule="interleaved"))
     assert timeline.step_seconds == (70 * 3 + 34) * 3
+
+
+def test_ranks_that_are_alike_are_simulated_once_and_share_their_nodes_adapter_with_those_left_out() -> None:
+    """Four replicas of two stages, two to a node with one adapter: each message has half of it."""
+    pairs = [(rank, rank + 4) for rank in range(4)]
+    crossing = boundary(0, 1, pairs, 2)
+    links = tuple(link(*ends, (f"node {ends[0] // 2} out",)) for pair in pairs for ends in (pair, pair[::-1]))
+    workload = Workload(
+        world_size=8,
+        micro_batches=3,
+        stages=(stage_work((0, 1, 2, 3)), stage_work((4, 5, 6, 7))),
+        boundaries=(crossing,),
+        links=links,
+        reductions=(Reduction(ranks=(0, 1, 2, 3), stages=(0,), bytes=1, seconds=1.0),),
+    )
+    whole, alike = simulate(workload), simulate_alike(workload)
+    assert dict(alike.members) == {0: (0, 1, 2, 3), 4: (4, 5, 6, 7)}
+    assert alike.step_seconds == whole.step_seconds and alike.bubble == pytest.approx(whole.bubble)
+    assert alike.breakdowns == {0: whole.breakdowns[3], 4: whole.breakdowns[7]}
+
+
+def test_ranks_are_told_apart_by_what_lies_far_from_them() -> None:
+    """The first stage's ranks differ only in who is slow two stages later."""
+    stages = (stage_work((0, 1)), stage_work((2, 3)), stage_work((4, 5), forward=(1.0, 3.0)))
+    hops = [[(0, 2), (1, 3)], [(2, 4), (3, 5)]]
+    workload = Workload(
+        world_size=6,
+        micro_batches=2,
+        stages=stages,
+        boundaries=tuple(boundary(index, index + 1, hop, 2) for index, hop in enumerate(hops)),
+        links=tuple(link(*ends) for hop in hops for pair in hop for ends in (pair, pair[::-1])),
+    )
+    whole, alike = simulate(workload), simulate_alike(workload)
+    assert alike.ranks == whole.ranks and alike.breakdowns == whole.breakdowns

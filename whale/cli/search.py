@@ -230,7 +230,9 @@ class _Model:
         trial = ModelTrial(loaded.model, loaded.batch, name=loaded.name, optimizer=optimizer)
         if profile is None:
             degrees = tensor_degrees(len(cluster.devices))
-            profile = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name)
+            profile = profile_model(
+                loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name, captured=trial.captured
+            )
         elif profile.model_hash not in ("", trial.identity.hash):
             raise UsageError(
                 f"the profile is of {profile.name} with hash {profile.model_hash[:19]}..., but {loaded.name} has "

@@ -12,7 +12,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,21 @@ class Captured:
     def module(self) -> fx.GraphModule:
         """The graph as a callable of its placeholders, in order."""
         return fx.GraphModule(nn.Module(), self.graph)
+
+
+def copy_of(captured: Captured) -> Captured:
+    """The same with a graph and names of its own, to be changed apart from it."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in captured.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return replace(
+        captured,
+        graph=graph,
+        parameters=dict(captured.parameters),
+        buffers=dict(captured.buffers),
+        constants=dict(captured.constants),
+        inputs=dict(captured.inputs),
+    )
 
 
 def batch_leaves(batch: Batch) -> dict[str, Any]:

@@ -76,31 +76,37 @@ def partition(captured: Captured) -> Partition:
     calls = [n for n in captured.graph.nodes if is_call(n)]
     floating = floating_nodes(captured)
     pinned = [n for n in calls if n not in floating]
-    paths = {n: scopes_of(n) for n in pinned}
-    cuts = {n: cut_at_stage(path) for n, path in paths.items()}
+    known: dict[str, StageCut] = {}
+    cuts = {n: _cut_of(n, known) for n in calls}
     order: dict[str, StageCut] = {}
     for node in pinned:
         scope = cuts[node].stage
         if scope is not None:
             order.setdefault(scope.region, cuts[node])
-    _check_not_empty(captured, calls, order)
+    _check_not_empty(captured, cuts, order)
     number = {region: i for i, region in enumerate(order)}
-    stage_of = _assign(pinned, cuts, number)
+    reads = {node: operands(node) for node in pinned}
+    stage_of = _assign(pinned, cuts, number, reads)
     return Partition(
-        stages=tuple(
-            _task_graph(captured, index, list(order)[index] if order else "", order, pinned, cuts, stage_of)
-            for index in range(max(len(order), 1))
-        ),
+        stages=_task_graphs(order, pinned, cuts, stage_of, reads),
         floating=floating,
         stage_of=stage_of,
     )
 
 
-def _check_not_empty(captured: Captured, calls: list[fx.Node], order: dict[str, StageCut]) -> None:
+def _cut_of(node: fx.Node, known: dict[str, StageCut]) -> StageCut:
+    """A node's annotation path, cut at its stage; nodes of one module have the same."""
+    text = (node.meta.get("custom") or {}).get(NODE_KEY) or ""
+    if text not in known:
+        known[text] = cut_at_stage(scopes_of(node))
+    return known[text]
+
+
+def _check_not_empty(captured: Captured, cuts: dict[fx.Node, StageCut], order: dict[str, StageCut]) -> None:
     """Refuse a stage without work: it would have devices, and leave them idle."""
     seen: dict[str, fx.Node | None] = dict.fromkeys(captured.stage_regions)
-    for node in calls:
-        scope = cut_at_stage(scopes_of(node)).stage
+    for node, cut in cuts.items():
+        scope = cut.stage
         if scope is not None and seen.get(scope.region) is None:
             seen[scope.region] = node
     for region, first in seen.items():
@@ -130,15 +136,17 @@ def _is_statistic(node: fx.Node) -> bool:
     return bool(value_tensor((node, 0)).is_floating_point())
 
 
-def _assign(pinned: list[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int]) -> dict[fx.Node, int]:
+def _assign(
+    pinned: list[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int], reads: dict[fx.Node, list[Value]]
+) -> dict[fx.Node, int]:
     """Stage of every pinned node: annotated, else the latest of its inputs, else the first of its users."""
     stage_of: dict[fx.Node, int] = {}
     for node in pinned:
-        inputs = [stage_of[source] for source, _ in operands(node) if source in stage_of]
+        inputs = [stage_of[source] for source, _ in reads[node] if source in stage_of]
         scope = cuts[node].stage
         if scope is not None:
             index = number[scope.region]
-            late = [source for source, _ in operands(node) if stage_of.get(source, -1) > index]
+            late = [source for source, _ in reads[node] if stage_of.get(source, -1) > index]
             if late:
                 raise AnnotationError(
                     f"stage {scope.region!r} comes before stage {list(number)[stage_of[late[0]]]!r} in the model, but "
@@ -160,34 +168,35 @@ def _users(node: fx.Node) -> list[fx.Node]:
     return [call for user in node.users for call in ([user] if is_call(user) else list(user.users))]
 
 
-def _task_graph(
-    captured: Captured,
-    index: int,
-    region: str,
+def _task_graphs(
     order: dict[str, StageCut],
     pinned: list[fx.Node],
     cuts: dict[fx.Node, StageCut],
     stage_of: dict[fx.Node, int],
-) -> TaskGraph:
-    nodes = tuple(n for n in pinned if stage_of[n] == index)
-    received: dict[Value, None] = {}
-    for node in nodes:
-        for source in operands(node):
-            if stage_of.get(source[0], index) < index:
-                received[source] = None
-    sent: dict[Value, None] = {}
+    reads: dict[fx.Node, list[Value]],
+) -> tuple[TaskGraph, ...]:
+    """The stages, by where each node is computed and what it reads."""
+    stages = order or {"": StageCut((), None, ())}
+    nodes: list[list[fx.Node]] = [[] for _ in stages]
+    received: list[dict[Value, None]] = [{} for _ in stages]
+    sent: list[dict[Value, None]] = [{} for _ in stages]
     for node in pinned:
-        if stage_of[node] > index:
-            for source in operands(node):
-                if stage_of.get(source[0], -1) == index:
-                    sent[source] = None
-    cut = order.get(region, StageCut((), None, ()))
-    return TaskGraph(
-        index=index,
-        name=region,
-        cut=cut,
-        nodes=nodes,
-        scopes={n: cuts[n].inner for n in nodes},
-        received=tuple(received),
-        sent=tuple(sent),
+        index = stage_of[node]
+        nodes[index].append(node)
+        for source in reads[node]:
+            made = stage_of.get(source[0], index)
+            if made < index:
+                received[index][source] = None
+                sent[made][source] = None
+    return tuple(
+        TaskGraph(
+            index=index,
+            name=region,
+            cut=cut,
+            nodes=tuple(nodes[index]),
+            scopes={node: cuts[node].inner for node in nodes[index]},
+            received=tuple(received[index]),
+            sent=tuple(sent[index]),
+        )
+        for index, (region, cut) in enumerate(stages.items())
     )
