@@ -24,7 +24,6 @@ from whale.ir.check import CollectiveCall
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import Interference, LayerKind, ModelProfile
 from whale.ir.program import box_size
-from whale.ir.virtual_device import Role
 from whale.ir.workload import (
     Boundary,
     DeviceMemory,
@@ -229,7 +228,7 @@ def _parts(compilation: Compilation, stage: PlacedStage, nodes: Sequence[Any]) -
     shares = [stage.mesh.axis_shares(axis) for axis in range(len(stage.mesh.axes))]
     sums = [sum(own) for own in shares]
 
-    def part(role: Sequence[Role], coordinates: Sequence[int]) -> Part:
+    def part(role: Sequence[object], coordinates: Sequence[int]) -> Part:
         rows, fraction = max(compilation.rows), 1.0
         for axis, (one, at) in enumerate(zip(role, coordinates, strict=True)):
             if one == "replicate":
