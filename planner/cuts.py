@@ -251,6 +251,7 @@ class _Tables:
         self._kept = [_sums(kind.kept_bytes) for kind in self.kinds]
         self._working = [_maxima(kind.working_bytes or (0.0,) * problem.num_layers) for kind in self.kinds]
         self._send: dict[tuple[int, int], Array] = {}
+        self._costs: dict[tuple[int, int, int], Array] = {}
 
     def sends(self, source: int, target: int) -> Array:
         """Seconds by the first layer of the next stage."""
@@ -262,9 +263,33 @@ class _Tables:
             self._send[source, target] = found
         return self._send[source, target]
 
-    def bytes(self, kind: int, in_flight: int) -> Array:
-        """What such a stage needs."""
-        return self._fixed[kind] + in_flight * self._kept[kind] + self._working[kind]
+    def need(self, kind: int, in_flight: int, part: tuple[int, int]) -> float:
+        """Bytes that such a stage needs with so many micro-batches in flight."""
+        return float(self._fixed[kind][part] + in_flight * self._kept[kind][part] + self._working[kind][part])
+
+    def window(self, depth: int) -> tuple[slice, slice]:
+        """Where the stages are that are so many from the end, since every stage has a layer."""
+        num_stages = len(self.problem.groups)
+        low, width = num_stages - depth, self.problem.num_layers - num_stages + 1
+        return slice(low, low + width), slice(low + 1, low + 1 + width)
+
+    def bytes(self, kind: int, depth: int) -> Array:
+        """What such a stage needs, so many from the end; of its window."""
+        window, held = self.window(depth), self.problem.held()[-depth]
+        return self._fixed[kind][window] + held * self._kept[kind][window] + self._working[kind][window]
+
+    def costs(self, kind: int, next_kind: int, depth: int) -> Array:
+        """Seconds of such a stage before one of another kind (-1: none), so many from the end; infinite where it does
+        not fit. Of its window, and worked out once."""
+        key = kind, next_kind, depth
+        if key not in self._costs:
+            window = self.window(depth)
+            seconds = self.seconds[kind][window]
+            if next_kind >= 0:
+                seconds = seconds + self.sends(kind, next_kind)[window[1]]
+            fits = self.bytes(kind, depth) <= self.kinds[kind].capacity_bytes
+            self._costs[key] = np.where(fits, seconds, inf)
+        return self._costs[key]
 
 
 def _sums(values: Sequence[float]) -> Array:
@@ -284,10 +309,10 @@ def _across(starts: Sequence[int], num_layers: int) -> Array:
 
 
 def _maxima(values: Sequence[float]) -> Array:
-    found = np.zeros((len(values) + 1, len(values) + 1))
-    for first in range(len(values)):
-        found[first, first + 1 :] = np.maximum.accumulate(np.array(values[first:], dtype=float))
-    return found
+    """The most of values[i:j]; 0 where there is nothing."""
+    found = np.zeros((len(values) + 1,) * 2)
+    found[:-1, 1:] = np.triu(np.broadcast_to(np.array(values, dtype=float), (len(values),) * 2))
+    return np.maximum.accumulate(found, axis=1)
 
 
 def _twice_and_once(ties: Sequence[Tie], num_layers: int) -> tuple[Array, Array]:
@@ -315,7 +340,7 @@ def _priced(tables: _Tables, kinds: Sequence[int], starts: Sequence[int]) -> Cut
         starts=tuple(starts),
         seconds=tuple(seconds),
         fullest_bytes=tuple(
-            float(tables.bytes(kind, count)[part]) for kind, count, part in zip(kinds, held, parts, strict=True)
+            tables.need(kind, count, part) for kind, count, part in zip(kinds, held, parts, strict=True)
         ),
         step_seconds=(tables.problem.micro_batches - 1) * max(seconds) + sum(seconds) + once,
     )
@@ -329,8 +354,8 @@ _Kinds = Callable[[int, _Counts], Sequence[int]]
 """The kinds that the stage may have which is that many from the end, when so many of each kind come after it."""
 
 _Weight = Callable[[int, int, int], Array]
-"""The weight of every possible stage, by its kind, the kind after it (-1: it is the last) and its depth from the end;
-infinite where it is not allowed."""
+"""The weight of every possible stage (of the window of its depth), by its kind, the kind after it (-1: it is the last)
+and its depth from the end; infinite where it is not allowed."""
 
 
 class _Cell(NamedTuple):
@@ -360,8 +385,7 @@ def _solve(
         level: dict[tuple[_Counts, int], _Cell] = {}
         for (counts, next_kind), cell in levels[-1].items():
             for kind in kinds(depth, counts):
-                window = weight(kind, next_kind, depth)[low : low + width, low + 1 : low + 1 + width]
-                candidates = combine(window, cell.values)
+                candidates = combine(weight(kind, next_kind, depth), cell.values)
                 chosen = candidates.argmin(axis=1)
                 values = candidates[rows, chosen]
                 key = (*counts[:kind], counts[kind] + 1, *counts[kind + 1 :]), kind
@@ -422,19 +446,11 @@ def _best(tables: _Tables, objective: Objective, kinds: _Kinds) -> Cut | None:
 
 def _weights(tables: _Tables, bound: float, *, once: bool = False) -> _Weight:
     """Seconds of stages that fit and take at most *bound*; what comes once a step is added if *once*."""
-    known: dict[tuple[int, int, int], Array] = {}
-    held = tables.problem.held()
 
     def weight(kind: int, next_kind: int, depth: int) -> Array:
-        in_flight = held[-depth]
-        key = kind, next_kind, in_flight
-        if key not in known:
-            seconds = tables.seconds[kind]
-            if next_kind >= 0:
-                seconds = seconds + tables.sends(kind, next_kind)
-            allowed = (tables.bytes(kind, in_flight) <= tables.kinds[kind].capacity_bytes) & (seconds <= bound)
-            known[key] = np.where(allowed, seconds + tables.once if once else seconds, inf)
-        return known[key]
+        seconds = tables.costs(kind, next_kind, depth)
+        weights = seconds + tables.once[tables.window(depth)] if once else seconds
+        return weights if bound == inf else np.where(seconds <= bound, weights, inf)
 
     return weight
 
@@ -499,11 +515,10 @@ def evenest_cut(problem: CutProblem) -> Cut:
         InfeasibleError: a figure is not finite.
     """
     tables = _Tables(problem)
-    held = problem.held()
     order = tuple(tables.kinds.index(group) for group in problem.groups)
 
     def ratio(kind: int, next_kind: int, depth: int) -> Array:
-        needs, possible = tables.bytes(kind, held[-depth]), tables.seconds[kind] < inf
+        needs, possible = tables.bytes(kind, depth), tables.seconds[kind][tables.window(depth)] < inf
         return np.where(possible, np.where(possible, needs, 0.0) / tables.kinds[kind].capacity_bytes, inf)
 
     found = _solve(tables, lambda depth, counts: (order[-depth],), ratio, combine=np.maximum)

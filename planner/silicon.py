@@ -8,6 +8,7 @@ no models and no networks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from whale.ir.cluster import DeviceType
@@ -156,7 +157,11 @@ def silicon_of(device: DeviceType, *, eager: bool = False) -> Silicon:
     >>> silicon_of(device_types()["V100-SXM2-32GB"]).multiprocessors
     80
     """
-    name = ALIASES.get(device.name, device.name)
+    return _silicon_named(ALIASES.get(device.name, device.name), eager)
+
+
+@lru_cache
+def _silicon_named(name: str, eager: bool) -> Silicon:
     best = max((chip for chip in _CHIPS if name.startswith(chip[0])), key=lambda chip: len(chip[0]), default=None)
     if best is None:
         return _FAMILIES["other"]

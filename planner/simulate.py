@@ -31,12 +31,16 @@ __all__ = [
     "task_seconds",
 ]
 
+MOST_TASKS = 4_000_000
+"""Of a step that is simulated: some minutes, and some GiB."""
+
 
 def simulate(workload: Workload, *, order: Order | None = None) -> Timeline:
     """Simulate a step of ``workload``, with its schedule or in a given ``order``.
 
     Raises:
-        UsageError: the workload contradicts itself, or its schedule does not fit its stages; names the stage or rank.
+        UsageError: the workload contradicts itself, its schedule does not fit its stages (names the stage or rank), or
+            it has more tasks than can be gone through.
 
     >>> from whale.ir.workload import StageWork
     >>> stage = StageWork(ranks=(0,), forward=(1.0,), backward=(2.0,), weights=(1.0,), kept_bytes=(100,))
@@ -45,6 +49,7 @@ def simulate(workload: Workload, *, order: Order | None = None) -> Timeline:
     (12.0, 12.0, 100)
     """
     check_workload(workload)
+    _require_end(workload)
     return _simulated(workload, order_of(workload) if order is None else order, {})
 
 
@@ -64,6 +69,7 @@ def simulate_alike(workload: Workload) -> Timeline:
     """
     check_workload(workload)
     found = quotient(workload)
+    _require_end(found.workload)
     timeline = _simulated(found.workload, order_of(found.workload), found.loads)
     return replace(timeline, members=found.members)
 
@@ -83,6 +89,16 @@ def _simulated(workload: Workload, order: Order, loads: Loads) -> Timeline:
 
     programs = project(order, stages, edges, reduces)
     return run_programs(programs, edges, workload, bytes_of, loads)
+
+
+def _require_end(workload: Workload) -> None:
+    ranks, count = sum(len(stage.ranks) for stage in workload.stages), workload.micro_batches
+    if 2 * ranks * count > MOST_TASKS:
+        raise UsageError(
+            f"{count:,} micro-batches on {ranks:,} ranks are {2 * ranks * count:,} tasks to simulate, more than "
+            f"{MOST_TASKS:,}; use at most {max(1, MOST_TASKS // (2 * ranks)):,} micro-batches: each one more takes as "
+            "long as the one before"
+        )
 
 
 def simulate_programs(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster, Device, DeviceType
@@ -35,7 +35,7 @@ class Pool:
         """All of them."""
         return tuple(rank for node in self.nodes for rank in node)
 
-    @property
+    @cached_property
     def per_node(self) -> int:
         """The most that a node has."""
         return max(map(len, self.nodes))
@@ -70,10 +70,10 @@ def pools_of(cluster: Cluster, speed: str = "float32") -> tuple[Pool, ...]:
     found: dict[DeviceType, list[tuple[int, ...]]] = {}
     for node in cluster.nodes:
         own: dict[DeviceType, list[int]] = {}
-        for rank in node.ranks:
-            own.setdefault(cluster.devices[rank].type, []).append(rank)
-        for type_, ranks in own.items():
-            found.setdefault(type_, []).append(tuple(ranks))
+        for type_, ranks in groupby(node.ranks, key=lambda rank: cluster.devices[rank].type):
+            own.setdefault(type_, []).extend(ranks)
+        for type_, members in own.items():
+            found.setdefault(type_, []).append(tuple(members))
     pools = [Pool(type=type_, nodes=tuple(sorted(nodes, key=len, reverse=True))) for type_, nodes in found.items()]
     return tuple(sorted(pools, key=lambda pool: (-pool.type.speed(speed), pool.type.name)))
 

@@ -8,9 +8,8 @@ what is kept is laid out and simulated.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -18,17 +17,29 @@ import numpy as np
 from whale.errors import InfeasibleError
 from whale.planner.cuts import CutProblem, Group, evenest_cut, fastest_cut
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.search.costs import MeshCosts
 from whale.planner.search.devices import Mesh
-from whale.planner.search.meshes import MeshCosts, Meshes
+from whale.planner.search.meshes import Meshes
 from whale.planner.search.steps import SETTLING, in_flight, order_of_tasks
 
-__all__ = ["Draft", "Scored", "allowed", "best_cuts", "drafted", "pipeline_ends", "quick_cuts", "score_draft"]
+__all__ = [
+    "Draft",
+    "Scored",
+    "allowed",
+    "best_cuts",
+    "cut_exactly",
+    "evenest_cuts",
+    "pipeline_bound",
+    "pipeline_ends",
+    "quick_cuts",
+    "score_draft",
+]
 
-MOST_TABLED = 5_000_000
+MOST_TABLED = 100_000
 """Stages x parts^2 up to which cuts are exact: what their tables hold."""
 
-HALVINGS = 14
-"""Of the bound on the slowest stage: to about a ten-thousandth of the chain."""
+PRECISION = 1e-3
+"""To which the bound on the slowest stage is bisected, as a part of it."""
 
 BARRED_SECONDS = 1e6
 """What a part takes on a mesh of other degrees than are decided for it: more than anything else."""
@@ -49,6 +60,10 @@ class Draft:
     starts: tuple[int, ...]
     micro_batches: int
     schedule: str
+
+    def stages(self, num_parts: int) -> Iterator[tuple[Mesh, int, int]]:
+        """The mesh of each stage, and its parts [first, last) of so many."""
+        return zip(self.meshes, self.starts, (*self.starts[1:], num_parts), strict=True)
 
     @property
     def label(self) -> str:
@@ -88,33 +103,28 @@ class Scored:
 def score_draft(meshes: Meshes, draft: Draft, batch: int, *, below: float = inf) -> Scored:
     """Score a draft. O(stages^2) for the recurrence over as many micro-batches as fill the pipeline and some more.
 
-    A draft whose busiest stage alone takes *below* seconds is given that time: what it takes beside matters to nobody.
+    A draft that by `pipeline_bound` cannot take less than *below* seconds is given that bound: what it takes matters to
+    nobody.
     """
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
-    costs = [meshes.costs(mesh, rows, count) for mesh in draft.meshes]
-    parts = list(pairwise((*draft.starts, len(meshes.chain))))
-    forward = [float(one.forward[last] - one.forward[first]) for one, (first, last) in zip(costs, parts, strict=True)]
-    backward = [
-        float(one.backward[last] - one.backward[first]) for one, (first, last) in zip(costs, parts, strict=True)
-    ]
-    hops = [float(one.hop[last]) / 2 for one, (_, last) in zip(costs, parts, strict=True)]
-    once = [one.seconds_once(*part) for one, part in zip(costs, parts, strict=True)]
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
-    loads = tuple(
-        (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
-    )
-    seconds = max(loads)
-    if seconds < below:
+    forward, backward, hops, once, loads = [], [], [], [], []
+    fullness = 0.0
+    for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain))):
+        costs = meshes.costs(mesh, rows, count)
+        ahead, back, after, hop = costs.seconds(first, last)
+        forward.append(ahead)
+        backward.append(back)
+        hops.append(hop / 2)
+        once.append(after)
+        loads.append((count - 1 + share) * (forward[-1] + backward[-1]) + once[-1])
+        fullness = max(fullness, costs.fullness(first, last, in_flight(draft.schedule, depth, stage, count)))
+    least = pipeline_bound(forward, backward, hops, once, count, draft.schedule, last_share=share)
+    if least + STEP_OVERHEAD_SECONDS < below:
         ends = pipeline_ends(forward, backward, hops, count, draft.schedule, last_share=share)
-        seconds = max(end + after for end, after in zip(ends, once, strict=True))
-    held = [in_flight(draft.schedule, depth, stage, count) for stage in range(depth)]
-    return Scored(
-        draft=draft,
-        seconds=seconds + STEP_OVERHEAD_SECONDS,
-        fullness=max(one.fullness(*part, number) for one, part, number in zip(costs, parts, held, strict=True)),
-        loads=loads,
-    )
+        least = max(end + after for end, after in zip(ends, once, strict=True))
+    return Scored(draft=draft, seconds=least + STEP_OVERHEAD_SECONDS, fullness=fullness, loads=tuple(loads))
 
 
 def pipeline_ends(
@@ -138,13 +148,13 @@ def pipeline_ends(
     >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
     [15.0, 13.0]
     """
-    depth = len(forward)
-    few, more = depth + SETTLING, depth + 3 * SETTLING
-    if micro_batches <= more:
-        return _ends(forward, backward, hops, micro_batches, schedule, last_share)
-    one, other = (_ends(forward, backward, hops, count, schedule, last_share) for count in (few, more))
-    times = (micro_batches - more) / (more - few)
-    return [second + times * (second - first) for first, second in zip(one, other, strict=True)]
+    enough = min(micro_batches, len(forward) + SETTLING)
+    ends = _ends(forward, backward, hops, enough, schedule, last_share)
+    if schedule == "gpipe":
+        each = max(forward) + max(backward)
+    else:
+        each = float(_Windows(forward, backward, hops).period.max())
+    return [end + (micro_batches - enough) * each for end in ends]
 
 
 def _ends(
@@ -173,6 +183,58 @@ def _ends(
     return free
 
 
+class _Windows:
+    """All runs of neighbouring stages s to e of ``1f1b``, as arrays [s, e].
+
+    A micro-batch goes down through such a run; stage e then does the backward whose turn it is, which goes up again,
+    and stage s takes the next forward: as many micro-batches later as the run has stages. So each micro-batch takes at
+    least ``period``, what is computed and sent on the way over the number of stages. Every cycle of waits is of such
+    ones, and so the largest of them is what each micro-batch takes once the pipeline is full.
+    """
+
+    def __init__(self, forward: Sequence[float], backward: Sequence[float], hops: Sequence[float]) -> None:
+        depth = len(forward)
+        both, twice = np.add(forward, backward), 2 * np.array(hops)
+        upto = np.concatenate([[0.0], np.cumsum(both + twice)])
+        places = np.arange(depth)
+        self.around = upto[None, 1:] - twice - upto[:-1, None]
+        self.stages = np.maximum(places - places[:, None] + 1, 1)
+        self.possible = places[:, None] <= places
+        self.period = np.where(self.possible, self.around / self.stages, 0.0)
+
+
+def pipeline_bound(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[float],
+    once: Sequence[float],
+    micro_batches: int,
+    schedule: str,
+    *,
+    last_share: float = 1.0,
+) -> float:
+    """A time before which a step cannot end. Arguments are those of `pipeline_ends`, and what comes *once* a step.
+
+    A stage is busy with all micro-batches, after the forwards of the stages before it and before their backwards. Under
+    ``1f1b`` micro-batches go around `_Windows`, all but those with which the pipeline is filled.
+
+    >>> pipeline_bound([1, 1], [2, 2], [0, 0], [0, 0], 4, "1f1b")
+    15.0
+    """
+    ahead = np.concatenate([[0.0], np.cumsum(np.add(forward, hops))[:-1]])
+    back = np.concatenate([[0.0], np.cumsum(last_share * np.array(backward) + hops)[:-1]])
+    busy = (micro_batches - 1 + last_share) * np.add(forward, backward)
+    least = float((ahead + busy + np.maximum(once, back + once[0])).max())
+    if schedule == "1f1b" and len(forward) > 1:
+        windows = _Windows(forward, backward, hops)
+        filling = np.arange(len(forward) - 1, -1, -1)  # forwards of stage e before its first backward, but one
+        times = np.maximum(micro_batches - 1 - filling, 0) // windows.stages
+        through = ahead + last_share * windows.around[:, -1] + back + once[0]
+        whole = through[:, None] + np.outer(forward, np.minimum(filling, micro_batches - 1)) + times * windows.around
+        least = max(least, float(whole[windows.possible].max()))
+    return least
+
+
 # --- cuts -------------------------------------------------------------------------------------------------------------
 
 
@@ -182,73 +244,91 @@ def best_cuts(
     """The first parts of stages on these meshes with which the step is shortest and memory suffices, by
     `whale.planner.cuts.fastest_cut`, or in very deep pipelines `quick_cuts`; None if nothing fits or the chain is too
     short."""
-    if len(sequence) > len(meshes.chain):
-        return None
-    if len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
-        return quick_cuts(meshes, sequence, batch, micro_batches, schedule)
+    quick = next(iter(quick_cuts(meshes, sequence, batch, micro_batches, schedule)), None)
+    if quick is None or len(sequence) == 1 or len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
+        return quick
     try:
         starts = fastest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
-    except InfeasibleError:
-        return None
-    return starts if allowed(meshes, sequence, starts) else None
+    except InfeasibleError:  # fits, but not where the slice with least room for anything counts for everything
+        return quick
+    return starts if allowed(meshes, sequence, starts) else quick
 
 
 def quick_cuts(
-    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
-) -> tuple[int, ...] | None:
-    """Cuts whose slowest stage is about the quickest that memory allows: every stage from the last reaches back as far
-    as a bound lets it, and the bound is bisected. None if nothing fits."""
+    meshes: Meshes,
+    sequence: Sequence[Mesh],
+    batch: int,
+    micro_batches: int,
+    schedule: str,
+    *,
+    within: float = inf,
+) -> list[tuple[int, ...]]:
+    """Cuts whose slowest stage is about the quickest that memory allows, with what is left over at the first stages or
+    at the last; none if nothing fits, or not so that the slowest stage takes at most *within* seconds a micro-batch.
+
+    Every stage from the last reaches back as far as a bound lets it, and the bound is bisected.
+    """
     depth, parts = len(sequence), len(meshes.chain)
     if depth > parts:
-        return None
-    costs = [meshes.costs(mesh, meshes.rows(batch, micro_batches), micro_batches) for mesh in sequence]
-    limits = []
-    for stage, one in enumerate(costs):
-        memory = one.reach(in_flight(schedule, depth, stage, micro_batches))
-        fixed = np.maximum(meshes.chain.last_start, meshes.chain.allows(one.mesh))
-        limits.append(np.maximum(memory, fixed).astype(np.int64).tolist())
-    sums = [(one.both + one.once / micro_batches).tolist() for one in costs]
-    extra = [(one.hop + one.latency / micro_batches).tolist() for one in costs]
+        return []
+    rows = meshes.rows(batch, micro_batches)
+    stages = []
+    for stage, mesh in enumerate(sequence):
+        costs = meshes.costs(mesh, rows, micro_batches)
+        reach = costs.reach_list(in_flight(schedule, depth, stage, micro_batches))
+        stages.append((*costs.pace_lists(micro_batches), reach, stage))
+    backward = stages[::-1]
 
-    def within(bound: float) -> tuple[int, ...] | None:
+    def cut(bound: float) -> tuple[int, ...] | None:
         starts, end = [], parts
-        for stage in range(depth - 1, -1, -1):
-            first = bisect_left(sums[stage], sums[stage][end] + extra[stage][end] - bound)
-            first = max(first, limits[stage][end], stage)
+        for sums, ends, reach, stage in backward:
+            first = max(bisect_left(sums, ends[end] - bound), reach[end], stage)
             if first >= end:
                 return None
             starts.append(first)
             end = first
         return tuple(reversed(starts)) if end == 0 else None
 
-    high = max(own[-1] + max(more) for own, more in zip(sums, extra, strict=True))
-    found, low = within(high), 0.0
-    if found is None:
-        return None
-    for _ in range(HALVINGS):
+    low, high = 0.0, min(within, max(max(ends) for _, ends, _, _ in stages))
+    found = cut(high)
+    while found is not None and high - low > PRECISION * high:
         middle = (low + high) / 2
-        better = within(middle)
+        better = cut(middle)
         found, low, high = (found, middle, high) if better is None else (better, low, middle)
-    return found
+    if found is None:
+        return []
+    starts = [0]  # now every stage from the first goes on as far as the bound lets it
+    for sums, ends, reach, stage in stages[:-1]:
+        first, end = starts[-1], max(found[stage + 1], starts[-1] + 1)
+        while end < parts - depth + stage + 1 and reach[end + 1] <= first and ends[end + 1] - sums[first] <= high:
+            end += 1
+        starts.append(end)
+    return list(dict.fromkeys((found, tuple(starts))))
+
+
+def cut_exactly(meshes: Meshes, scored: Scored, batch: int) -> Scored:
+    """The draft with its exact cuts, if they are better than those that it has."""
+    draft = scored.draft
+    starts = best_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
+    if starts is None or starts == draft.starts:
+        return scored
+    exact = score_draft(meshes, replace(draft, starts=starts), batch)
+    return exact if exact.fits and exact.seconds < scored.seconds else scored
 
 
 def allowed(meshes: Meshes, sequence: Sequence[Mesh], starts: Sequence[int]) -> bool:
     """Whether what is decided allows these cuts."""
-    chain = meshes.chain
-    ends = (*starts[1:], len(chain))
-    return all(
-        first >= max(chain.last_start[end], chain.allows(mesh)[end])
-        for mesh, first, end in zip(sequence, starts, ends, strict=True)
-    )
+    ends = (*starts[1:], len(meshes.chain))
+    return all(first >= meshes.chain.allows(mesh)[end] for mesh, first, end in zip(sequence, starts, ends, strict=True))
 
 
 def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> CutProblem:
-    costs = [meshes.costs(mesh, meshes.rows(batch, micro_batches), micro_batches) for mesh in sequence]
-    depth = len(sequence)
-    groups = tuple(_group(meshes, one, micro_batches) for one in costs)
-    hops = {group.name: one.hop for group, one in zip(groups, costs, strict=True)}
+    rows, depth = meshes.rows(batch, micro_batches), len(sequence)
+    costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in sequence}
+    groups = {mesh: _group(own, micro_batches) for mesh, own in costs.items()}
+    hops = {groups[mesh].name: own.hop for mesh, own in costs.items()}
     return CutProblem(
-        groups=groups,
+        groups=tuple(groups[mesh] for mesh in sequence),
         micro_batches=micro_batches,
         send=lambda part, source, target: float(hops[source.name][part + 1]),
         in_flight=tuple(in_flight(schedule, depth, stage, micro_batches) for stage in range(depth)),
@@ -256,40 +336,36 @@ def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches
     )
 
 
-def _group(meshes: Meshes, costs: MeshCosts, micro_batches: int) -> Group:
-    """A mesh as the cuts see it: memory as parts of the room of whichever class has least for it."""
-    fixed = (costs.fixed[1:] - costs.fixed[:-1]).tolist()
-    rooms = [max(room, 1.0) for room in costs.room]
-    seconds = costs.both + costs.once / micro_batches
-    barred = meshes.chain.allows(costs.mesh)
-    own = (seconds[1:] - seconds[:-1]).tolist()
-    for part in range(len(own)):
-        if barred[part + 1] == part + 1:
-            own[part] = BARRED_SECONDS
-    kept = [(one[1:] - one[:-1]) / room for one, room in zip(costs.kept, rooms, strict=True)]
-    working = [one / room for one, room in zip(costs.working, rooms, strict=True)]
+def _group(costs: MeshCosts, micro_batches: int) -> Group:
+    """A mesh as the cuts see it: memory as parts of the room of whichever slice has least for it."""
+    sums, _ = costs.pace(micro_batches)
+    barred = costs.allowed[1:] == np.arange(1, len(costs.allowed))
+    rooms = [max(one.room, 1.0) for one in costs.slices]
+    kept = np.max([np.diff(one.kept) / room for one, room in zip(costs.slices, rooms, strict=True)], axis=0)
+    working = np.max([one.working / room for one, room in zip(costs.slices, rooms, strict=True)], axis=0)
     return Group(
         name=f"{costs.mesh.counts} / {costs.mesh.tensor}",
-        seconds=tuple(own),
-        fixed_bytes=tuple(size / min(rooms) for size in fixed),
-        kept_bytes=tuple(max(values) for values in zip(*(one.tolist() for one in kept), strict=True)),
-        working_bytes=tuple(max(values) for values in zip(*(one.tolist() for one in working), strict=True)),
+        seconds=tuple(np.where(barred, BARRED_SECONDS, np.diff(sums)).tolist()),
+        fixed_bytes=tuple((np.diff(costs.slices[0].fixed) / min(rooms)).tolist()),
+        kept_bytes=tuple(kept.tolist()),
+        working_bytes=tuple(working.tolist()),
         capacity_bytes=1.0,
     )
 
 
-def drafted(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> Scored | None:
-    """The best draft on these meshes in their order, scored; where none fits the one that fills memory most evenly;
-    None if the chain is too short, or not to be cut so."""
-    starts = best_cuts(meshes, sequence, batch, micro_batches, schedule)
-    if starts is None and len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
-        starts = tuple(len(meshes.chain) * stage // len(sequence) for stage in range(len(sequence)))
-    elif starts is None:
+def evenest_cuts(
+    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+) -> tuple[int, ...] | None:
+    """The cuts that fill memory most evenly, whether they fit or not; None if the chain is too short, or not to be cut
+    so."""
+    depth, parts = len(sequence), len(meshes.chain)
+    if depth > parts:
+        return None
+    if depth == 1 or depth * parts**2 > MOST_TABLED:
+        starts = tuple(parts * stage // depth for stage in range(depth))
+    else:
         try:
             starts = evenest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
         except InfeasibleError:
             return None
-    if len(sequence) > len(meshes.chain) or not allowed(meshes, sequence, starts):
-        return None
-    draft = Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
-    return score_draft(meshes, draft, batch)
+    return starts if allowed(meshes, sequence, starts) else None

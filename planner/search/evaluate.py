@@ -75,7 +75,7 @@ def score(
     seconds = simulated.seconds
     memory = tuple(sorted(plan.memory(), key=lambda device: device.rank))
     flops = 3 * batch * prices.flops
-    peak = sum(prices.precision.rate(device.type)[0] for device in cluster.devices)
+    peak = sum(num * prices.precision.rate(type_)[0] for type_, num in prices.num_of_types.items())
     prediction = Prediction(
         step_seconds=seconds,
         step_seconds_interval=(seconds * (1 - error), seconds * (1 + error)),

@@ -23,14 +23,15 @@ from math import ceil, gcd, prod
 
 import numpy as np
 
+from whale.planner.search.costs import Array
 from whale.planner.search.devices import Mesh, Pool
-from whale.planner.search.meshes import MeshCosts, Meshes
-from whale.planner.search.quota import Option, Sequenced, quota_sequences
+from whale.planner.search.meshes import Meshes
+from whale.planner.search.quota import Option, Sequences
 
 __all__ = ["Family", "any_meshes", "families_of", "fit_tensor_degrees"]
 
-Sample = tuple[int, Mesh]
-"""A mesh with the units that it takes."""
+Sized = tuple[tuple[int, ...], Mesh]
+"""A mesh with the units of each dimension that it takes."""
 
 UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
 """Of each pool in the family *any*, by the number of pools; two for more."""
@@ -41,10 +42,16 @@ DEEPEST = {"any": 8, "matched": 6}
 MOST_MIXED = 16
 """Devices of a mesh whose tensor groups may mix types."""
 
+MOST_FREE = 64
+"""Devices of a cluster up to which the family *any* mixes any counts; beyond, all of all types but one of a mesh."""
+
 MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
-MOST_STATES = 4_000
+LEAST_SHARE = 16
+"""The smallest mesh of the family *matched* has that part of a pool."""
+
+MOST_STATES = 1_500
 """Of the quota program of the family *matched*."""
 
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
@@ -61,19 +68,13 @@ class Family:
         quotas: units of each dimension.
         max_stages: of its pipelines.
         micro_batches: of a step.
-        even: seconds that a stage would take for a micro-batch if all were equal and all devices used.
-        reach: seconds of a step if stages were equal, the least that the family could come to.
-        held: the part of the chain that its devices hold together, at most.
     """
 
     name: str
-    meshes: tuple[tuple[tuple[int, ...], Mesh], ...]
+    meshes: tuple[Sized, ...]
     quotas: tuple[int, ...]
     max_stages: int
     micro_batches: int
-    even: float
-    reach: float
-    held: float
 
     def all_devices(self) -> tuple[Mesh, ...]:
         """A sequence of its smallest meshes that uses as many devices as there are."""
@@ -82,19 +83,49 @@ class Family:
             while all(need <= rest for need, rest in zip(units, left, strict=True)):
                 left = [rest - need for need, rest in zip(units, left, strict=True)]
                 found.append(mesh)
-        return tuple(found)
+        return tuple(found[: self.max_stages])
 
-    def sequences(self, meshes: Meshes, batch: int, schedule: str) -> list[Sequenced]:
-        """For each number of stages the one with the quickest slowest stage."""
+    def part_held(self, meshes: Meshes, batch: int) -> float:
+        """The part of the layers of some kind that its devices hold together, at most: whatever the stages, the one
+        that is r-th from the end has r micro-batches in flight, and they have no more units than there are."""
+        rows = meshes.rows(batch, self.micro_batches)
+        stages: list[Array] = []
+        alone: list[Array | float] = [0.0] * len(self.quotas)
+        for units, mesh in _extremes(self.meshes):
+            parts, index = meshes.parts_held(mesh, rows, self.micro_batches), _dimension(units)
+            stages.append(parts[:, : self.max_stages])
+            alone[index] = np.maximum(alone[index], parts[:, 0] / units[index])
+        together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))
+        return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
+
+    def even_seconds(self, meshes: Meshes, batch: int) -> float:
+        """What a stage would take for a micro-batch if all were equal and all devices used: each dimension's units at
+        the rate of the best of a few meshes."""
+        rows = meshes.rows(batch, self.micro_batches)
+        rates = [0.0] * len(self.quotas)
+        for units, mesh in _extremes(self.meshes):
+            chain = meshes.costs(mesh, rows, self.micro_batches).chain_seconds(self.micro_batches)
+            index = _dimension(units)
+            rates[index] = max(rates[index], 1 / chain / units[index])
+        return 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
+
+    def reach(self, even: float) -> float:
+        """Seconds of a step if stages were equal, the least that the family could come to."""
+        stages = max(1, ceil(sum(self.quotas) / max(sum(units) for units, _ in self.meshes)))
+        return (self.micro_batches - 1 + stages) * even
+
+    def sequences(self, meshes: Meshes, batch: int, schedule: str, even: float, within: float) -> Sequences:
+        """For some numbers of stages those with the quickest slowest stage, of steps that may take *within* seconds."""
         rows = meshes.rows(batch, self.micro_batches)
         options = [Option(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in self.meshes]
-        return quota_sequences(
+        return Sequences(
             options,
             self.quotas,
             meshes.chain,
             micro_batches=self.micro_batches,
             schedule=schedule,
-            bounds=[self.even * factor for factor in SPREAD],
+            bounds=[even * factor for factor in SPREAD],
+            within=within,
             max_stages=self.max_stages,
         )
 
@@ -108,7 +139,12 @@ def fit_tensor_degrees(meshes: Meshes, counts: Sequence[int]) -> list[int]:
         degree
         for degree in meshes.prices.tensor_degrees
         if (all(degree in own for own in fit) and all(count % degree == 0 for _, count in used))
-        or (len(used) > 1 and sum(counts) <= MOST_MIXED and sum(counts) % degree == 0)
+        or (
+            len(used) > 1
+            and sum(counts) <= MOST_MIXED
+            and sum(counts) % degree == 0
+            and all(meshes.prices.knows(pool.type, degree, meshes.largest_node) for pool, _ in used)
+        )
     ]
 
 
@@ -137,7 +173,11 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
     units = [_unit(pool, most) for pool in pools]
     quotas = tuple(len(pool.ranks) // unit for pool, unit in zip(pools, units, strict=True))
     chosen = []
+    free = sum(len(pool.ranks) for pool in pools) <= MOST_FREE
     for own in product(*(range(quota + 1) for quota in quotas)):
+        parts = sum(0 < number < quota for number, quota in zip(own, quotas, strict=True))
+        if parts > 1 and not free:
+            continue
         counts = tuple(number * unit for number, unit in zip(own, units, strict=True))
         for degree in fit_tensor_degrees(meshes, counts) if any(own) else ():
             mesh = Mesh(counts, degree)
@@ -147,7 +187,7 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
             if mesh.data <= rows and not (alone and meshes.too_large(pool, degree, share)):
                 chosen.append((own, mesh))
     deepest = max_stages if len(pools) == 1 else min(max_stages, DEEPEST["any"])
-    return _family("any", meshes, rows, micro_batches, chosen, quotas, deepest)
+    return _family("any", meshes, micro_batches, chosen, quotas, deepest)
 
 
 def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
@@ -158,9 +198,10 @@ def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> 
     for pool in pools:
         divisors = [share for share in MATCHED_ROWS if rows % share == 0]
         sizes = {(degree * rows // share, degree) for share in divisors for degree in meshes.degrees(pool)}
-        found.append(sorted(one for one in sizes if one[0] <= len(pool.ranks)))
+        most = len(pool.ranks)
+        found.append(sorted(one for one in sizes if most <= LEAST_SHARE * one[0] and one[0] <= most))
     units = [gcd(*(size for size, _ in own)) or 1 for own in found]
-    quotas = tuple(len(pool.ranks) // unit for pool, unit in zip(pools, units, strict=True))
+    quotas = tuple(len(pool.ranks) // unit if own else 0 for pool, unit, own in zip(pools, units, found, strict=True))
     if prod(quota + 1 for quota in quotas) > MOST_STATES:
         return None
     chosen = [
@@ -168,7 +209,7 @@ def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> 
         for index, own in enumerate(found)
         for size, degree in own
     ]
-    return _family("matched", meshes, rows, micro_batches, chosen, quotas, min(max_stages, DEEPEST["matched"]))
+    return _family("matched", meshes, micro_batches, chosen, quotas, min(max_stages, DEEPEST["matched"]))
 
 
 def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
@@ -199,7 +240,7 @@ def _of_data_degree(
                 for index, (size, tensor, quota) in enumerate(zip(sizes, tensors, quotas, strict=True))
                 if quota
             ]
-            yield _family("replicas", meshes, rows, micro_batches, own, quotas, max_stages)
+            yield _family("replicas", meshes, micro_batches, own, quotas, max_stages)
 
 
 def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
@@ -214,7 +255,7 @@ def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> It
             if all(meshes.too_large(index, degree, share) for index in range(len(nums))):
                 continue
             if mesh.data <= rows and depth <= max_stages:
-                yield _family("alike", meshes, rows, micro_batches, [((1,), mesh)], (depth,), depth)
+                yield _family("alike", meshes, micro_batches, [((1,), mesh)], (depth,), depth)
 
 
 def _degrees(most: int) -> list[int]:
@@ -230,52 +271,36 @@ def _single(index: int, value: int, length: int) -> tuple[int, ...]:
 def _family(
     name: str,
     meshes: Meshes,
-    rows: int,
     micro_batches: int,
-    chosen: Sequence[tuple[tuple[int, ...], Mesh]],
+    chosen: Sequence[Sized],
     quotas: tuple[int, ...],
     deepest: int,
 ) -> Family | None:
-    """With what equal stages would take: each dimension's units at the rate of the best of a few meshes, the smallest
-    and the largest of each tensor degree."""
-    if not chosen:
+    """The family of these meshes, if there are any that are of one dimension."""
+    if not _extremes(chosen):
         return None
-    samples: dict[tuple[int, int], tuple[Sample, Sample]] = {}
-    for units, mesh in chosen:
-        used = [index for index, number in enumerate(units) if number]
-        if len(used) == 1:
-            key, sample = (used[0], mesh.tensor), (units[used[0]], mesh)
-            least, most = samples.get(key, (sample, sample))
-            samples[key] = min(least, sample), max(most, sample)
-    rates = [0.0] * len(quotas)
-    costs = []
-    for (index, _), both in samples.items():
-        for size, mesh in both:
-            own = meshes.costs(mesh, rows, micro_batches)
-            chain = float(own.both[-1] + (own.once[-1] + own.latency) / micro_batches)
-            rates[index] = max(rates[index], 1 / chain / size)
-            costs.append((size, own))
-    deepest = max(1, min(deepest, len(meshes.chain), sum(quotas) // min(sum(units) for units, _ in chosen)))
-    speed = sum(rate * quota for rate, quota in zip(rates, quotas, strict=True))
-    if not speed:
-        return None
-    stages = max(1, ceil(sum(quotas) / max(sum(units) for units, _ in chosen)))
+    sizes = [sum(units) for units, _ in chosen]
     return Family(
         name=name,
         meshes=tuple(chosen),
         quotas=quotas,
-        max_stages=deepest,
+        max_stages=max(1, min(deepest, len(meshes.chain), sum(quotas) // min(sizes))),
         micro_batches=micro_batches,
-        even=1 / speed,
-        reach=(micro_batches - 1 + stages) / speed,
-        held=_held(costs, sum(quotas), deepest, micro_batches),
     )
 
 
-def _held(costs: Sequence[tuple[int, MeshCosts]], units: int, deepest: int, micro_batches: int) -> float:
-    """The part of the chain that the devices hold together, at most: whatever the stages, the one that is r-th from the
-    end has r micro-batches in flight, and they have no more units than there are."""
-    held = np.minimum(np.arange(1.0, deepest + 1), micro_batches)
-    parts = [own.part_held(held) for _, own in costs]
-    alone = max(float(part[0]) / size for part, (size, _) in zip(parts, costs, strict=True)) * units
-    return min(alone, float(np.max(parts, axis=0).sum()))
+def _dimension(units: Sequence[int]) -> int:
+    return next(index for index, number in enumerate(units) if number)
+
+
+def _extremes(chosen: Sequence[Sized]) -> list[Sized]:
+    """Of the meshes of one dimension the smallest and the largest of each tensor degree."""
+    found: dict[tuple[int, int], tuple[Sized, Sized]] = {}
+    for one in chosen:
+        units, mesh = one
+        used = [index for index, number in enumerate(units) if number]
+        if len(used) == 1:
+            key = used[0], mesh.tensor
+            least, most = found.get(key, (one, one))
+            found[key] = min(least, one), max(most, one)
+    return list(dict.fromkeys(one for both in found.values() for one in both))

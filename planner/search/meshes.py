@@ -1,9 +1,10 @@
 """What every stretch of the chain costs on a mesh: arrays over the layers, for the algorithms that choose.
 
 A mesh is counts of devices from pools, so its prices are those of a sample: its tensor groups at the beginning of a
-node, its data group over the first of its devices, its messages to the next node. Times between the numbers of rows
-that are priced are interpolated. What is found with these prices is laid out on ranks and priced exactly by
-`whale.planner.search.evaluate`.
+node, its data group over the first of its devices, its messages to the next node. What a data slice costs depends on
+its tensor group and its rows alone, and is worked out once for all meshes that have such slices. Times between the
+numbers of rows that are priced are interpolated. What is found with these prices is laid out on ranks and priced
+exactly by `whale.planner.search.evaluate`.
 """
 
 from __future__ import annotations
@@ -11,189 +12,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from whale.ir.profile import Affine
 from whale.planner.memory import FRAGMENTATION
-from whale.planner.search.choices import Fixed
+from whale.planner.search.chain import Chain
+from whale.planner.search.costs import Array, MeshCosts, SliceCosts
 from whale.planner.search.devices import Mesh, Pool, slices_of
-from whale.planner.search.prices import LayerPrice, Prices, TensorGroup
+from whale.planner.search.prices import Prices, TensorGroup
 
-__all__ = ["Array", "Chain", "MeshCosts", "Meshes"]
+__all__ = ["MOST_SAMPLED", "Array", "Meshes"]
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-MOST_SAMPLED = 256
+MOST_SAMPLED = 128
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
 
 EXACT_ROWS = 4
 """Up to so many rows times are not interpolated: launches and tiles make them uneven there."""
 
+WASTE = 1 + FRAGMENTATION
 
-@dataclass(frozen=True, kw_only=True)
-class Chain:
-    """The model as parts that no cut goes through.
+FACTORS = (1, 2, 3, 4, 6, 8)
+"""Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
 
-    Attributes:
-        bounds: the first layer of each part, and the number of layers.
-        starts: parts that must begin a stage.
-        degrees: for each part (data, tensor) where they are decided, else None.
-    """
-
-    bounds: tuple[int, ...]
-    starts: frozenset[int] = frozenset()
-    degrees: tuple[tuple[int | None, int | None], ...] = ()
-
-    @classmethod
-    def of(cls, paths: Sequence[str], num_layers: int, fixed: Fixed | None) -> Chain:
-        """The parts of a chain: a stage cannot begin at a layer without a path, if others have one, nor inside of what
-        is fixed to be one."""
-        fixed = fixed or Fixed()
-        cuts = {layer for layer in range(num_layers) if not paths or paths[layer]} | {0, *fixed.starts}
-        for first, last in fixed.uncut:
-            cuts -= set(range(first + 1, last))
-        bounds = (*sorted(cuts), num_layers)
-        position = {bound: index for index, bound in enumerate(bounds)}
-        degrees: list[tuple[int | None, int | None]] = []
-        for first, last in pairwise(bounds):
-            own = [one for one in fixed.degrees if one.first < last and first < one.last]
-            data = next((one.data for one in own if one.data is not None), None)
-            tensor = next((one.tensor for one in own if one.tensor is not None), None)
-            degrees.append((data, tensor))
-        starts = frozenset(position[start] for start in fixed.starts)
-        return cls(bounds=bounds, starts=starts, degrees=tuple(degrees))
-
-    def __len__(self) -> int:
-        """Parts."""
-        return len(self.bounds) - 1
-
-    @cached_property
-    def last_start(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """For each end of a stage the first part that it may reach back to, by what must begin a stage."""
-        found = np.zeros(len(self) + 1, dtype=np.int64)
-        for end in range(1, len(self) + 1):
-            found[end] = max((start for start in self.starts if start < end), default=0)
-        return found
-
-    def allows(self, mesh: Mesh) -> Array:
-        """For each end of a stage the first part that it may reach back to, by what degrees are decided."""
-        found = np.zeros(len(self) + 1)
-        for part, (data, tensor) in enumerate(self.degrees):
-            if (data is not None and data != mesh.data) or (tensor is not None and tensor != mesh.tensor):
-                found[part + 1 :] = part + 1
-        return found
-
-
-class Class(NamedTuple):
-    """Data slices of a mesh that are alike: how many, and the rows of the one that has most."""
-
-    group: TensorGroup
-    num: int
-    rows: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MeshCosts:
-    """What parts of the chain cost on a mesh, for so many rows of a micro-batch.
-
-    Attributes:
-        mesh: whose they are.
-        classes: of its data slices.
-        forward, backward: sums up to each part, of the slowest slice; seconds of a micro-batch.
-        once: sums of what comes once a step: the optimizer, and the bytes of gradients at the network's pace.
-        latency: seconds of the sum of gradients however few they are.
-        hop: for each end of a stage the seconds of sending what it hands on, and as much back.
-        fixed: bytes of weights, gradients and optimizer states up to each part.
-        kept, working: for each class sums, and bytes of each part; with the allocator's waste.
-        room: of each class: capacity without what the framework takes.
-    """
-
-    mesh: Mesh
-    classes: tuple[Class, ...]
-    forward: Array
-    backward: Array
-    once: Array
-    latency: float
-    hop: Array
-    fixed: Array
-    kept: tuple[Array, ...]
-    working: tuple[Array, ...]
-    room: tuple[float, ...]
-
-    @cached_property
-    def both(self) -> Array:
-        """Sums of forward and backward."""
-        return self.forward + self.backward
-
-    def seconds_once(self, first: int, last: int) -> float:
-        """What parts [first, last) take once a step."""
-        return float(self.once[last] - self.once[first]) + self.latency
-
-    def fits(self, first: int, last: int, held: int) -> bool:
-        """Whether parts [first, last) fit with so many micro-batches in flight."""
-        return self.fullness(first, last, held) <= 1
-
-    def fullness(self, first: int, last: int, held: int) -> float:
-        """The part of the room of the fullest class that parts [first, last) take."""
-        fixed = self.fixed[last] - self.fixed[first]
-        found = 0.0
-        for kept, working, room in zip(self.kept, self.working, self.room, strict=True):
-            need = fixed + held * (kept[last] - kept[first]) + working[first:last].max()
-            found = max(found, need / room if room > 0 else inf)
-        return float(found)
-
-    def part_held(self, held: Array) -> Array:
-        """The part of the chain that fits on the mesh at most, for each number of micro-batches in flight."""
-        found = np.full(len(held), inf)
-        for kept, room in zip(self.kept, self.room, strict=True):
-            found = np.minimum(found, max(0.0, room) / np.maximum(self.fixed[-1] + held * kept[-1], 1.0))
-        return found
-
-    def reach(self, held: int) -> Array:
-        """For each end of a stage the first part that it can reach back to within memory.
-
-        For every amount w that a part works with: no part of more may be in the stage, and what else the stage holds
-        must leave w. The least over all w is exact, in O(parts x log(parts)) for each w and class. Worked out once.
-        """
-        if held not in self._reaches:
-            self._reaches[held] = self._first_held(held)
-        return self._reaches[held]
-
-    def _first_held(self, held: int) -> Array:
-        found = np.zeros(len(self.fixed))
-        if self.fits(0, len(self.fixed) - 1, held):
-            return found
-        for kept, amounts, room in zip(self.kept, self._amounts, self.room, strict=True):
-            state = self.fixed + held * kept
-            own = np.full(len(state), inf)
-            for most, more in amounts:
-                own = np.minimum(own, np.maximum(more, np.searchsorted(state, state + most - room, side="left")))
-            found = np.maximum(found, own)
-        return found
-
-    @cached_property
-    def _reaches(self) -> dict[int, Array]:
-        return {}
-
-    @cached_property
-    def _amounts(self) -> list[list[tuple[float, Array]]]:
-        """For each class the amounts that its parts work with, each with the first part after those that need more."""
-        return [
-            [
-                (float(most), np.concatenate([[0.0], np.maximum.accumulate(self._after * (working > most))]))
-                for most in np.unique(working)
-            ]
-            for working in self.working
-        ]
-
-    @cached_property
-    def _after(self) -> Array:
-        """For each part the next one."""
-        return np.arange(1.0, len(self.fixed))
+Sample = tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]
+"""Tensor groups with their number, and ranks of a data group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +48,18 @@ class Meshes:
     pools: tuple[Pool, ...]
     chain: Chain
     exact_rows: int = EXACT_ROWS
-    _costs: dict[Any, MeshCosts] = field(default_factory=dict)
-    _samples: dict[Mesh, tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]] = field(default_factory=dict)
-    _syncs: dict[Mesh, tuple[float, float]] = field(default_factory=dict)
-    _needs: dict[tuple[int, int], list[Affine]] = field(default_factory=dict)
-    _rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
+    _slices: dict[Any, SliceCosts] = field(default_factory=dict, init=False)
+    _tables: dict[Any, Array] = field(default_factory=dict, init=False)
+    _parts: dict[Any, Array] = field(default_factory=dict, init=False)
+    _seconds: dict[Any, float] = field(default_factory=dict, init=False)
+    _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
+    _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
+    _needs: dict[tuple[int, int], list[tuple[float, Affine, Affine, int]]] = field(default_factory=dict, init=False)
+    _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    _parameters: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)
+
+    # Rows of a micro-batch
 
     def rows(self, batch: int, micro_batches: int) -> int:
         """Rows of a micro-batch; the last one has fewer where their number does not divide the batch.
@@ -225,15 +76,11 @@ class Meshes:
 
     def matching_micro_batches(self, batch: int) -> list[int]:
         """Numbers of micro-batches whose rows every pool can divide evenly at some tensor degree."""
+        nums = {len(pool.ranks) // degree for pool in self.pools for degree in self.degrees(pool)}
         found = set()
-        for pool in self.pools:
-            for degree in self.degrees(pool):
-                for factor in (1, 2, 3, 4, 6, 8):
-                    rows = len(pool.ranks) // degree * factor
-                    if 0 < rows <= batch and all(self._matches(rows)):
-                        count = -(-batch // rows)
-                        if self.rows(batch, count) == rows:
-                            found.add(count)
+        for rows in sorted({num * factor for num in nums for factor in FACTORS}):
+            if 0 < rows <= batch and all(self._matches(rows)) and self.rows(batch, -(-batch // rows)) == rows:
+                found.add(-(-batch // rows))
         return sorted(found)
 
     def _matches(self, rows: int) -> list[int]:
@@ -244,9 +91,16 @@ class Meshes:
             found.append(sum(num > 0 and (rows % num == 0 or num % rows == 0) for num in slices))
         return found
 
+    # Meshes
+
     def degrees(self, pool: Pool) -> tuple[int, ...]:
         """Tensor degrees of groups of a pool's devices: within a node or of whole nodes, where times are known."""
         return self._degrees[pool.type.name]
+
+    @cached_property
+    def largest_node(self) -> int:
+        """Devices of the node that has most."""
+        return max(len(node.ranks) for node in self.prices.cluster.nodes)
 
     @cached_property
     def _degrees(self) -> dict[str, tuple[int, ...]]:
@@ -262,59 +116,124 @@ class Meshes:
 
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         """Of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
-        key = (mesh, rows, micro_batches)
+        key = (mesh, rows, self.prices.adding(micro_batches))
         if key not in self._costs:
             self._costs[key] = self._worked_out(mesh, rows, micro_batches)
         return self._costs[key]
 
     def _worked_out(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         groups, data_group = self.sample(mesh)
-        classes = self._shared(groups, rows, micro_batches)
-        kinds = range(len(self.prices.profile.kinds))
-        table = [[self.between(kind, one.group, one.rows, micro_batches) for kind in kinds] for one in classes]
-        slowest = [
-            max((row[kind] for row in table), key=lambda price: price.forward + price.backward) for kind in kinds
-        ]
-        parameters = [sum(self.prices.parameters_of(kind, mesh.tensor)) for kind in kinds]
+        slices = tuple(
+            self.slice_costs(group, count, micro_batches) for group, count in self._shared(groups, rows, micro_batches)
+        )
         latency, pace = self._sync(mesh, data_group)
-        once = [
-            max(row[kind].update for row in table) + pace * parameters[kind] * self.prices.gradient_bytes
-            for kind in kinds
-        ]
-        waste = 1 + FRAGMENTATION
-        overhead = [max(self.prices.overhead_bytes[type_.name] for type_ in one.group.types) for one in classes]
+        forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
+        if len(slices) > 1:
+            tables = np.stack([one.of_kinds for one in slices])
+            slowest = tables[(tables[:, 0] + tables[:, 1]).argmax(axis=0), :, np.arange(tables.shape[2])]
+            forward, backward, _ = slowest.T @ self._counts
+            update = tables[:, 2].max(axis=0) @ self._counts
+        gradients = self._parameters_of(mesh.tensor)[0] * self.prices.gradient_bytes
         return MeshCosts(
             mesh=mesh,
-            classes=classes,
-            forward=self._sums([price.forward for price in slowest]),
-            backward=self._sums([price.backward for price in slowest]),
-            once=self._sums(once),
+            allowed=self.chain.allows(mesh),
+            slices=slices,
+            forward=forward,
+            backward=backward,
+            once=update + pace * gradients,
             latency=latency,
-            hop=self._hops(mesh, classes),
-            fixed=self._sums([self.prices.state(number).total for number in parameters]),
-            kept=tuple(self._sums([price.kept * waste for price in row]) for row in table),
-            working=tuple(self._largest([price.working * waste for price in row]) for row in table),
-            room=tuple(one.group.memory_bytes - taken for one, taken in zip(classes, overhead, strict=True)),
+            hop=max(slices, key=lambda one: one.rows).hop,
         )
+
+    def slice_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> SliceCosts:
+        """Of a data slice with so many rows of a micro-batch."""
+        key = (group.kind, rows, self.prices.adding(micro_batches))
+        if key not in self._slices:
+            table = self._table(group, rows, micro_batches)
+            forward, backward, update, kept = table[:4] @ self._counts
+            overhead = max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
+            self._slices[key] = SliceCosts(
+                group=group,
+                rows=rows,
+                of_kinds=table[:3],
+                forward=forward,
+                backward=backward,
+                update=update,
+                hop=self._hops(group, rows),
+                fixed=self._parameters_of(group.degree)[1],
+                kept=kept,
+                working=np.maximum.reduceat(table[4][self._layers], np.array(self.chain.bounds[:-1])),
+                room=group.memory_bytes - overhead,
+            )
+        return self._slices[key]
+
+    def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
+        """Forward, backward, update, kept and working (rows) of each kind of layer (columns), interpolated between
+        numbers of rows that are powers of two."""
+        key = (group.kind, rows, self.prices.adding(micro_batches))
+        if key not in self._tables:
+            below = 1 << (rows.bit_length() - 1) if rows else 0
+            if rows <= self.exact_rows or rows == below:
+                kinds = range(len(self.prices.profile.kinds))
+                priced = [self.prices.layer(kind, group, rows, micro_batches) for kind in kinds]
+                found = np.array([(one.forward, one.backward, one.update, one.kept, one.working) for one in priced]).T
+                found[3:] *= WASTE
+            else:
+                low, high = (self._table(group, count, micro_batches) for count in (below, 2 * below))
+                found = low + (rows - below) / below * (high - low)
+            self._tables[key] = found
+        return self._tables[key]
 
     def too_large(self, pool: int, tensor: int, rows: int) -> bool:
         """Whether some layer alone does not fit on devices of a pool with so many rows of a micro-batch."""
+        return any(
+            state + kept(rows) + working(rows) > self._room(pool)
+            for state, kept, working, _ in self._amounts(pool, tensor)
+        )
+
+    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
+        """For each kind of layer (first axis) the part of them, in whole layers, that fits on a mesh at most if it is
+        the last stage, the last but one and so on (second axis). Nothing is timed for it."""
+        used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
+        share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
+        key = (used, mesh.tensor, share, micro_batches)
+        if key not in self._parts:
+            held = np.minimum(np.arange(1, len(self.chain) + 1), micro_batches)
+            found = [
+                [
+                    (self._room(pool) - working(share)) / np.maximum(state + held * kept(share), 1.0)
+                    for state, kept, working, _ in self._amounts(pool, mesh.tensor)
+                ]
+                for pool in used
+            ]
+            nums = np.array([num for *_, num in self._amounts(used[0], mesh.tensor)])[:, None]
+            self._parts[key] = np.floor(np.maximum(np.min(found, axis=0), 0.0) + 1e-9) / nums
+        return self._parts[key]
+
+    def _room(self, pool: int) -> float:
+        type_ = self.pools[pool].type
+        return type_.memory_bytes - self.prices.overhead_bytes[type_.name]
+
+    def _amounts(self, pool: int, tensor: int) -> list[tuple[float, Affine, Affine, int]]:
+        """Of each kind of layer the bytes of its states and, by rows, of what it keeps and works with; and how many
+        there are."""
         key = (pool, tensor)
         if key not in self._needs:
-            self._needs[key] = [self._need(kind, pool, tensor) for kind in self.layer_counts]
-        type_ = self.pools[pool].type
-        room = type_.memory_bytes - self.prices.overhead_bytes[type_.name]
-        return any(need(rows) > room for need in self._needs[key])
+            prices, type_, found = self.prices, self.pools[pool].type, []
+            for kind, num in enumerate(self._num_layers):
+                one, two = ([of(kind, type_, tensor, rows) for of in (prices.kept, prices.working)] for rows in (1, 2))
+                kept, working = (
+                    Affine((2 * first - second) * WASTE, (second - first) * WASTE)
+                    for first, second in zip(one, two, strict=True)
+                )
+                if num:
+                    state = prices.state(sum(prices.parameters_of(kind, tensor))).total
+                    found.append((state, kept, working, int(num)))
+            self._needs[key] = found
+        return self._needs[key]
 
-    def _need(self, kind: int, pool: int, tensor: int) -> Affine:
-        """What a layer needs at least, by rows."""
-        prices, type_ = self.prices, self.pools[pool].type
-        one, two = (prices.kept(kind, type_, tensor, rows) * (1 + FRAGMENTATION) for rows in (1, 2))
-        state = prices.state(sum(prices.parameters_of(kind, tensor))).total
-        return Affine(state + max(0.0, 2 * one - two), two - one)
-
-    def sample(self, mesh: Mesh) -> tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]:
-        """A tensor group of each class with their number, and ranks as its data group has them."""
+    def sample(self, mesh: Mesh) -> Sample:
+        """A tensor group of each kind of slices with their number, and ranks as its data group has them."""
         if mesh not in self._samples:
             counted: dict[TensorGroup, int] = {}
             data_group: list[int] = []
@@ -333,18 +252,20 @@ class Meshes:
             self._samples[mesh] = tuple(counted.items()), tuple(data_group)
         return self._samples[mesh]
 
-    def _shared(self, groups: Sequence[tuple[TensorGroup, int]], rows: int, micro_batches: int) -> tuple[Class, ...]:
-        """Rows of each class in proportion to speed, whole, the slowest done as soon as possible."""
+    def _shared(
+        self, groups: Sequence[tuple[TensorGroup, int]], rows: int, micro_batches: int
+    ) -> list[tuple[TensorGroup, int]]:
+        """Rows of each kind of slices in proportion to speed, whole, the slowest done as soon as possible."""
         num_slices = sum(num for _, num in groups)
         if len(groups) == 1:
-            return (Class(groups[0][0], num_slices, -(-rows // num_slices)),)
+            return [(groups[0][0], -(-rows // num_slices))]
 
         def seconds(group: TensorGroup, count: int) -> float:
-            return sum(
-                number * (price.forward + price.backward)
-                for kind, number in self.layer_counts.items()
-                for price in [self.between(kind, group, count, micro_batches)]
-            )
+            key = (group.kind, count, self.prices.adding(micro_batches))
+            if key not in self._seconds:
+                forward, backward, *_ = self._table(group, count, micro_batches) @ self._num_layers
+                self._seconds[key] = float(forward + backward)
+            return self._seconds[key]
 
         shares = [rows / num_slices] * len(groups)
         for _ in range(2):  # speeds depend on the rows, a little
@@ -366,62 +287,34 @@ class Meshes:
             most[index] = given[index] + 1
             if not room[index]:
                 given[index], room[index] = given[index] + 1, groups[index][1]
-        return tuple(Class(group, num, count) for (group, num), count in zip(groups, most, strict=True))
-
-    @cached_property
-    def layer_counts(self) -> dict[int, int]:
-        """How many layers there are of each kind."""
-        layers = self.prices.profile.layers
-        return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
-
-    def between(self, kind: int, group: TensorGroup, rows: int, micro_batches: int) -> LayerPrice:
-        """The price of a layer, interpolated between numbers of rows that are powers of two."""
-        below = 1 << (rows.bit_length() - 1) if rows else 0
-        if rows <= self.exact_rows or rows == below:
-            return self.prices.layer(kind, group, rows, micro_batches)
-        low, high = (self.prices.layer(kind, group, count, micro_batches) for count in (below, 2 * below))
-        share = (rows - below) / below
-        return LayerPrice(
-            forward=low.forward + share * (high.forward - low.forward),
-            backward=low.backward + share * (high.backward - low.backward),
-            weights=low.weights + share * (high.weights - low.weights),
-            communication=low.communication + share * (high.communication - low.communication),
-            kept=low.kept + share * (high.kept - low.kept),
-            working=low.working + share * (high.working - low.working),
-            update=low.update,
-            measured=low.measured,
-        )
+        return [(group, count) for (group, _), count in zip(groups, most, strict=True)]
 
     def _sync(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, float]:
         """The sum of gradients over the data group as seconds, and seconds a byte."""
         if len(data_group) < 2:
             return 0.0, 0.0
-        if mesh not in self._syncs:
-            whole = sum(
-                count * sum(self.prices.parameters_of(kind, mesh.tensor)) for kind, count in self.layer_counts.items()
-            )
-            much, little = whole * self.prices.gradient_bytes, whole * self.prices.gradient_bytes / 8
+        key = (self.prices.shape(data_group), mesh.tensor)
+        if key not in self._syncs:
+            much = float(self._parameters_of(mesh.tensor)[0][-1]) * self.prices.gradient_bytes
             if not much:
                 return 0.0, 0.0
-            times = [self.prices.all_reduce(data_group, mesh.tensor, size) for size in (much, little)]
-            pace = max(0.0, (times[0] - times[1]) / (much - little))
-            self._syncs[mesh] = max(0.0, times[1] - pace * little), pace
-        return self._syncs[mesh]
+            times = [self.prices.all_reduce(data_group, mesh.tensor, size) for size in (much, much / 8)]
+            pace = max(0.0, (times[0] - times[1]) / (much * 7 / 8))
+            self._syncs[key] = max(0.0, times[1] - pace * much / 8), pace
+        return self._syncs[key]
 
-    def _hops(self, mesh: Mesh, classes: Sequence[Class]) -> Array:
-        """Seconds to send what a stage that ends there hands on, from its busiest slice to another node if there is
-        one, and as much back."""
+    def _hops(self, group: TensorGroup, rows: int) -> Array:
+        """Seconds to send what a stage that ends there hands on, from a slice to another node if there is one, and as
+        much back."""
         found = np.zeros(len(self.chain) + 1)
-        busiest = max(classes, key=lambda one: one.rows)
-        source = busiest.group.ranks
-        target = self._elsewhere(source)
+        target = self._elsewhere(group.ranks)
         if not target:
             return found
         of_kinds = []
         for kind in self.prices.profile.kinds:
-            whole = kind.output.total(busiest.rows, self.prices.precision.element_bytes)
-            size = round(whole / mesh.tensor)
-            hop = self.prices.hop(source, target, busiest.group, size, whole)
+            whole = kind.output.total(rows, self.prices.precision.element_bytes)
+            size = round(whole / group.degree)
+            hop = self.prices.hop(group.ranks, target, group, size, whole)
             of_kinds.append(2 * (hop.latency + size / hop.bandwidth))
         found[1:-1] = np.array(of_kinds)[self._layers[np.array(self.chain.bounds[1:-1], dtype=np.int64) - 1]]
         return found
@@ -438,14 +331,32 @@ class Meshes:
 
     # Over the chain
 
-    def _sums(self, of_kinds: Sequence[float]) -> Array:
-        upto = np.concatenate([[0.0], np.cumsum(np.array(of_kinds)[self._layers])])
-        return upto[np.array(self.chain.bounds)]
-
-    def _largest(self, of_kinds: Sequence[float]) -> Array:
-        values = np.array(of_kinds)[self._layers]
-        return np.maximum.reduceat(values, np.array(self.chain.bounds[:-1]))
+    def _parameters_of(self, degree: int) -> tuple[Array, Array]:
+        """Sums up to each part of a device's elements of parameters, and of its bytes of states."""
+        if degree not in self._parameters:
+            kinds = range(len(self.prices.profile.kinds))
+            elements = [sum(self.prices.parameters_of(kind, degree)) for kind in kinds]
+            states = [self.prices.state(number).total for number in elements]
+            self._parameters[degree] = np.array(elements) @ self._counts, np.array(states) @ self._counts
+        return self._parameters[degree]
 
     @cached_property
     def _layers(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return np.array(self.prices.profile.layers)
+
+    @cached_property
+    def _counts(self) -> Array:
+        """How many layers of each kind (rows) there are up to each part."""
+        found = np.zeros((len(self.prices.profile.kinds), len(self._layers) + 1))
+        found[self._layers, np.arange(1, len(self._layers) + 1)] = 1.0
+        return found.cumsum(axis=1)[:, np.array(self.chain.bounds)]
+
+    @cached_property
+    def layer_counts(self) -> dict[int, int]:
+        """How many layers there are of each kind."""
+        layers = self.prices.profile.layers
+        return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
+
+    @cached_property
+    def _num_layers(self) -> Array:
+        return self._counts[:, -1]

@@ -115,7 +115,9 @@ class Prices:
     precision: Precision
     eager: bool = False
     memo: Memo = field(default_factory=Memo)
-    _groups: dict[int, TensorGroup] = field(default_factory=dict)
+    _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
+    _within: dict[tuple[int, tuple[int, ...]], TensorGroup] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -138,10 +140,19 @@ class Prices:
         return Topology.of(self.cluster, self.profile.links)
 
     @cached_property
+    def num_of_types(self) -> dict[DeviceType, int]:
+        """How many devices there are of each type."""
+        types = {id(device.type): device.type for device in self.cluster.devices}
+        found: dict[DeviceType, int] = {}
+        for key, num in Counter(id(device.type) for device in self.cluster.devices).items():
+            found[types[key]] = found.get(types[key], 0) + num
+        return found
+
+    @cached_property
     def overhead_bytes(self) -> dict[str, float]:
         """What is taken on a device of each type before any layer, by the name of the type."""
         num = len(self.cluster.devices)
-        return {device.type.name: framework_bytes(device.type, num) for device in self.cluster.devices}
+        return {type_.name: framework_bytes(type_, num) for type_ in self.num_of_types}
 
     @cached_property
     def tensor_degrees(self) -> tuple[int, ...]:
@@ -176,7 +187,16 @@ class Prices:
 
     def group(self, ranks: Sequence[int], num_alike: int) -> TensorGroup:
         """The tensor group of these ranks, one of *num_alike* in its stage."""
-        own = tuple(ranks)
+        own, places = tuple(ranks), self._places
+        node = places[own[0]][0]
+        if all(places[rank][0] == node for rank in own):  # where they lie there is all that matters
+            key = (self._kinds_of_nodes[node], tuple(places[rank][1] for rank in own))
+            if key not in self._within:
+                self._within[key] = self._group(own, num_alike)
+            return self._within[key]
+        return self._group(own, num_alike)
+
+    def _group(self, own: tuple[int, ...], num_alike: int) -> TensorGroup:
         shape = self.shape(own)
         sharing = self.sharing(own, num_alike)
         types = {self.cluster.devices[rank].type.name: self.cluster.devices[rank].type for rank in own}
@@ -192,14 +212,17 @@ class Prices:
 
     def shape(self, ranks: Sequence[int]) -> Shape:
         """Where ranks lie, for a key. Linear in the ranks."""
-        kinds, places = self._kinds_of_nodes, self._places
+        kinds, places, parts = self._kinds_of_nodes, self._places, self._parts
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
             node, position = places[rank]
             by_node.setdefault(node, []).append(position)
         runs: list[tuple[int, int, int, int]] = []
         for node in sorted(by_node):
-            own = (kinds[node], len(by_node[node]), self._num_adapters(node, by_node[node]))
+            key = (kinds[node], *by_node[node])
+            if key not in parts:
+                parts[key] = (kinds[node], len(by_node[node]), self._num_adapters(node, by_node[node]))
+            own = parts[key]
             if runs and runs[-1][:3] == own:
                 runs[-1] = (*own, runs[-1][3] + 1)
             else:
@@ -223,10 +246,14 @@ class Prices:
     def _kinds_of_nodes(self) -> list[int]:
         """Of each node a number: nodes of the same number have the same links and devices."""
         found: list[int] = []
+        numbers: dict[Any, int] = {}  # by types that are the same objects, which are told apart more quickly
         for node in self.cluster.nodes:
             types = tuple(self.cluster.devices[rank].type for rank in node.ranks)
-            known = self.memo.kinds_of_nodes
-            found.append(known.setdefault((node.intra, node.inter, types), len(known)))
+            look = (node.intra, node.inter, tuple(map(id, types)))
+            if look not in numbers:
+                known = self.memo.kinds_of_nodes
+                numbers[look] = known.setdefault((node.intra, node.inter, types), len(known))
+            found.append(numbers[look])
         return found
 
     def sharing(self, ranks: Sequence[int], num_alike: int) -> int:
@@ -250,6 +277,10 @@ class Prices:
         if found is None:
             found = self.memo.layers[key] = self._price(kind, group, rows, times)
         return found
+
+    def adding(self, micro_batches: int) -> int:
+        """The number of micro-batches if prices of any layer depend on it, else 1."""
+        return micro_batches if any(self._accumulates) else 1
 
     @cached_property
     def _accumulates(self) -> list[bool]:
@@ -296,6 +327,10 @@ class Prices:
     def kept(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
         """Bytes that a micro-batch keeps of a layer on a device."""
         return self._amount(kept_bytes, kind, type_, degree, rows)
+
+    def working(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
+        """Bytes that a layer works with on a device besides."""
+        return self._amount(working_bytes, kind, type_, degree, rows)
 
     def _amount(self, of: Any, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
         amount: float = of(

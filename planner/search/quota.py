@@ -16,23 +16,22 @@ al., SOSP 2025) enumerates counts for each stage, Whale's Algorithm 1 (Jia et al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.search.chain import Chain
+from whale.planner.search.costs import Integers, MeshCosts
 from whale.planner.search.devices import Mesh
-from whale.planner.search.meshes import Array, Chain, MeshCosts
 
-__all__ = ["Option", "Sequenced", "Stretch", "quota_sequences"]
+__all__ = ["Option", "Sequences"]
 
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 Parts = np.ndarray[Any, np.dtype[np.int32]]
 
 
 MOST_TRACED = 3
-"""Numbers of stages for which a sequence is given."""
+"""Numbers of stages for which sequences are given."""
 
 
 class Option(NamedTuple):
@@ -42,149 +41,119 @@ class Option(NamedTuple):
     costs: MeshCosts
 
 
-class Stretch(NamedTuple):
-    """A stage: its mesh's costs and its parts [first, last)."""
-
-    costs: MeshCosts
-    first: int
-    last: int
-
-
-class Sequenced(NamedTuple):
-    """Stages whose slowest takes at most ``bound`` seconds for a micro-batch."""
-
-    stretches: tuple[Stretch, ...]
-    bound: float
-
-    @property
-    def meshes(self) -> tuple[Mesh, ...]:
-        """Of the stages."""
-        return tuple(stretch.costs.mesh for stretch in self.stretches)
-
-    @property
-    def seconds(self) -> float:
-        """A micro-batch through all stages."""
-        return sum(float(one.costs.both[one.last] - one.costs.both[one.first]) for one in self.stretches)
-
-
-def quota_sequences(
-    options: Sequence[Option],
-    quotas: Sequence[int],
-    chain: Chain,
-    *,
-    micro_batches: int,
-    schedule: str,
-    bounds: Sequence[float],
-    max_stages: int,
-) -> list[Sequenced]:
-    """For some numbers of stages the sequence that keeps the least of *bounds*: those that promise the shortest step.
+class Sequences:
+    """Sequences of meshes for some numbers of stages, of which the slowest stage keeps the least of some bounds: those
+    that promise the shortest step. They are told by `promises`, and traced by `at` when they are wanted.
 
     Args:
-        options: for stages.
+        options: for stages; at least one.
         quotas: units of each pool.
         chain: what is cut.
         micro_batches: of a step.
         schedule: ``1f1b`` or ``gpipe``, for what is in flight.
         bounds: ascending seconds that the slowest stage may take for a micro-batch, with its part of what comes once a
             step.
+        within: seconds that a step may take, about; of more nothing is told.
         max_stages: to be tried.
     """
-    if not options:
-        return []
-    return _Program(options, quotas, chain, micro_batches, schedule, np.array(bounds)).solve(max_stages)
 
-
-class _Level(NamedTuple):
-    """What so many stages reach: states (ascending) with for each bound the first part."""
-
-    states: Integers
-    values: Parts
-
-    def of(self, states: Integers) -> Parts:
-        """The values of states that it has."""
-        found: Parts = self.values[np.searchsorted(self.states, states)]
-        return found
-
-
-@dataclass
-class _Program:
-    options: Sequence[Option]
-    quotas: Sequence[int]
-    chain: Chain
-    micro_batches: int
-    schedule: str
-    bounds: Array
-
-    def solve(self, max_stages: int) -> list[Sequenced]:
-        sizes = [quota + 1 for quota in self.quotas]
+    def __init__(
+        self,
+        options: Sequence[Option],
+        quotas: Sequence[int],
+        chain: Chain,
+        *,
+        micro_batches: int,
+        schedule: str,
+        bounds: Sequence[float],
+        within: float,
+        max_stages: int,
+    ) -> None:
+        self.chain, self.micro_batches, self.schedule = chain, micro_batches, schedule
+        kept = [bound for bound in bounds if micro_batches * bound <= within] or [bounds[0]]
+        self.bounds, self.within = np.array(kept), within
+        sizes = [quota + 1 for quota in quotas]
         self.coordinates = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1)
-        self.units = np.array([option.units for option in self.options])
+        self.options = sorted(options, key=lambda option: option.units)
+        units = [option.units for option in self.options]
+        self.begins = [at for at, own in enumerate(units) if not at or own != units[at - 1]]
+        self.units = np.array([units[at] for at in self.begins])
         self.steps = np.ravel_multi_index(tuple(self.units.T), sizes)
+        self.group = np.repeat(np.arange(len(self.begins)), np.diff([*self.begins, len(units)]))
+        self.room = (self.coordinates + self.units[:, None, :] <= np.array(quotas)).all(axis=2)
+        self.levels = [np.full((len(self.coordinates), len(self.bounds)), len(chain) + 1, dtype=np.int32)]
+        self.levels[0][0] = len(chain)
+        self.reaches: list[Parts] = []
+        self._solve(max_stages)
+
+    def _solve(self, max_stages: int) -> None:
         by_time = np.stack([self._by_time(option.costs) for option in self.options])
-        whole = np.full((1, len(self.bounds)), len(self.chain), dtype=np.int32)
-        levels, reaches, done = [_Level(np.zeros(1, dtype=np.int64), whole)], [], []
+        states = np.zeros(1, dtype=np.int64)
+        done: list[tuple[float, int, int]] = []
         for depth in range(1, max_stages + 1):
-            reaches.append(self._reached(by_time, depth))
-            level = self._next(levels[-1], reaches[-1])
-            if not len(level.states):
+            if (self.micro_batches - 1 + depth) * self.bounds[0] > self.within:
                 break
-            levels.append(level)
-            ended = (level.values == 0).any(axis=0)
+            self.reaches.append(self._reached(by_time, depth))
+            level, states = self._next(states, np.minimum.reduceat(self.reaches[-1], self.begins, axis=0))
+            if not len(states):
+                break
+            self.levels.append(level)
+            ended = (level[states] == 0).any(axis=0)
             if ended.any():
                 bound = int(ended.argmax())
-                done.append(((self.micro_batches - 1 + depth) * self.bounds[bound], depth, bound))
-        found = []
-        for _, depth, bound in sorted(done)[:MOST_TRACED]:
-            level = levels[depth]
-            state = int(level.states[np.flatnonzero(level.values[:, bound] == 0)[-1]])
-            found.append(self._traced(levels[: depth + 1], reaches, state, bound))
-        return found
+                done.append(((self.micro_batches - 1 + depth) * float(self.bounds[bound]), depth, bound))
+        self._done = sorted(done)[:MOST_TRACED]
+
+    @property
+    def promises(self) -> list[float]:
+        """What steps should take about, ascending, one for each number of stages."""
+        return [seconds for seconds, _, _ in self._done]
+
+    def at(self, place: int) -> list[tuple[Mesh, ...]]:
+        """The meshes behind a promise: where meshes reach equally far, the first or the last of them."""
+        _, depth, bound = self._done[place]
+        state = int(np.flatnonzero(self.levels[depth][:, bound] == 0)[-1])
+        return list(dict.fromkeys(self._traced(depth, state, bound, last) for last in (0, -1)))
 
     def _by_time(self, costs: MeshCosts) -> Parts:
         """For each bound and end of a stage the first part that it reaches back to in time."""
-        whole = costs.both + costs.once / self.micro_batches
-        ends = whole + costs.hop + costs.latency / self.micro_batches
+        sums, ends = costs.pace(self.micro_batches)
         wanted = ends[None, :] - self.bounds[:, None] * (1 + 1e-9)
-        first = np.searchsorted(whole, wanted.ravel(), side="left").reshape(wanted.shape)
-        first = np.maximum(first, self.chain.last_start)
-        return np.maximum(first, self.chain.allows(costs.mesh)).astype(np.int32)
+        return np.searchsorted(sums, wanted.ravel(), side="left").reshape(wanted.shape).astype(np.int32)
 
     def _reached(self, by_time: Parts, depth: int) -> Parts:
-        """As `_by_time` for all options, within memory; a further column for what cannot be reached."""
+        """As `_by_time` for all options, within memory and what is decided; a last column: nothing can be reached."""
         held = self.micro_batches if self.schedule == "gpipe" else min(depth, self.micro_batches)
+        nowhere = len(self.chain) + 1
+        found = np.full((*by_time.shape[:2], nowhere + 1), nowhere, dtype=np.int32)
         memory = np.stack([option.costs.reach(held) for option in self.options]).astype(np.int32)
         first = np.maximum(by_time, memory[:, None, :])
-        nowhere = len(self.chain) + 1
-        first = np.where(first < np.arange(nowhere), first, nowhere)
-        never = np.full((*first.shape[:2], 1), nowhere)
-        return np.concatenate([first, never], axis=2).astype(np.int32)
+        np.copyto(found[:, :, :nowhere], first, where=first < np.arange(nowhere))
+        return found
 
-    def _next(self, level: _Level, reached: Parts) -> _Level:
-        """One stage more: the least over all options, of states from which something can still be reached."""
-        fits = (self.coordinates[level.states][:, None, :] + self.units <= np.array(self.quotas)).all(axis=2)
-        before, chosen = np.nonzero(fits)
-        after = level.states[before] + self.steps[chosen]
-        order = np.argsort(after, kind="stable")
-        before, chosen, after = before[order], chosen[order], after[order]
-        if not len(after):
-            return _Level(after, level.values[:0])
-        values = reached[chosen[:, None], np.arange(len(self.bounds))[None, :], level.values[before]]
-        begins = np.flatnonzero(np.concatenate([[True], after[1:] != after[:-1]]))
-        least = np.minimum.reduceat(values, begins, axis=0)
-        live = (least <= len(self.chain)).any(axis=1)
-        return _Level(after[begins][live], least[live])
+    def _next(self, states: Integers, reached: Parts) -> tuple[Parts, Integers]:
+        """One stage more: the least over all options, and the states from which something can still be reached."""
+        level, nowhere = self.levels[-1], len(self.chain) + 1
+        found, touched = np.full_like(level, nowhere), np.zeros(len(level), dtype=np.bool_)
+        columns = np.arange(level.shape[1])
+        for room, step, own in zip(self.room, self.steps, reached, strict=True):
+            before = states[room[states]]
+            if len(before):
+                after = before + step
+                found[after] = np.minimum(found[after], own[columns, level[before]])
+                touched[after] = True
+        states = np.flatnonzero(touched)
+        return found, states[(found[states] < nowhere).any(axis=1)]
 
-    def _traced(self, levels: Sequence[_Level], reaches: Sequence[Parts], state: int, bound: int) -> Sequenced:
-        """The stages that lead to a state, first to last."""
-        stretches = []
-        for depth in range(len(levels) - 1, 0, -1):
-            before = levels[depth - 1]
+    def _traced(self, depth: int, state: int, bound: int, tie: int) -> tuple[Mesh, ...]:
+        """The stages that lead to a state, first to last; of equal options that at *tie*."""
+        found = []
+        for before, reaches in zip(self.levels[depth - 1 :: -1], self.reaches[depth - 1 :: -1], strict=True):
             possible = (self.units <= self.coordinates[state]).all(axis=1)
-            possible &= np.isin(state - self.steps, before.states)
-            chosen = np.flatnonzero(possible)
-            lasts = before.of(state - self.steps[chosen])[:, bound]
-            values = reaches[depth - 1][chosen, bound, lasts]
-            pick = int(values.argmin())
-            stretches.append(Stretch(self.options[int(chosen[pick])].costs, int(values[pick]), int(lasts[pick])))
-            state -= int(self.steps[chosen[pick]])
-        return Sequenced(tuple(stretches), float(self.bounds[bound]))
+            chosen = np.flatnonzero(possible[self.group])
+            steps = self.steps[self.group[chosen]]
+            values = reaches[chosen, bound, before[state - steps, bound]]
+            pick = np.flatnonzero(values == values.min())[tie]
+            found.append(self.options[int(chosen[pick])].costs.mesh)
+            state -= int(steps[pick])
+        return tuple(found)

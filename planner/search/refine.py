@@ -2,27 +2,36 @@
 
 The stage whose work for a step is most is the bottleneck. Moves take work from it (a part to a neighbour, a device from
 another stage or from those left over), change its degrees, exchange it with a neighbour, join or split stages, or
-change the number of micro-batches. Steepest descent: of all moves the best is taken as long as one helps. A heuristic;
-never worse than where it starts, and it ends at a draft that no move improves, or when it is stopped.
+change the number of micro-batches. A move whose slowest stage alone takes longer than the best step is given up before
+it is cut; one that comes near the best gets its exact cuts. Steepest descent: of all moves the best is taken as long as
+one helps. A heuristic; never worse than where it starts, and it ends at a draft that no move improves, or when it is
+stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from random import Random
 
 from whale.planner.search.devices import Mesh
-from whale.planner.search.drafts import Draft, Scored, allowed, best_cuts, quick_cuts, score_draft
+from whale.planner.search.drafts import Draft, Scored, allowed, cut_exactly, quick_cuts, score_draft
 from whale.planner.search.families import fit_tensor_degrees
 from whale.planner.search.meshes import Meshes
 
-__all__ = ["refined"]
+__all__ = ["disturbed", "refined"]
 
-EXACTLY_CUT = 128
-"""Stages x parts up to which every draft gets its exact cuts; else only those that a descent takes."""
+NEAR = 1.03
+"""Moves that come so near the best step are scored, and kept as other plans."""
+
+MOST_CUT_EXACTLY = 3
+"""Of the moves from a draft."""
 
 MOST_REMESHED = 6
 """Stages of which other tensor degrees are tried, those that have most to do first."""
+
+DISTURBANCES = 2
+"""Random moves before another descent."""
 
 GAIN = 1e-6
 """A move helps if it takes so much of the step away."""
@@ -51,66 +60,100 @@ def refined(
     """
     best, known = start, {start.draft}
     while True:
-        found = best
+        found: list[Scored] = []
         for draft in _moves(meshes, best, batch, micro_batches, max_stages):
             if stop():
-                return min(best, found, key=lambda one: one.seconds)
+                return min([best, *found], key=_seconds)
             if draft in known:
                 continue
             known.add(draft)
-            scored = score_draft(meshes, draft, batch, below=found.seconds)
+            scored = score_draft(meshes, draft, batch, below=NEAR * best.seconds)
             tried(scored)
-            if scored.fits and scored.seconds < found.seconds * (1 - GAIN):
-                found = scored
-        if found is best:
+            if scored.fits and scored.seconds < NEAR * best.seconds:
+                found.append(scored)
+        found.sort(key=_seconds)
+        for scored in found[:MOST_CUT_EXACTLY]:
+            exact = cut_exactly(meshes, scored, batch)
+            if exact is not scored:
+                tried(exact)
+                found.append(exact)
+        better = min(found, key=_seconds, default=best)
+        if better.seconds >= best.seconds * (1 - GAIN):
             return best
-        best = _cut_exactly(meshes, found, batch, tried)
+        best = better
 
 
-def _cut_exactly(meshes: Meshes, scored: Scored, batch: int, tried: Callable[[Scored], None]) -> Scored:
-    """The draft with its exact cuts, if they are better than those that it has."""
-    draft = scored.draft
-    starts = best_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
-    if starts is None or starts == draft.starts:
-        return scored
-    exact = score_draft(meshes, replace(draft, starts=starts), batch)
-    tried(exact)
-    return exact if exact.fits and exact.seconds < scored.seconds else scored
+def disturbed(meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random) -> Scored:
+    """A draft some random moves away, from which a descent may end elsewhere; the same if none is possible."""
+    found = scored
+    for _ in range(DISTURBANCES):
+        draft = found.draft
+        sequences = _neighbours(meshes, found, max_stages)
+        sequence = sequences[draw.randrange(len(sequences))] if sequences else draft.meshes
+        if _is_legal(meshes, sequence, batch, draft.micro_batches):
+            for starts in quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)[:1]:
+                other = score_draft(meshes, replace(draft, meshes=sequence, starts=starts), batch)
+                found = other if other.fits else found
+    return found
+
+
+def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
+    rows = meshes.rows(batch, micro_batches)
+    return all(sum(mesh.counts) % mesh.tensor == 0 and mesh.data <= rows for mesh in sequence)
+
+
+def _seconds(scored: Scored) -> float:
+    return scored.seconds
 
 
 def _moves(
     meshes: Meshes, scored: Scored, batch: int, micro_batches: Sequence[int], max_stages: int
 ) -> Iterator[Draft]:
     draft = scored.draft
-    order = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])
-    bound = order[0]
     yield from _shifted(meshes, draft)
-    others: list[tuple[Mesh, ...]] = []
-    for stage in order[:MOST_REMESHED]:
-        others += _other_degrees(meshes, draft, stage)
-    for stage in order[:2]:
-        others += _given_devices(meshes, draft, stage)
-        others += _exchanged(draft, stage)
-        others += _joined(draft, stage)
-    if len(draft.meshes) < max_stages:
-        others += _split(meshes, draft, bound)
-    for sequence in dict.fromkeys(others):
-        yield from _recut(meshes, sequence, draft.micro_batches, batch, draft.schedule)
+    hidden = max(1.0, _slowest(meshes, draft, batch) * batch / meshes.rows(batch, draft.micro_batches) / scored.seconds)
+
+    def recut(sequence: tuple[Mesh, ...], count: int) -> Iterator[Draft]:
+        if not _is_legal(meshes, sequence, batch, count):
+            return
+        within = NEAR * hidden * scored.seconds * meshes.rows(batch, count) / batch
+        for starts in quick_cuts(meshes, sequence, batch, count, draft.schedule, within=within):
+            yield Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
+
+    for sequence in _neighbours(meshes, scored, max_stages):
+        yield from recut(sequence, draft.micro_batches)
     place = micro_batches.index(draft.micro_batches)
     for count in (*micro_batches[max(0, place - 1) : place], *micro_batches[place + 1 : place + 2]):
-        if all(mesh.data <= meshes.rows(batch, count) for mesh in draft.meshes):
+        if _is_legal(meshes, draft.meshes, batch, count):
             yield replace(draft, micro_batches=count)
-            yield from _recut(meshes, draft.meshes, count, batch, draft.schedule)
+            yield from recut(draft.meshes, count)
 
 
-def _recut(meshes: Meshes, sequence: Sequence[Mesh], micro_batches: int, batch: int, schedule: str) -> Iterator[Draft]:
-    rows = meshes.rows(batch, micro_batches)
-    if any(sum(mesh.counts) % mesh.tensor or mesh.data > rows for mesh in sequence):
-        return
-    small = len(sequence) * len(meshes.chain) <= EXACTLY_CUT
-    starts = (best_cuts if small else quick_cuts)(meshes, sequence, batch, micro_batches, schedule)
-    if starts is not None:
-        yield Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
+def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
+    """Other meshes where the draft is bound."""
+    draft = scored.draft
+    found: list[tuple[Mesh, ...]] = []
+    order = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])
+    for stage in order[:MOST_REMESHED]:
+        found += _other_degrees(meshes, draft, stage)
+    for stage in order[:2]:
+        found += _given_devices(meshes, draft, stage)
+        found += _exchanged(draft, stage)
+        found += _joined(draft, stage)
+    if len(draft.meshes) < max_stages:
+        found += _split(meshes, draft, order[0])
+    return list(dict.fromkeys(found))
+
+
+def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
+    """Seconds of the slowest stage for a micro-batch with what it hands on, as cuts are made by; messages are hidden in
+    a step, so that it may be longer than a step's part."""
+    rows = meshes.rows(batch, draft.micro_batches)
+    found = 0.0
+    for mesh, first, last in draft.stages(len(meshes.chain)):
+        sums, ends = meshes.costs(mesh, rows, draft.micro_batches).pace(draft.micro_batches)
+        found = max(found, float(ends[last] - sums[first]))
+    return found
 
 
 def _shifted(meshes: Meshes, draft: Draft) -> Iterator[Draft]:

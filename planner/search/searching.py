@@ -31,27 +31,33 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from math import inf, isqrt
+from random import Random
+from typing import TypeVar
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.advice import advised, gib
 from whale.planner.search.bound import bound_seconds
+from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of, with_more
-from whale.planner.search.drafts import Scored, drafted
+from whale.planner.search.drafts import Draft, Scored, best_cuts, cut_exactly, evenest_cuts, quick_cuts, score_draft
 from whale.planner.search.exact import is_small, walk
 from whale.planner.search.families import Family, families_of, fit_tensor_degrees
 from whale.planner.search.layout import laid_out
-from whale.planner.search.meshes import Chain, Meshes
+from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Memo, Prices
-from whale.planner.search.refine import refined
+from whale.planner.search.quota import Sequences
+from whale.planner.search.refine import disturbed, refined
 
 __all__ = ["search"]
+
+_T = TypeVar("_T")
 
 MOST_MICRO_BATCHES = 5
 """Numbers of micro-batches for which families are solved at first, where a batch has more divisors; then those next to
@@ -60,23 +66,23 @@ the best, as long as that helps."""
 LONGEST_LINE = 8
 """Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
 
-MOST_MISSING = 6
-"""Drafts that do not fit of which it is found out by how much."""
+MOST_MISSING = 24
+"""Sequences that do not fit of which it is found out by how much, where none fits."""
 
 FEW_MICRO_BATCHES = 12
 """Up to so many are tried on large clusters whether or not they divide the batch."""
 
-MOST_FAMILIES = 24
+MOST_FAMILIES = 16
 """Quota programs that are solved."""
 
-MOST_SEQUENCES = 24
-"""Of all quota programs, that get their exact cuts."""
+MOST_SEQUENCES, MOST_CUT_EXACTLY = 16, 4
+"""Of all quota programs, that are cut and scored; and of these, that get their exact cuts."""
 
 NEAR = 1.1
 """Families that could at best come to so many times the best so far are dropped."""
 
-MOST_REFINED = 2
-"""Drafts from which a descent starts."""
+MOST_REFINED, RESTARTS = 2, 1
+"""Drafts from which a descent starts; and how often another one starts near the best, some random moves away."""
 
 QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
 """For each change that is weighed where nothing fits, and for all."""
@@ -84,8 +90,8 @@ QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
 MORE = (1, 2, 4, 8, 16)
 """Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
 
-SPARE = 3
-"""Drafts that are simulated beyond those that are wanted: some change places, some do not fit on ranks."""
+SPARE = 5
+"""Drafts that are laid out beyond those that are wanted, where some do not fit on ranks."""
 
 SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -159,6 +165,7 @@ class _Search:
     bound: float = 0.0
     best: dict[tuple[Mesh, ...], Scored] = field(default_factory=dict)
     nearest: Scored | None = None
+    lacking: list[tuple[tuple[Mesh, ...] | Family, int, str]] = field(default_factory=list)
     tried: int = 0
     points: list[Point] = field(default_factory=list)
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -169,15 +176,12 @@ class _Search:
         self.bound = bound_seconds(self.meshes, self.batch, micro_batches, self.settings.schedules)
         self._drafts(micro_batches, max_stages)
         for start in self._leading(MOST_REFINED):
-            refined(
-                self.meshes,
-                start,
-                self.batch,
-                micro_batches=micro_batches,
-                max_stages=max_stages,
-                tried=self._note,
-                stop=self._over,
-            )
+            self._refine(start, micro_batches, max_stages)
+        draw = Random(self.settings.seed)
+        for _ in range(RESTARTS if self.best else 0):
+            leading = self._leading(1)[0]
+            if len(leading.draft.meshes) > 1 and not self._over():
+                self._refine(disturbed(self.meshes, leading, self.batch, max_stages, draw), micro_batches, max_stages)
         candidates = self._simulated()
         exact = is_small(self.meshes) and self._walked(candidates, micro_batches, max_stages)
         if not candidates and self._over():
@@ -245,6 +249,17 @@ class _Search:
         most = min(len(self.meshes.chain), len(self.meshes.prices.cluster.devices))
         return min(most, self.settings.max_stages or most)
 
+    def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
+        refined(
+            self.meshes,
+            start,
+            self.batch,
+            micro_batches=micro_batches,
+            max_stages=max_stages,
+            tried=self._note,
+            stop=self._over,
+        )
+
     def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
         """Pure data, tensor and pipeline parallelism over all devices."""
         pools = self.meshes.pools
@@ -266,54 +281,90 @@ class _Search:
         """One stage on all devices, or on those of a type, at each tensor degree, for few micro-batches."""
         every = [len(pool.ranks) for pool in self.meshes.pools]
         alone = [tuple(num if index == own else 0 for index, num in enumerate(every)) for own in range(len(every))]
+        few = [count for count in micro_batches if count <= FEW_MICRO_BATCHES]
         for counts in dict.fromkeys((tuple(every), *alone)):
-            for degree, count in product(fit_tensor_degrees(self.meshes, counts), micro_batches):
-                if count <= FEW_MICRO_BATCHES and not self._over():
-                    self._draft((Mesh(counts, degree),), count, schedule)
+            for degree, count in product(fit_tensor_degrees(self.meshes, counts), few):
+                mesh = Mesh(counts, degree)
+                if self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)[:, 0].min() < 1:
+                    self._drop("1 stages", "its devices do not hold the model")
+                    self.lacking.append(((mesh,), count, schedule))
+                elif not self._over():
+                    self._draft((mesh,), count, schedule)
 
     def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
-        families = [
-            family for count in micro_batches for family in families_of(self.meshes, self.batch, count, max_stages)
-        ]
-        solved, promising = 0, []
-        near = self._best_seconds()
-        for family in sorted(families, key=lambda family: family.reach):
+        promising: list[tuple[float, Sequences, int, int]] = []
+        near, solved = self._best_seconds(), 0
+        for reach, even, family in self._priced(micro_batches, schedule, max_stages):
             if self._over():
                 self._drop(family.name, "the time was up")
-            elif family.held < 1:
-                self._drop(family.name, "its devices do not hold the model")
-            elif family.reach > NEAR * near:
+            elif reach > NEAR * near:
                 self._drop(family.name, "could not come near the best if its stages were equal")
             elif solved >= MOST_FAMILIES and near < inf:
                 self._drop(family.name, f"not among the {MOST_FAMILIES} that could reach most")
             else:
-                found = self._sequences(family, schedule)
-                solved += bool(found)
-                promising += found
-                near = min([near, *(estimate for estimate, _, _ in found)])
+                found = family.sequences(self.meshes, self.batch, schedule, even, NEAR * near)
+                promises = found.promises
+                if not promises:
+                    self._drop(family.name, "no sequence of its meshes fits in memory")
+                    self.lacking.append((family, family.micro_batches, schedule))
+                solved += bool(promises)
+                promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
+                near = min([near, *promises])
         promising.sort(key=lambda one: one[0])
-        for _, sequence, count in promising[:MOST_SEQUENCES]:
-            if not self._over():
-                self._draft(sequence, count, schedule)
+        sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
+        self._score_best(islice(sequences, MOST_SEQUENCES), schedule)
 
-    def _sequences(self, family: Family, schedule: str) -> list[tuple[float, tuple[Mesh, ...], int]]:
-        """What a family's sequences should take for a step, about, with their number of micro-batches."""
-        count = family.micro_batches
-        found = family.sequences(self.meshes, self.batch, schedule)
-        if not found:
-            self._drop(family.name, "no sequence of its meshes fits in memory")
-            if not self.best and self.tried < MOST_MISSING:  # how much is missing
-                self._draft(family.all_devices()[: family.max_stages], count, schedule)
-        return [((count - 1) * one.bound + one.seconds, one.meshes, count) for one in found]
+    def _priced(
+        self, micro_batches: Sequence[int], schedule: str, max_stages: int
+    ) -> list[tuple[float, float, Family]]:
+        """Families whose devices hold the model, with what they could reach, and equal stages of theirs; best first."""
+        found = []
+        for count in micro_batches:
+            for family in families_of(self.meshes, self.batch, count, max_stages):
+                if family.part_held(self.meshes, self.batch) < 1:
+                    self._drop(family.name, "its devices do not hold the model")
+                    self.lacking.append((family, family.micro_batches, schedule))
+                elif not self._over():
+                    even = family.even_seconds(self.meshes, self.batch)
+                    found.append((family.reach(even), even, family))
+        return sorted(found, key=lambda one: one[0])
+
+    def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str) -> None:
+        """Cut and score the first of some sequences with numbers of micro-batches, and cut the best of them exactly."""
+        scored: list[Scored] = []
+        for sequence, count in sequences:
+            if self._over():
+                break
+            for starts in quick_cuts(self.meshes, sequence, self.batch, count, schedule):
+                below = min([self._best_seconds(), *(one.seconds for one in scored)])
+                scored.append(self._scored(sequence, starts, count, schedule, below=below))
+                self._note(scored[-1])
+        for one in sorted(scored, key=_seconds)[:MOST_CUT_EXACTLY]:
+            exact = one if self._over() else cut_exactly(self.meshes, one, self.batch)
+            if exact is not one:
+                self._note(exact)
 
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
             return
-        scored = drafted(self.meshes, sequence, self.batch, count, schedule)
-        if scored is None:
+        starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
+        if starts is None:
             self._drop(f"{len(sequence)} stages", "no cut fits in memory")
+            self.lacking.append((sequence, count, schedule))
         else:
-            self._note(scored)
+            self._note(self._scored(sequence, starts, count, schedule))
+
+    def _scored(
+        self,
+        sequence: tuple[Mesh, ...],
+        starts: tuple[int, ...],
+        count: int,
+        schedule: str,
+        *,
+        below: float = inf,
+    ) -> Scored:
+        draft = Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule)
+        return score_draft(self.meshes, draft, self.batch, below=below)
 
     # What is known
 
@@ -362,8 +413,10 @@ class _Search:
     # The answer
 
     def _simulated(self) -> list[Candidate]:
-        found = []
+        found: list[Candidate] = []
         for scored in self._leading(self.settings.top + SPARE):
+            if len(found) == self.settings.top:
+                break
             candidate = laid_out(self.meshes, scored.draft, self.batch)
             if candidate.prediction.fits:
                 found.append(candidate)
@@ -393,6 +446,11 @@ class _Search:
 
     def _shortage(self) -> str:
         """What the plan that comes nearest lacks, and which changes would do."""
+        for given, count, schedule in _spread(self.lacking, MOST_MISSING):
+            sequence = given.all_devices() if isinstance(given, Family) else given
+            starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
+            if starts is not None and all(mesh.data <= self.meshes.rows(self.batch, count) for mesh in sequence):
+                self._note(self._scored(sequence, starts, count, schedule))
         if self.nearest is None:
             return "no plan is possible with what is fixed and these devices; fix less, or use more devices"
         draft = self.nearest.draft
@@ -418,7 +476,7 @@ class _Search:
                 count = len(more.devices) - num
                 if times > 1 and count > num:
                     break
-                if self._like(replace(prices, cluster=more, _groups={}), self.batch).fits_at_all():
+                if self._like(replace(prices, cluster=more), self.batch).fits_at_all():
                     yield True, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
                     break
         if self.settings.micro_batches is not None and self.settings.micro_batches < self.batch:
@@ -457,7 +515,7 @@ def _seconds(scored: Scored) -> float:
     return scored.seconds
 
 
-def _spread(values: Sequence[int], most: int) -> list[int]:
+def _spread(values: Sequence[_T], most: int) -> list[_T]:
     """At most so many of the values, the first and the last among them."""
     if len(values) <= most:
         return list(values)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from whale.ir.workload import StageWork, Workload
 
 __all__ = ["SETTLING", "Step", "in_flight", "long_step", "order_of_tasks"]
@@ -50,48 +52,36 @@ def order_of_tasks(num_stages: int, micro_batches: int, schedule: str) -> tuple[
     >>> [("B", "F")[ahead] + str(index) for stage, index, ahead in order_of_tasks(2, 3, "1f1b") if stage == 0]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
-    tasks = []
-    for stage in range(num_stages):
-        for index in range(micro_batches):
-            if schedule == "gpipe":
-                ahead, back = stage + index, micro_batches + 2 * num_stages - stage + index
-            else:
-                ahead, back = stage + 2 * index, 2 * num_stages - stage - 1 + 2 * index
-            tasks += [(ahead, stage, index, True), (back, stage, index, False)]
-    tasks.sort()
-    return tuple((stage, index, ahead) for _, stage, index, ahead in tasks)
+    stage, index = (one.ravel() for one in np.indices((num_stages, micro_batches)))
+    if schedule == "gpipe":
+        ahead, back = stage + index, micro_batches + 2 * num_stages - stage + index
+    else:
+        ahead, back = stage + 2 * index, 2 * num_stages - stage - 1 + 2 * index
+    stages, indices = np.tile(stage, 2), np.tile(index, 2)
+    forwards = np.repeat([True, False], len(stage))
+    order = np.lexsort((stages, np.concatenate([ahead, back])))
+    return tuple(zip(stages[order].tolist(), indices[order].tolist(), forwards[order].tolist(), strict=True))
 
 
 def long_step(workload: Workload) -> Step:
     """A step of a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each. O(stages^2 x transfers) at most."""
-    depth = len(workload.stages)
-    few, more = depth + SETTLING, depth + 3 * SETTLING
-    if workload.micro_batches <= more:
-        return _Pass(workload, workload.micro_batches).step()
-    one, other = (_Pass(workload, count).step() for count in (few, more))
-    times = (workload.micro_batches - more) / (more - few)
-
-    def onward(first: float, second: float) -> float:
-        return max(0.0, second + times * (second - first))
-
-    seconds = onward(one.seconds, other.seconds)
-    waited = onward(one.bubble * one.seconds, other.bubble * other.seconds)
-    parts = {part: onward(one.breakdown.get(part, 0.0), spent) for part, spent in other.breakdown.items()}
-    scale = seconds / sum(parts.values())  # another rank may be the last of the longer step
-    return Step(seconds, {part: spent * scale for part, spent in parts.items()}, min(1.0, waited / seconds))
+    return _Pass(workload, min(workload.micro_batches, len(workload.stages) + 2 * SETTLING)).step()
 
 
-class _Input(NamedTuple):
-    """What a rank waits for before a task: the rank that sends, the link's latency, seconds of a message on it."""
+@dataclass(slots=True, eq=False)
+class _Input:
+    """What a rank waits for before a task: the rank that sends, the link's latency, seconds of a message on it, and
+    when it is free again."""
 
-    source: int
+    source: _Rank
     latency: float
     seconds: float
+    free: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank with what has become of it."""
+    """A rank with what has become of it. Pairs are for backwards and forwards."""
 
     forward: float
     backward: float
@@ -99,45 +89,71 @@ class _Rank:
     free: float = 0.0
     pipeline: float = 0.0
     transfer: float = 0.0
-    links: dict[tuple[int, bool], float] = field(default_factory=dict)  # when the link from a source is free
-    done: dict[tuple[int, bool], float] = field(default_factory=dict)  # when a task ended
+    inputs: tuple[list[_Input], list[_Input]] = field(default_factory=lambda: ([], []))
+    done: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # when each micro-batch ended
+    waits: list[tuple[float, float]] = field(default_factory=list)  # for others and for messages, at each backward
+
+    def goes_on(self, times: float, period: float, first: int, last: int) -> None:
+        """So many micro-batches more, one each period; it waits as it did between two backwards."""
+        more = times * max(0.0, period - self.forward - self.backward)
+        pipeline, transfer = (after - before for before, after in zip(self.waits[first], self.waits[last], strict=True))
+        share = pipeline / (pipeline + transfer) if pipeline + transfer else 1.0
+        self.pipeline, self.transfer = self.pipeline + share * more, self.transfer + (1 - share) * more
+        self.free += times * period
 
 
 class _Pass:
-    def __init__(self, workload: Workload, micro_batches: int) -> None:
-        self.workload, self.count = workload, micro_batches
+    """The first *count* micro-batches and the end of a step; what is between goes on as it was."""
+
+    def __init__(self, workload: Workload, count: int) -> None:
+        self.workload, self.count = workload, count
         self.ranks: dict[int, _Rank] = {}
         for stage in workload.stages:
             self.ranks.update(_ranks(stage))
         links = {(link.source, link.target): link for link in workload.links}
-        self.inputs: dict[tuple[int, bool], list[_Input]] = {}
         for boundary in workload.boundaries:
             for ahead, transfers in ((True, boundary.forward), (False, boundary.backward)):
                 for one in transfers:
                     link = links[one.source, one.target]
-                    given = _Input(one.source, link.latency, one.bytes / link.bandwidth)
-                    self.inputs.setdefault((one.target, ahead), []).append(given)
+                    given = _Input(self.ranks[one.source], link.latency, one.bytes / link.bandwidth)
+                    self.ranks[one.target].inputs[ahead].append(given)
 
     def step(self) -> Step:
-        stages = [stage.ranks for stage in self.workload.stages]
-        for stage, index, ahead in order_of_tasks(len(stages), self.count, self.workload.schedule):
+        stages = [[self.ranks[index] for index in stage.ranks] for stage in self.workload.stages]
+        for stage, micro_batch, ahead in order_of_tasks(len(stages), self.count, self.workload.schedule):
+            share = self.workload.last_share if micro_batch == self.count - 1 else 1.0
             for rank in stages[stage]:
-                self._run(rank, index, ahead)
+                begin = issued = free = rank.free
+                for given in rank.inputs[ahead]:
+                    made = given.source.done[ahead][micro_batch]
+                    given.free = max(made, given.free) + given.seconds * share
+                    if given.free + given.latency > begin:
+                        begin, issued = given.free + given.latency, max(made, free)
+                rank.pipeline += issued - free
+                rank.transfer += begin - issued
+                rank.free = begin + share * (rank.forward if ahead else rank.backward)
+                rank.done[ahead].append(rank.free)
+                if not ahead:
+                    rank.waits.append((rank.pipeline, rank.transfer))
+        times = self.workload.micro_batches - self.count
+        if times:
+            period = self._period(stages)
+            for stage, ranks in enumerate(stages):
+                last = self.count - 2 - (len(stages) - stage if self.workload.schedule == "1f1b" else 0)
+                for rank in ranks:
+                    rank.goes_on(times, period, last - SETTLING, last)
         return self._ended()
 
-    def _run(self, index: int, micro_batch: int, ahead: bool) -> None:
-        rank = self.ranks[index]
-        share = self.workload.last_share if micro_batch == self.count - 1 else 1.0
-        begin = free = rank.free
-        issued = free
-        for source, latency, seconds in self.inputs.get((index, ahead), ()):
-            made = self.ranks[source].done[micro_batch, ahead]
-            gone = rank.links[source, ahead] = max(made, rank.links.get((source, ahead), 0.0)) + seconds * share
-            if gone + latency > begin:
-                begin, issued = gone + latency, max(made, free)
-        rank.pipeline += issued - free
-        rank.transfer += begin - issued
-        rank.free = rank.done[micro_batch, ahead] = begin + share * (rank.forward if ahead else rank.backward)
+    def _period(self, stages: Sequence[Sequence[_Rank]]) -> float:
+        """What a micro-batch takes once the pipeline is full: at the last stage, which no end of a step has touched;
+        with ``gpipe`` forwards there, and then backwards at the first."""
+
+        def spent(ranks: Sequence[_Rank], ahead: bool) -> float:
+            return max(rank.done[ahead][-2] - rank.done[ahead][-2 - SETTLING] for rank in ranks) / SETTLING
+
+        if self.workload.schedule == "gpipe":
+            return spent(stages[-1], True) + spent(stages[0], False)
+        return spent(stages[-1], False)
 
     def _ended(self) -> Step:
         """The sums of gradients, one after the other on each rank, and the update."""
@@ -153,7 +169,7 @@ class _Pass:
         ends = {index: at + update[index] for index, at in ready.items()}
         last = max(ends, key=lambda index: (ends[index], -index))
         seconds = ends[last] + self.workload.overhead
-        times = self.count - 1 + self.workload.last_share
+        times = self.workload.micro_batches - 1 + self.workload.last_share
         rank = self.ranks[last]
         breakdown = {
             "compute": times * (rank.forward + rank.backward - rank.communication),

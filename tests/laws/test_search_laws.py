@@ -18,11 +18,12 @@ from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
 from whale.planner.search.bound import bound_seconds
+from whale.planner.search.chain import Chain
 from whale.planner.search.devices import pools_of
 from whale.planner.search.drafts import pipeline_ends
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.meshes import Chain, Meshes
+from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
 from whale.planner.simulate import simulate
 

@@ -8,8 +8,9 @@ import pytest
 from tests.chains import card, chain, layer
 from whale.ir.cluster import Cluster, Link
 from whale.planner.search.bound import bound_seconds, least_work, work_of_parts
+from whale.planner.search.chain import Chain
 from whale.planner.search.devices import pools_of
-from whale.planner.search.meshes import Chain, Meshes
+from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
 
 FAST, SLOW = card("fast"), card("slow")

@@ -43,6 +43,11 @@ def test_a_workload_that_contradicts_itself_is_refused() -> None:
         simulate(Workload(world_size=2, micro_batches=1, stages=(stage,)))
 
 
+def test_a_step_that_would_not_end_is_refused_before_it_begins() -> None:
+    with pytest.raises(UsageError, match="at most 1,000,000 micro-batches"):
+        simulate(chain_workload(2, 2**40))
+
+
 def parts(**seconds: float) -> dict[str, float]:
     return dict.fromkeys(PARTS, 0.0) | seconds
 

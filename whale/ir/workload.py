@@ -111,7 +111,7 @@ class Workload(Record):
     """
 
     world_size: Annotated[int, Field(ge=1)]
-    micro_batches: Annotated[int, Field(ge=1)]
+    micro_batches: Annotated[int, Field(ge=1, le=2**40)]
     last_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     schedule: str = "1f1b"
     stages: tuple[StageWork, ...]

@@ -1,0 +1,192 @@
+"""What stretches of the chain cost on a data slice and on a mesh, as arrays over the parts of the chain.
+
+Sums up to each part, so that a stage of parts [first, last) costs sum[last] - sum[first]. It knows no devices: the
+figures are made by `whale.planner.search.meshes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from whale.planner.search.devices import Mesh
+from whale.planner.search.prices import TensorGroup
+
+__all__ = ["Array", "Integers", "MeshCosts", "SliceCosts"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SliceCosts:
+    """What parts of the chain cost on a tensor group, for so many rows of a micro-batch.
+
+    Attributes:
+        group, rows: whose they are.
+        of_kinds: seconds of the kinds of layers (columns): forward, backward, and the optimizer once a step.
+        forward, backward, update: their sums up to each part.
+        hop: for each end of a stage the seconds of sending what it hands on, and as much back.
+        fixed: bytes of weights, gradients and optimizer states up to each part.
+        kept: bytes of a micro-batch up to each part, with the allocator's waste.
+        working: bytes of each part while it runs, likewise.
+        room: capacity without what the framework takes.
+    """
+
+    group: TensorGroup
+    rows: int
+    of_kinds: Array
+    forward: Array
+    backward: Array
+    update: Array
+    hop: Array
+    fixed: Array
+    kept: Array
+    working: Array
+    room: float
+
+    def fullness(self, first: int, last: int, held: int) -> float:
+        """The part of the room that parts [first, last) take with so many micro-batches in flight."""
+        fixed, kept, working = self._lists
+        need = fixed[last] - fixed[first] + held * (kept[last] - kept[first]) + max(working[first:last])
+        return need / self.room if self.room > 0 else inf
+
+    @cached_property
+    def _lists(self) -> list[list[float]]:
+        return [one.tolist() for one in (self.fixed, self.kept, self.working)]
+
+    def reach(self, held: int) -> Integers:
+        """For each end of a stage the first part that it can reach back to within memory.
+
+        For every amount w that a part works with: no part of more may be in the stage, and what else the stage holds
+        must leave w. The least over all w is exact, in O(parts x log(parts)) for each w. Worked out once.
+        """
+        if held not in self._reaches:
+            self._reaches[held] = self._first_held(held)
+        return self._reaches[held]
+
+    def _first_held(self, held: int) -> Integers:
+        num = len(self.fixed)
+        if self.fullness(0, num - 1, held) <= 1:
+            return np.zeros(num, dtype=np.int64)
+        state = self.fixed + held * self.kept
+        found = np.full(num, num, dtype=np.int64)
+        for most, after in self._amounts:
+            found = np.minimum(found, np.maximum(after, np.searchsorted(state, state + most - self.room, side="left")))
+        return found
+
+    @cached_property
+    def _reaches(self) -> dict[int, Integers]:
+        return {}
+
+    @cached_property
+    def _amounts(self) -> list[tuple[float, Integers]]:
+        """The amounts that parts work with, each with the first part after those that need more, for each end."""
+        after, nothing = np.arange(1, len(self.fixed)), np.zeros(1, dtype=np.int64)
+        return [
+            (float(most), np.concatenate([nothing, np.maximum.accumulate(after * (self.working > most))]))
+            for most in np.unique(self.working)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeshCosts:
+    """What parts of the chain cost on a mesh, for so many rows of a micro-batch.
+
+    Attributes:
+        mesh: whose they are.
+        allowed: for each end of a stage the first part that it may reach back to, by what is decided.
+        slices: one of each kind of its data slices, with the rows of the one that has most.
+        forward, backward: sums up to each part, of the slowest slice; seconds of a micro-batch.
+        once: sums of what comes once a step: the optimizer, and the bytes of gradients at the network's pace.
+        latency: seconds of the sum of gradients however few they are.
+        hop: for each end of a stage the seconds of sending what it hands on, and as much back.
+    """
+
+    mesh: Mesh
+    allowed: Integers
+    slices: tuple[SliceCosts, ...]
+    forward: Array
+    backward: Array
+    once: Array
+    latency: float
+    hop: Array
+
+    @cached_property
+    def both(self) -> Array:
+        """Sums of forward and backward."""
+        return self.forward + self.backward
+
+    def seconds(self, first: int, last: int) -> tuple[float, float, float, float]:
+        """What parts [first, last) take: forward, backward, once a step, and sending on and back."""
+        forward, backward, once, hop = self._lists
+        return (
+            forward[last] - forward[first],
+            backward[last] - backward[first],
+            once[last] - once[first] + self.latency,
+            hop[last],
+        )
+
+    @cached_property
+    def _lists(self) -> list[list[float]]:
+        return [one.tolist() for one in (self.forward, self.backward, self.once, self.hop)]
+
+    def chain_seconds(self, micro_batches: int) -> float:
+        """A micro-batch through the whole chain, with its part of what comes once a step."""
+        return float(self.both[-1] + (self.once[-1] + self.latency) / micro_batches)
+
+    def fullness(self, first: int, last: int, held: int) -> float:
+        """The part of the room of the fullest slice that parts [first, last) take."""
+        if len(self.slices) == 1:
+            return self.slices[0].fullness(first, last, held)
+        return max(one.fullness(first, last, held) for one in self.slices)
+
+    def reach(self, held: int) -> Integers:
+        """For each end of a stage the first part that it can reach back to, within memory and what is decided."""
+        if held not in self._reaches:
+            found = self.allowed
+            for one in self.slices:
+                found = np.maximum(found, one.reach(held))
+            self._reaches[held] = found
+        return self._reaches[held]
+
+    def pace(self, micro_batches: int) -> tuple[Array, Array]:
+        """Seconds for a micro-batch with its part of what comes once a step: sums up to each part, and the same for the
+        end of a stage, with what it hands on."""
+        if micro_batches not in self._paces:
+            sums = self.both + self.once / micro_batches
+            self._paces[micro_batches] = sums, sums + self.hop + self.latency / micro_batches
+        return self._paces[micro_batches]
+
+    def reach_list(self, held: int) -> list[int]:
+        """As `reach`, as a list."""
+        if held not in self._reach_lists:
+            self._reach_lists[held] = self.reach(held).tolist()
+        return self._reach_lists[held]
+
+    def pace_lists(self, micro_batches: int) -> tuple[list[float], list[float]]:
+        """As `pace`, as lists."""
+        if micro_batches not in self._pace_lists:
+            sums, ends = self.pace(micro_batches)
+            self._pace_lists[micro_batches] = sums.tolist(), ends.tolist()
+        return self._pace_lists[micro_batches]
+
+    @cached_property
+    def _reaches(self) -> dict[int, Integers]:
+        return {}
+
+    @cached_property
+    def _reach_lists(self) -> dict[int, list[int]]:
+        return {}
+
+    @cached_property
+    def _pace_lists(self) -> dict[int, tuple[list[float], list[float]]]:
+        return {}
+
+    @cached_property
+    def _paces(self) -> dict[int, tuple[Array, Array]]:
+        return {}
