@@ -90,7 +90,9 @@ def _pipeline(profile: ModelProfile, cluster: Cluster, batch: int, count: int, i
         replicas=replicas,
         precision="fp32",
     )
-    starts = [0, *(int(path.split(".")[1]) for path in list(cut)[1:])]  # the first begins with the embeddings
+    starts = [0]  # the first stage begins with the embeddings, and has a layer, or it would have no name
+    for path in list(cut)[1:]:
+        starts.append(max(starts[-1] + 1, int(path.split(".")[1])))
     ends = [*(start - 1 for start in starts[1:]), sum(path.startswith("layers.") for path in profile.paths) - 1]
     stages: dict[str, str | list[str]] = {
         f"layers.[{start}-{end}]": [f"stage({replicas})", *nest] for start, end in zip(starts, ends, strict=True)

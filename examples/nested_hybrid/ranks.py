@@ -94,6 +94,7 @@ def measure(
     known, _ = profiling.measure_items(
         world, profiling.machine_items(world, places, sizes), profile, time_limit=4.0 if small else LINKS_SECONDS
     )
+    start = time.perf_counter()
     steps: dict[str, _Step] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, plan in plans.items():
@@ -101,6 +102,8 @@ def measure(
         steps[name] = step = _Step(copy.deepcopy(model), batch, cluster, plan, world)
         found[name] = {"bytes": each_rank(_peak(step, others, world)), "sent": sum(each_rank(_sent_by(step)))}
         step.times.clear()
+        if world.rank == 0:
+            print(f"{time.perf_counter() - start:.0f} s: {name}", flush=True)
     made, seconds = time_in_turn(world, described, known, model, batch, steps, wanted, repeats=repeats)
     for name, own in seconds.items():
         found[name] |= {"seconds": statistics.median(own), "noise": noise(own), "each": own}

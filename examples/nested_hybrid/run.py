@@ -198,7 +198,7 @@ def on_the_testbed(options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         for name in [options.only] if options.only else ON_THE_TESTBED:
             experiment = load(HERE / f"{name}.toml")
-            description = _slower(Description.load(experiment.testbed), 0.5 if options.trial else 1)
+            description = Description.load(experiment.testbed)
             path = Path(options.folder or temporary, name)
             path.mkdir(parents=True, exist_ok=True)
             cluster = path / "cluster.toml"
@@ -216,19 +216,15 @@ def on_the_testbed(options: argparse.Namespace) -> str:
             if not folder.file("measured.json").exists():
                 with Testbed(description) as bed:
                     done = bed.run([sys.executable, __file__, "measure", *arguments], timeout_seconds=1500, show=False)
-                print(f"{name}: {done.seconds:.0f} s on the testbed", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: {done.seconds:.0f} s on the testbed; {done.outputs[0].strip()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             title = f"{Path(experiment.model).name.partition('.')[0]} on {len(description.devices)} devices"
             place = RESULTS / f"nested_hybrid_{name}_{options.write}.svg" if options.write else path / f"{name}.svg"
             parts.append(shown(title, folder.found(), place))
     return "\n\n".join(parts)
-
-
-def _slower(description: Description, factor: float) -> Description:
-    types = {
-        name: kind.model_copy(update={"cores": max(0.1, kind.cores * factor)})
-        for name, kind in description.device_types.items()
-    }
-    return description.model_copy(update={"device_types": types})
 
 
 def main() -> None:
@@ -237,10 +233,10 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="the experiment; for report, verify and measure")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="the machines; for report, verify and measure")
     parser.add_argument("--folder", type=Path, help="keep what was made and measured there, and go on from what it has")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each nesting")
+    parser.add_argument("--repeats", type=int, default=4, help="timed steps of each nesting")
     parser.add_argument("--only", choices=ON_THE_TESTBED, help="this experiment alone, on the testbed")
     parser.add_argument("--small", action="store_true", help="the experiment's small settings")
-    parser.add_argument("--trial", action="store_true", help="small models and slow devices: the times mean nothing")
+    parser.add_argument("--trial", action="store_true", help="small models, two steps: only to see that it runs")
     parser.add_argument("--silent", action="store_true", help=argparse.SUPPRESS)  # the testbed's own ranks
     parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
     options = parser.parse_args()
