@@ -15,6 +15,7 @@ from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan, PlanAxis, PlanStage
 from whale.ir.strategy import Scope, Strategy, decode_scopes, encode_scopes, parse_strategy
+from whale.occupancy import occupancy
 from whale.planner.kept import fixed_by
 from whale.strategies.rehearsal import stage_calls
 
@@ -129,3 +130,33 @@ def test_the_search_takes_no_dims() -> None:
     scopes = {"layers.0": (Scope(strategy=Strategy(kind="split", degree=2, dim=1), region="layers.0"),)}
     with pytest.raises(UsageError, match=r"split\(2, dim=1\): the search knows no split along a dim"):
         fixed_by(scopes, ["layers.0"])
+
+
+class Chain(nn.Module):
+    """Convolutions one after the other, each with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(spatial.convolution(inside, 4) for inside in (1, 4, 4, 4)))
+        self.head = nn.Conv3d(4, 3, 1)
+
+    def forward(self, volume: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(volume)), labels)
+
+
+def test_half_of_a_volume_takes_little_more_than_half_of_the_activations() -> None:
+    batch = {"volume": torch.zeros(1, 1, 32, 8, 8), "labels": torch.zeros(1, 32, 8, 8, dtype=torch.long)}
+    alone, half = (
+        occupancy(
+            compiled((Chain(), batch), SLABS, size=size),
+            0,
+            schedule="1f1b",
+            optimizer="sgd",
+            device=torch.device("cpu"),
+            clock=None,
+        )
+        .tasks[0]
+        .kept
+        for size in (1, 2)
+    )
+    assert half < 0.55 * alone  # a convolution keeps the rows of its neighbours, and no copy of its own
