@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ import torch
 from whale.compiler import Compilation
 from whale.errors import UsageError
 from whale.graph.refusals import module_of
-from whale.ir.check import CollectiveCall
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import Interference, LayerKind, ModelProfile
 from whale.ir.program import box_size
@@ -47,6 +45,7 @@ from whale.runtime.random import Clock
 from whale.strategies.layout import unit_shares
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.rehearsal import like_ranks
+from whale.traffic import bucket_bytes, call_bytes
 
 __all__ = ["Costs", "Predicted", "predict"]
 
@@ -484,19 +483,6 @@ def _seconds(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]]) -> f
     return sum(count * costs.collective(op, lines[axis], size) for (op, axis, size), count in calls.items())
 
 
-def call_bytes(call: CollectiveCall) -> int:
-    """The size of the whole tensor that a collective is about, as `whale.planner.communication` counts it.
-
-    >>> call_bytes(CollectiveCall("n", "all_gather", (0, 1), "float32", ((2, 3), (1, 3))))
-    36
-    """
-    element = getattr(torch, call.dtype).itemsize
-    if call.op in ("all_gather", "reduce_scatter"):
-        return element * sum(prod(shape) for shape in call.shapes)
-    whole = prod(call.shapes[0])
-    return element * (whole // len(call.ranks) if call.op == "all_to_all" else whole)
-
-
 def _together(stage: PlacedStage, met: Mapping[int, Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Ranks that meet in collectives, as groups; *met* says along which axes each does."""
     group = {rank: frozenset((rank,)) for rank in stage.mesh.ranks}
@@ -552,14 +538,7 @@ def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]
 
 def _reductions(compilation: Compilation, costs: Costs) -> tuple[Reduction, ...]:
     """The buckets of gradients. A bucket is ready when its part of the stage's gradients, by bytes, is."""
-    held: dict[int, dict[str, int]] = {}
-    sizes = []
-    for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
-        rank = spec.ranks[0]
-        if rank not in held:
-            own = compilation.local_parameters(rank).items()
-            held[rank] = {name: prod(part.shape) * part.dtype.itemsize for name, part in own}
-        sizes.append(sum(held[rank][name] for name in names))
+    sizes = bucket_bytes(compilation)
     groups = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
     for spec, size in zip(compilation.reduces, sizes, strict=True):
         groups[spec.ranks, spec.stages] += size

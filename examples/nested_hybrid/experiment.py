@@ -24,8 +24,9 @@ from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.record import Record, read_record
 from whale.ir.workload import Prediction, Workload
-from whale.prediction import Costs, call_bytes, predict, stage_layers
+from whale.prediction import Costs, predict, stage_layers
 from whale.strategies.rehearsal import stage_calls
+from whale.traffic import call_bytes
 
 
 class Nesting(Record):

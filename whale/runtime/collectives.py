@@ -111,6 +111,16 @@ def assemble(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
     return _joined([torch.cat(column, cut.dim + 1) for column in zip(*local, strict=True)], cut.dim)
 
 
+def _stacked(x: Tensor, cut: Cut) -> Tensor:
+    """The parts of all ranks along a new first dim, in one copy: for a cut that is even and contiguous."""
+    return x.unflatten(cut.dim, (len(cut.sizes), cut.local_extent(0))).movedim(cut.dim, 0).contiguous()
+
+
+def _side_by_side(stacked: Tensor, cut: Cut) -> Tensor:
+    """The whole tensor from the parts of all ranks along the first dim; the inverse of :func:`_stacked`."""
+    return stacked.movedim(0, cut.dim).flatten(cut.dim, cut.dim + 1)
+
+
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Sum over the group, in place (P -> R)."""
     if isinstance(group, Rehearsal):
@@ -138,9 +148,9 @@ def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
         group.note("all_gather", x, *shapes)
     else:
         _gather_single(gathered, flat, group=group)
+    if cut.even and cut.contiguous:
+        return _side_by_side(gathered.view(world, *x.shape), cut)
     pieces = [gathered[rank * largest : rank * largest + sizes[rank]].view(shape) for rank, shape in enumerate(shapes)]
-    if cut.contiguous and cut.dim == 0 and len(set(sizes)) == 1:
-        return gathered.view(cut.extent, *x.shape[1:])
     return assemble(pieces, cut)
 
 
@@ -166,6 +176,15 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
     if group is None:
         return x
     world = len(source.sizes)
+    if isinstance(group, Rehearsal):
+        whole = [source.extent if d == source.dim else size for d, size in enumerate(x.shape)]
+        group.note("all_to_all", x, whole, source.sizes, target.sizes)
+    if all(cut.even and cut.contiguous for cut in (source, target)):
+        stacked = _stacked(x, target)
+        exchanged = torch.empty_like(stacked)
+        if not isinstance(group, Rehearsal):
+            dist.all_to_all_single(exchanged, stacked, group=group)
+        return _side_by_side(exchanged, source)
     outgoing = [take(x, target, rank).contiguous() for rank in range(world)]
     mine = list(outgoing[index].shape)
     shapes = []
@@ -176,10 +195,7 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = x.new_empty(sum(sizes))
     sent = torch.cat([piece.reshape(-1) for piece in outgoing])
-    if isinstance(group, Rehearsal):
-        whole = [source.extent if d == source.dim else size for d, size in enumerate(x.shape)]
-        group.note("all_to_all", x, whole, source.sizes, target.sizes)
-    else:
+    if not isinstance(group, Rehearsal):
         dist.all_to_all_single(received, sent, sizes, [p.numel() for p in outgoing], group=group)
     pieces = [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
     return assemble(pieces, source)
