@@ -1,12 +1,13 @@
 """Train an unmodified model with plan="auto": what runs where is searched for, and not annotated.
 
-    torchrun --nproc-per-node 2 examples/auto_search.py        # or any number; the plan is for what was started
-    python examples/auto_search.py                             # alone; the same losses
+    torchrun --standalone --nproc-per-node 2 examples/auto_search.py   # or any number; the plan is for what was started
+    python examples/auto_search.py                                     # alone; the same losses
 
 `whale search` does the same beforehand, for machines that are described in a file, and shows what it found.
 """
 
 import argparse
+import copy
 
 import torch
 from torch import nn
@@ -41,18 +42,26 @@ parser.add_argument("--rows", type=int, default=16, help="of the global batch")
 options = parser.parse_args()
 
 torch.manual_seed(0)
-model = Classifier()
-features, labels = torch.randn(options.rows, 64), torch.randint(10, (options.rows,))
+model = Classifier().double()
+local = copy.deepcopy(model)
+features, labels = torch.randn(options.rows, 64).double(), torch.randint(10, (options.rows,))
 
 model = whale.parallelize(model, {"x": features, "labels": labels}, plan="auto")
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizers = [torch.optim.AdamW(trained.parameters(), lr=1e-3) for trained in (model, local)]
+equal = True
 for step in range(options.steps):
-    loss = model.train_step(x=features, labels=labels)
-    optimizer.step()
-    optimizer.zero_grad()
+    loss, alone = model.train_step(x=features, labels=labels), local(features, labels)
+    alone.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    equal &= abs(loss.item() - alone.item()) <= 1e-9 * alone.item()
     if model.rank == 0:
-        print(f"step {step}: loss {loss.item():.4f}")
+        print(f"step {step}: loss {loss.item():.12f}, alone {alone.item():.12f}")
 
 held = sum(p.numel() for p in model.parameters())
 print(f"rank {model.rank} of {model.world_size} holds {held} parameters")
+if model.rank == 0:
+    print(f"parity on {model.world_size} ranks: losses {'equal' if equal else 'NOT EQUAL'} to 1e-9")
+raise SystemExit(0 if equal else 1)

@@ -1,21 +1,37 @@
-"""A mixture of experts, as GShard writes it: attention in data parallel, each device with its own experts.
+"""A mixture of experts, as GShard writes it and M6 trains it: attention in data parallel, experts cut over the same
+devices, and between them an all-to-all.
+
+    torchrun --standalone --nproc-per-node 2 examples/moe.py
+    torchrun --standalone --nproc-per-node 4 examples/moe.py --experts 8
+    python examples/moe.py                                            # alone; the same losses
+    python examples/moe.py --params 1T                                # a trillion parameters: compiled, not trained
 
 A router picks two experts for each token. Each expert takes at most `capacity` tokens of a row; the rest pass by on the
 residual. Dispatch and combination are einsums over a one-hot mask, so the experts' work is a batched matrix product
 whose leading axis is the expert: cutting that axis is expert parallelism, and the all-to-all follows from it.
 
-    torchrun --nproc-per-node 2 examples/moe.py
-    torchrun --nproc-per-node 4 examples/moe.py --experts 8
-    python examples/moe.py                                            # alone; the same losses
+With `--params` M6's models of 100 billion, 1 trillion and 10 trillion parameters are placed, lowered to the program of
+a rank and proved for all ranks in this one process, which allocates none of their tensors.
 """
 
 import argparse
+import copy
+import resource
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 import whale
+from whale.compiler import Options, compile_model
+from whale.occupancy import occupancy
+from whale.traffic import traffic
+
+M6 = {  # layers, experts of each, their hidden units, and the V100 of 32 GB that trained it; all are 1024 wide
+    "100B": (24, 512, 4096, 128),
+    "1T": (24, 960, 21248, 480),
+    "10T": (48, 10240, 9984, 512),
+}
 
 
 class Attention(nn.Module):
@@ -111,11 +127,12 @@ class Model(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def build(vocabulary=64, layers=2, hidden=32, heads=4, experts=4, length=16):
-    """The model, with room in each expert for its share of the tokens and half as many again."""
-    torch.manual_seed(0)
-    capacity = 3 * length // experts
-    return Model(vocabulary, layers, hidden, heads=heads, experts=experts, inner=4 * hidden, capacity=capacity)
+def build(vocabulary=64, layers=2, hidden=32, heads=4, experts=4, inner=128, length=16):
+    """The annotated model, with room in each expert for its share of the tokens and half as many again."""
+    capacity = -(-3 * length // experts)
+    model = Model(vocabulary, layers, hidden, heads=heads, experts=experts, inner=inner, capacity=capacity)
+    whale.annotate(model, {"": whale.replicate(), "blocks.*.experts": whale.split()})
+    return model
 
 
 def make_batches(steps, rows=8, length=16, vocabulary=64):
@@ -126,27 +143,70 @@ def make_batches(steps, rows=8, length=16, vocabulary=64):
         yield {"ids": ids, "labels": (ids + 1) % vocabulary}
 
 
+def train(layers, experts, steps):
+    """Train in parallel, and a local copy beside it; whether all losses are the same."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model, batches = build(layers=layers, experts=experts), list(make_batches(steps))
+    local = copy.deepcopy(model)
+    model = whale.parallelize(model, batches[0])
+    optimizers = [torch.optim.AdamW(trained.parameters(), lr=3e-3) for trained in (model, local)]
+    equal = True
+    for step, batch in enumerate(batches):
+        loss, alone = model.train_step(**batch), local(**batch)
+        alone.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        equal &= abs(loss.item() - alone.item()) <= 1e-9 * alone.item()
+        if model.rank == 0:
+            print(f"step {step}: loss {loss.item():.12f}, alone {alone.item():.12f}")
+    for name in ("blocks.0.attention.query.weight", "blocks.0.experts.up"):
+        print(f"rank {model.rank} of {model.world_size}: {name} is {tuple(model.get_parameter(name).shape)}")
+    if model.rank == 0:
+        print(f"parity on {model.world_size} ranks: losses {'equal' if equal else 'NOT EQUAL'} to 1e-9")
+    return equal
+
+
+def lower(params, layers, world, length=512):
+    """Compile one of M6's models for *world* ranks with a row each, and say what rank 0 would hold, call and send."""
+    most_layers, experts, inner, devices = M6[params]
+    layers, world = layers or most_layers, world or devices
+    with torch.device("meta"):
+        model = build(50304, layers, 1024, 16, experts, inner, length)
+        ids = torch.zeros(world, length, dtype=torch.long)
+    compilation = compile_model(
+        model, {"ids": ids, "labels": ids}, whale.Cluster.homogeneous(world), Options(), device="cpu", training=True
+    )
+    compilation.check(0, None)
+    whole = sum(p.numel() for p in model.parameters())
+    print(f"{whole / 1e9:,.1f} billion parameters in {layers} layers of {experts} experts, on {world} ranks")
+    held = occupancy(compilation, 0, schedule="1f1b", optimizer="sgd")
+    sizes = {"parameters": held.parameters, "gradients": held.gradients, "activations": held.activations}
+    print("rank 0 holds, in float32 and at the peak of a step:")
+    print(*(f"  {name:<12} {size / 2**30:8.2f} GiB" for name, size in sizes.items()), sep="\n")
+    print("rank 0 calls in a step:")
+    for call in traffic(compilation, 0):
+        size = f"{call.tensor_bytes / 2**20:10.3f} MiB over {len(call.ranks)} ranks"
+        print(f"  {call.count:4} x {call.op:<14} {size}  {call.purpose}")
+    sent = sum(call.sent_bytes for call in traffic(compilation, 0))
+    print(f"and sends at least {sent / 2**20:,.1f} MiB")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    print(f"all {world} ranks meet in every collective; this process took {peak:.2f} GiB")
+
+
 def main():
     parser = argparse.ArgumentParser(description="mixture of experts")
     parser.add_argument("--experts", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="2, and as many as M6 has with --params")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--params", choices=list(M6), help="compile this model of M6's and train nothing")
+    parser.add_argument("--world", type=int, help="ranks to compile for; as many as M6 was trained on")
     options = parser.parse_args()
-
-    model = build(layers=options.layers, experts=options.experts)
-    batches = list(make_batches(options.steps))
-    whale.annotate(model, {"": whale.replicate(), "blocks.*.experts": whale.split()})
-    model = whale.parallelize(model, batches[0])
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step, batch in enumerate(batches):
-        loss = model.train_step(**batch)
-        optimizer.step()
-        optimizer.zero_grad()
-        if model.rank == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
-    for name in ("blocks.0.attention.query.weight", "blocks.0.experts.up"):
-        print(f"rank {model.rank} of {model.world_size}: {name} is {tuple(model.get_parameter(name).shape)}")
+    if options.params:
+        lower(options.params, options.layers, options.world)
+    elif not train(options.layers or 2, options.experts, options.steps):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
