@@ -21,7 +21,7 @@ from whale.errors import UsageError
 from whale.graph.refusals import module_of
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import Interference, LayerKind, ModelProfile
-from whale.ir.program import box_size
+from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import (
     Boundary,
     DeviceMemory,
@@ -368,9 +368,12 @@ def _workload(
 ) -> tuple[Workload, bool]:
     """The workload, and whether all its computation was measured."""
     works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
+    backwards: dict[tuple[int, int], Backward] = {}
     for stage, own in zip(compilation.stages, layers, strict=True):
         spent = _spent(costs, own)
-        works.append(_stage_work(costs, stage, spent, held))
+        work, backward = _stage_work(costs, stage, spent, held)
+        works.append(work)
+        backwards |= {(stage.index, rank): one for rank, one in backward.items()}
         measured = measured and all(one.measured for one in spent.values())
         for rank, one in spent.items():
             update[rank] += one.update
@@ -384,7 +387,7 @@ def _workload(
         schedule=schedule,
         stages=tuple(works),
         boundaries=boundaries,
-        reductions=_reductions(compilation, costs),
+        reductions=_reductions(compilation, costs, backwards),
         links=_links(costs, boundaries),
         update=tuple(update),
         overhead=together,  # the ranks compare their batches before a step
@@ -434,38 +437,60 @@ def _spent_on(costs: Costs, layers: Sequence[int], rank: int, parts: Sequence[Pa
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """A rank's backward of a stage: its seconds, and of its collectives how many take how many seconds each."""
+
+    seconds: float
+    collectives: _Times
+
+    def slowdown(self, computation: float, waiting: float) -> float:
+        """By how much it takes longer beside a reduction: *computation* by so much, and each collective waits for
+        parts of the reduction that were on the link before, or shares the link, whichever takes longer."""
+        if not self.seconds:
+            return computation
+        alone = max(0.0, 1 - _total(self.collectives) / self.seconds)
+        waited = sum(count * max(waiting, seconds) for count, seconds in self.collectives)
+        return alone * computation + waited / self.seconds
+
+
 def _stage_work(
     costs: Costs, stage: PlacedStage, spent: Mapping[int, _Spent], held: Mapping[int, Occupancy]
-) -> StageWork:
+) -> tuple[StageWork, dict[int, Backward]]:
     ranks = stage.mesh.ranks
     actors = {held[rank].rank: held[rank] for rank in ranks}
     exchanges = {actor: _exchanges(stage, one) for actor, one in actors.items()}
-    forward, backward, weights, communication = [], [], [], []
+    forward, weights, communication, backward = [], [], [], {}
     for rank in ranks:
         own, made = spent[rank], exchanges[held[rank].rank]
         lines = [stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))]
-        ahead, back = (0.0, 0.0) if own.inside else (_seconds(costs, calls, lines) for calls in made)
+        times = [_times(costs, calls, lines) for calls in made]
+        ahead, back = (0.0, 0.0) if own.inside else map(_total, times)
         forward.append(own.forward + ahead)
-        backward.append(own.backward + back)
-        weights.append(min(own.weights, backward[-1]))
+        backward[rank] = Backward(seconds=own.backward + back, collectives=times[1])
+        weights.append(min(own.weights, backward[rank].seconds))
         communication.append(ahead + back)
     task_bytes = [held[rank].tasks[stage.index] for rank in ranks]
     met = {rank: {axis for calls in exchanges[held[rank].rank] for _, axis, _ in calls} for rank in ranks}
-    return StageWork(
+    work = StageWork(
         ranks=ranks,
         together=_together(stage, met),
         forward=tuple(forward),
-        backward=tuple(backward),
+        backward=tuple(backward[rank].seconds for rank in ranks),
         weights=tuple(weights),
         communication=tuple(communication),
         kept_bytes=tuple(one.kept for one in task_bytes),
         forward_peak_bytes=tuple(one.forward_peak for one in task_bytes),
         backward_peak_bytes=tuple(one.backward_peak for one in task_bytes),
     )
+    return work, backward
 
 
 _Calls = Mapping[tuple[str, int, int], int]
 """How many collectives there are of each kind, along which axis of the mesh, of how many bytes."""
+
+_Times = tuple[tuple[int, float], ...]
+"""How many collectives take how many seconds each."""
 
 
 def _exchanges(stage: PlacedStage, held: Occupancy) -> tuple[_Calls, _Calls]:
@@ -479,8 +504,12 @@ def _exchanges(stage: PlacedStage, held: Occupancy) -> tuple[_Calls, _Calls]:
     return forward, backward
 
 
-def _seconds(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]]) -> float:
-    return sum(count * costs.collective(op, lines[axis], size) for (op, axis, size), count in calls.items())
+def _times(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]]) -> _Times:
+    return tuple((count, costs.collective(op, lines[axis], size)) for (op, axis, size), count in calls.items())
+
+
+def _total(times: _Times) -> float:
+    return sum(count * seconds for count, seconds in times)
 
 
 def _together(stage: PlacedStage, met: Mapping[int, Iterable[int]]) -> tuple[tuple[int, ...], ...]:
@@ -536,7 +565,9 @@ def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]
     return tuple(found)
 
 
-def _reductions(compilation: Compilation, costs: Costs) -> tuple[Reduction, ...]:
+def _reductions(
+    compilation: Compilation, costs: Costs, backwards: Mapping[tuple[int, int], Backward]
+) -> tuple[Reduction, ...]:
     """The buckets of gradients. A bucket is ready when its part of the stage's gradients, by bytes, is."""
     sizes = bucket_bytes(compilation)
     groups = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
@@ -555,18 +586,25 @@ def _reductions(compilation: Compilation, costs: Costs) -> tuple[Reduction, ...]
                 bytes=size,
                 seconds=cost.seconds,
                 ready=1.0 if len(spec.stages) > 1 else min(1.0, done[key] / max(1, groups[key])),
-                slowdown=_slowdowns(costs, spec.ranks, cost.beside),
+                slowdown=_slowdowns(costs, spec, cost.beside, backwards),
             )
         )
     return tuple(found)
 
 
-def _slowdowns(costs: Costs, ranks: Sequence[int], beside: Interference | None) -> tuple[float, ...]:
-    """By how much computation on each rank takes longer beside a reduction; empty where that was not measured."""
+def _slowdowns(
+    costs: Costs, spec: ReduceSpec, beside: Interference | None, backwards: Mapping[tuple[int, int], Backward]
+) -> tuple[float, ...]:
+    """By how much the backward of each rank takes longer beside a reduction; empty where that was not measured."""
     if beside is None:
         return ()
     known = dict(zip(beside.types, beside.slowdowns, strict=True))
-    return tuple(known.get(costs.cluster.devices[rank].type.name, 0.0) for rank in ranks)
+    found = []
+    for rank in spec.ranks:
+        computation = known.get(costs.cluster.devices[rank].type.name, 0.0)
+        own = (backwards[stage, rank] for stage in spec.stages if (stage, rank) in backwards)
+        found.append(max((one.slowdown(computation, beside.waiting) for one in own), default=computation))
+    return tuple(found)
 
 
 def _forward_flops(kind: LayerKind) -> float:

@@ -22,7 +22,7 @@ from whale.planner.advice import gib
 from whale.planner.chosen import annotations_of, plan_of, split_shares
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
 
-__all__ = ["Choice", "Searched", "Trial", "search_plans", "why_slower"]
+__all__ = ["Choice", "Searched", "Trial", "compile_candidate", "search_plans", "why_slower"]
 
 SEARCH_SHARE = 0.5
 """Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
@@ -142,6 +142,17 @@ def search_plans(
         raise InfeasibleError(f"none of the {len(refused)} best plans that the search found can be run: {reasons}")
     choices.sort(key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
     return Searched(choices=tuple(choices), refused=tuple(refused), found=found)
+
+
+def compile_candidate(
+    candidate: Candidate, profile: ModelProfile, cluster: Cluster, *, batch: int, trial: Trial
+) -> Choice:
+    """Any candidate as a plan of the model, compiled; its reason says where it does not compile or fit.
+
+    Raises:
+        UsageError: it cannot be written as annotations of this model.
+    """
+    return _Writer(profile, cluster, batch, trial).compiled(candidate, trial)
 
 
 @dataclass(frozen=True)

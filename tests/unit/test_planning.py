@@ -20,7 +20,7 @@ from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.occupancy import brief_occupancy, occupancy
 from whale.planner.simulate import simulate
 from whale.planning import Planned, cut_into_stages, make_plan
-from whale.prediction import Costs
+from whale.prediction import Backward, Costs
 from whale.strategies.profile import profile_model
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
@@ -164,6 +164,14 @@ def test_computation_beside_a_reduction_is_slowed_as_measured(profile: ModelProf
     assert {one.slowdown for one in found.predicted.workload.reductions} == {(0.25, 1.5)}
     other = plan(profile, machines, {"": replicate()})
     assert {one.slowdown for one in other.predicted.workload.reductions} == {()}
+
+
+def test_a_backward_beside_a_reduction_waits_for_the_link_as_often_as_it_communicates() -> None:
+    backward = Backward(seconds=2.0, collectives=((10, 0.01), (2, 0.2)))
+    assert backward.slowdown(0.0, 0.0) == pytest.approx((10 * 0.01 + 2 * 0.2) / 2)  # two share the link
+    assert backward.slowdown(1.0, 0.0) == pytest.approx(1.5 / 2 + 0.5 / 2)
+    assert backward.slowdown(1.0, 0.05) == pytest.approx(1.5 / 2 + (10 * 0.05 + 2 * 0.2) / 2)
+    assert Backward(seconds=0.0, collectives=()).slowdown(0.25, 1.0) == 0.25
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
