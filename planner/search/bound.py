@@ -62,7 +62,7 @@ ROUNDS = 40
 HIGHEST = 4.0
 """Times the work alone, above which no bound is looked for."""
 
-HALVINGS = 8
+HALVINGS = 6
 """Of what lies between a bound that holds and one that is not shown to."""
 
 GAIN = 1.015
@@ -71,8 +71,12 @@ GAIN = 1.015
 START = 1.3
 """Times the work alone: there numbers of rows are compared, those with the least to show for it come first."""
 
-MOST_MOVES = 5
+MOST_MOVES = 4
 """Of the prices, for a number of rows."""
+
+
+MOST_CELLS = 1_500_000
+"""Numbers of rows x stretches x slices x moves: of large searches the prices are moved less."""
 
 
 class _Prices(NamedTuple):
@@ -101,8 +105,9 @@ def bound_seconds(
     shown = {case: case.shown(least * START, prices) for case in cases}
     cases.sort(key=lambda case: shown[case])
     bound, known = least * HIGHEST, [prices]
+    moves = min(MOST_MOVES, MOST_CELLS // (len(cases) * len(stretches.counts) * len(slices.type)))
     for case in cases:
-        bound, found = case.bound(least, bound, known)
+        bound, found = case.bound(least, bound, known, moves)
         known = [prices, found]
     return bound + STEP_OVERHEAD_SECONDS
 
@@ -171,7 +176,8 @@ class _Stretches:
     """What a stage may have of the chain.
 
     Attributes:
-        counts: of a stretch, how often it has each of the parts that are unlike; stretches of the same ones are one.
+        counts: of a stretch, how often it has each of the parts that are unlike (from 32 on a little less often:
+            fewer never take more); stretches of the same ones are one.
         ending: for each part the stretches that end with it, by their first part.
         later: parts after a stretch, at most.
     """
@@ -186,7 +192,9 @@ class _Stretches:
         upto = np.concatenate([np.zeros((1, num)), np.cumsum(np.eye(num)[list(order)], axis=0)])
         last = np.repeat(np.arange(1, len(order) + 1), np.arange(1, len(order) + 1))
         first = np.concatenate([np.arange(end) for end in range(1, len(order) + 1)])
-        counts, which = np.unique(upto[last] - upto[first], axis=0, return_inverse=True)
+        length = upto[last] - upto[first]
+        coarse = 2.0 ** np.maximum(0, np.floor(np.log2(np.maximum(length, 1))) - 4)
+        counts, which = np.unique(length // coarse * coarse, axis=0, return_inverse=True)
         which = which.reshape(-1)
         later = np.zeros(len(counts))
         np.maximum.at(later, which, len(order) - last)
@@ -204,14 +212,14 @@ class _Case:
     rows: int
     schedule: str
 
-    def bound(self, least: float, wanted: float, known: Sequence[_Prices]) -> tuple[float, _Prices]:
+    def bound(self, least: float, wanted: float, known: Sequence[_Prices], moves: int) -> tuple[float, _Prices]:
         """The largest bound up to *wanted* that is shown by prices that are known or better ones, and those; *least*
         holds."""
         for prices in known:
             if self.shown(wanted, prices) > 0:
                 return wanted, prices
         found, prices = max((self._between(least, wanted, prices), prices) for prices in known)
-        for _ in range(MOST_MOVES):
+        for _ in range(moves):
             aim = min(wanted, found * GAIN)
             shown, moved = max((self.shown(aim, one), one) for one in self._moved(prices))
             if shown <= 0:
@@ -245,26 +253,30 @@ class _Case:
     def shown(self, step: float, prices: _Prices) -> float:
         """By how much the cheapest chain of stages pays more than it may in a step of so many seconds; then none takes
         less."""
-        unit = step * self.rows / self.batch
+        unit, scale = step * self.rows / self.batch, prices.mean / step
         charge = np.array(prices.types)[self._type] * self._devices
-        behind, waiting = prices.forward * unit * self._does_forwards, prices.waiting * unit
-        latest, wait = self._most_forward(step), self._back - behind
-        more = np.maximum(0.0, self._forward - behind) * self._most_forwards
-        own = charge * (self._busy + latest - step - more) + self._forward * (1 - charge)
+        behind, waiting = prices.forward * unit * self._does_forwards, prices.waiting * unit * charge
+        latest = self._most_forward(step)
+        held = charge * (1 - prices.mean + scale * latest)
+        pays = charge * self._own
+        pays += np.minimum(waiting + behind, self._back)
+        pays *= scale
+        pays += held + scale * behind * (charge / 2 - 1) + scale * self._forward
+        if self._does_forwards:
+            pays -= scale * charge * np.maximum(0.0, self._forward - behind) * self._most_forwards
         fits = self._fits & (self._busy < step) & (charge <= 1)
-        pays, first = (
-            np.where(fits, charge + prices.mean / step * (own + held), NEVER).min(axis=1)
-            for held in (
-                np.minimum(waiting * charge, wait) - charge / 2 * wait,
-                waiting * charge * (1 - charge / 2),
-            )
-        )
-        reached = [0.0]
-        for ending in self.stretches.ending:
-            at = pays[ending] + reached
-            at[0] = first[ending[0]]
-            reached.append(float(at.min()))
-        return reached[-1] - 1 - prices.mean / step * (latest + waiting / 2)
+        begin = self._begin
+        first = charge * (self._busy - self._forward)[begin] + self._forward[begin] + waiting * (1 - charge / 2)
+        if self._does_forwards:
+            first -= charge * np.maximum(0.0, self._forward[begin] - behind) * self._most_forwards[begin]
+        best = np.where(fits, pays, NEVER).min(axis=1)
+        firsts = np.where(fits[begin], held + scale * first, NEVER).min(axis=1)
+        reached = np.zeros(len(begin) + 1)
+        for place, ending in enumerate(self.stretches.ending):
+            reached[place + 1] = firsts[place]
+            if place:
+                reached[place + 1] = min(firsts[place], (best[ending[1:]] + reached[1 : place + 1]).min())
+        return float(reached[-1] - 1 - scale * (latest + prices.waiting * unit / 2))
 
     # By slice, of which there are those that a micro-batch may have
 
@@ -330,6 +342,17 @@ class _Case:
         """What a later stage makes an earlier one wait for, beyond what that makes it wait for."""
         back = self._over(self.slices.backward)
         return back - self._forward if self.schedule == "gpipe" else back
+
+    @cached_property
+    def _own(self) -> Array:
+        """What a stage pays for each of its devices, but for what it holds."""
+        found: Array = self._busy - self._forward - self._back / 2
+        return found
+
+    @cached_property
+    def _begin(self) -> Integers:
+        """The stretches that begin the chain, by their end."""
+        return np.array([ending[0] for ending in self.stretches.ending])
 
     @property
     def _does_forwards(self) -> bool:

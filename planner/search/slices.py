@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.planner.memory import FRAGMENTATION
-from whale.planner.search.meshes import MOST_SAMPLED, Array, Meshes
+from whale.planner.search.meshes import Array, Meshes
 
 __all__ = ["NEVER", "Slices"]
 
@@ -30,7 +30,7 @@ NEVER = 1e30
 SINGLE_ROWS, PER_OCTAVE = 8, 2
 """Up to so many rows each number is a kind of its own; then there are so many from a power of two to the next."""
 
-NUMBERS = (2, 4, 8, 16, 32, 64, 128, MOST_SAMPLED)
+NUMBERS = (2, 4, 16, 64, 256)
 """Of slices, over which a sum of gradients is priced; over a number between two of them it takes no less than over the
 lower one."""
 
@@ -201,9 +201,10 @@ def _times(meshes: Meshes, kind: int, group: _Group, ranges: Sequence[tuple[int,
 
 
 def _points(meshes: Meshes, kind: int, most: int) -> list[int]:
-    """The numbers of rows that are priced: powers of two, and what was measured."""
+    """The numbers of rows that are priced: powers of two, of many rows powers of four, and what was measured."""
     measured = {rows for times in meshes.prices.profile.kinds[kind].measured for rows in times.rows if rows < most}
-    return sorted({1 << power for power in range((most - 1).bit_length() + 1)} | measured)
+    powers = range((most - 1).bit_length() + 1)
+    return sorted({1 << power for power in powers if power <= 4 or power % 2 == 0 or power == powers[-1]} | measured)
 
 
 def _seconds(meshes: Meshes, kind: int, group: _Group, rows: int) -> tuple[float, float, float]:
@@ -251,13 +252,14 @@ def _paces(meshes: Meshes, degree: int, num_bytes: float) -> Array:
     """Seconds a byte of a sum of gradients over at least as many slices as `NUMBERS` says: of a type's devices or of
     all, next to each other or each on another node."""
     pools, devices = meshes.pools, meshes.prices.cluster.devices
-    lines = [pool.ranks[::degree] for pool in pools] + [tuple(node[0] for node in pool.nodes) for pool in pools]
-    if len(pools) > 1:
-        lines.append(tuple(range(0, len(devices), degree)))
     found = np.full(len(NUMBERS), inf)
-    for index, number in enumerate(NUMBERS):
+    for index, number in enumerate(NUMBERS if num_bytes else ()):
+        lines = [pool.ranks[::degree] for pool in pools]
+        lines += [tuple(node[0] for node in pool.nodes) for pool in pools if number * degree <= pool.per_node]
+        if all(len(line) < number for line in lines):
+            lines.append(tuple(range(0, len(devices), degree)))
         for line in lines:
-            if len(line) >= number and num_bytes:
+            if len(line) >= number:
                 seconds = meshes.prices.all_reduce(line[:number], degree, num_bytes)
                 found[index] = min(found[index], seconds / num_bytes)
     least = np.minimum.accumulate(found[::-1])[::-1]
