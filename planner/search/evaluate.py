@@ -298,9 +298,9 @@ class _Plan:
             (there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
         ]
         whole = self.prices.output_bytes(here.last - 1, rows)
-        size = round(whole / min(here.tensor, there.tensor))
         found = []
         for (source, kind), (target, other) in (ends, ends[::-1]):
+            size = self.prices.handed(whole, len(source), len(target))
             hop = self.prices.hop(source, target, other.group, size, whole)
             transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
             link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)

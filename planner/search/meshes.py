@@ -313,7 +313,7 @@ class Meshes:
         of_kinds = []
         for kind in self.prices.profile.kinds:
             whole = kind.output.total(rows, self.prices.precision.element_bytes)
-            size = round(whole / group.degree)
+            size = self.prices.handed(whole, group.degree, group.degree)
             hop = self.prices.hop(group.ranks, target, group, size, whole)
             of_kinds.append(2 * (hop.latency + size / hop.bandwidth))
         found[1:-1] = np.array(of_kinds)[self._layers[np.array(self.chain.bounds[1:-1], dtype=np.int64) - 1]]

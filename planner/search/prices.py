@@ -292,7 +292,7 @@ class Prices:
         slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
         forward = sum(self._collective_of(one, group) for one in slowest.forward_collectives)
         backward = sum(self._collective_of(one, group) for one in slowest.backward_collectives)
-        exposed = exposed_seconds(slowest, forward, backward)
+        exposed = (forward, backward) if self.eager else exposed_seconds(slowest, forward, backward)
         return LayerPrice(
             forward=slowest.forward + exposed[0],
             backward=slowest.backward + exposed[1],
@@ -402,20 +402,29 @@ class Prices:
             self.memo.collectives[key] = cost.seconds
         return self.memo.collectives[key]
 
+    def handed(self, whole: float, source: int, target: int) -> int:
+        """Bytes that a device sends when its group of *source* devices hands *whole* to one of *target*.
+
+        As Whale runs it each device of the target gets all of it, from the devices of the source in turn; Megatron
+        sends parts, which the target gathers.
+        """
+        return round(whole * max(1.0, target / source) if self.eager else whole / min(source, target))
+
     def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
-        """What *num_bytes* from a device of the group *source* to one of *target* take, all pairs sending at once, when
-        ``into`` (the target's) then gathers *whole*."""
+        """What *num_bytes* (`handed`) from a device of the group *source* to one of *target* take, all pairs sending at
+        once; not as Whale runs it, ``into`` (the target's) then gathers *whole*."""
         a, b = source[0], target[0]
         node = self.cluster.node_of(a)
         same = self.cluster.node_of(b) is node
         sharing = 1
         if not same and node.inter is not None:
-            sharing = max(1, min(len(source), len(target)) // node.inter.num_adapters)
+            senders = len(node.ranks) if self.eager else min(len(source), len(target))  # all slices of the node send
+            sharing = max(1, senders // node.inter.num_adapters)
         key = (self.shape((a,)), self.shape((b,)), same, into.kind, num_bytes, whole, sharing)
         if key not in self.memo.hops:
             cost = send(self.topology, a, b, max(1, num_bytes), sharing=sharing)
             latency = cost.latency
-            if into.degree > 1 and num_bytes:
+            if into.degree > 1 and num_bytes and not self.eager:
                 latency += self.collective("all_gather", into.ranks, whole, into.sharing, into.shape)
             self.memo.hops[key] = Hop(latency, max(1, num_bytes) / cost.transfer)
         return self.memo.hops[key]
