@@ -89,10 +89,16 @@ class Family:
         """The part of the layers of some kind that its devices hold together, at most: whatever the stages, the one
         that is r-th from the end has r micro-batches in flight, and they have no more units than there are."""
         rows = meshes.rows(batch, self.micro_batches)
+        if all(sum(units) == 1 for units, _ in self.meshes):  # each type best at the end, as often as it is there
+            alike: Array | float = 0.0
+            for units, mesh in self.meshes:
+                _, upto = meshes.parts_held(mesh, rows, self.micro_batches)
+                alike = alike + upto[:, min(self.quotas[_dimension(units)], self.max_stages) - 1]
+            return float(np.min(alike))
         stages: list[Array] = []
         alone: list[Array | float] = [0.0] * len(self.quotas)
         for units, mesh in _extremes(self.meshes):
-            parts, index = meshes.parts_held(mesh, rows, self.micro_batches), _dimension(units)
+            (parts, _), index = meshes.parts_held(mesh, rows, self.micro_batches), _dimension(units)
             stages.append(parts[:, : self.max_stages])
             alone[index] = np.maximum(alone[index], parts[:, 0] / units[index])
         together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))

@@ -51,7 +51,7 @@ class Meshes:
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
     _slices: dict[Any, SliceCosts] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
-    _parts: dict[Any, Array] = field(default_factory=dict, init=False)
+    _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
     _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
@@ -191,9 +191,9 @@ class Meshes:
             for state, kept, working, _ in self._amounts(pool, tensor)
         )
 
-    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
+    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[Array, Array]:
         """For each kind of layer (first axis) the part of them, in whole layers, that fits on a mesh at most if it is
-        the last stage, the last but one and so on (second axis). Nothing is timed for it."""
+        the last stage, the last but one and so on (second axis); and these summed up. Nothing is timed for it."""
         used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
         share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
         key = (used, mesh.tensor, share, micro_batches)
@@ -207,7 +207,8 @@ class Meshes:
                 for pool in used
             ]
             nums = np.array([num for *_, num in self._amounts(used[0], mesh.tensor)])[:, None]
-            self._parts[key] = np.floor(np.maximum(np.min(found, axis=0), 0.0) + 1e-9) / nums
+            parts = np.floor(np.maximum(np.min(found, axis=0), 0.0) + 1e-9) / nums
+            self._parts[key] = parts, parts.cumsum(axis=1)
         return self._parts[key]
 
     def _room(self, pool: int) -> float:

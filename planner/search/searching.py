@@ -72,8 +72,8 @@ MOST_MISSING = 24
 FEW_MICRO_BATCHES = 12
 """Up to so many are tried on large clusters whether or not they divide the batch."""
 
-MOST_FAMILIES = 16
-"""Quota programs that are solved."""
+MOST_FAMILIES = 12
+"""Quota programs that are solved for a set of numbers of micro-batches, from the first that leads to something."""
 
 MOST_SEQUENCES, MOST_CUT_EXACTLY = 16, 4
 """Of all quota programs, that are cut and scored; and of these, that get their exact cuts."""
@@ -285,7 +285,7 @@ class _Search:
         for counts in dict.fromkeys((tuple(every), *alone)):
             for degree, count in product(fit_tensor_degrees(self.meshes, counts), few):
                 mesh = Mesh(counts, degree)
-                if self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)[:, 0].min() < 1:
+                if self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)[0][:, 0].min() < 1:
                     self._drop("1 stages", "its devices do not hold the model")
                     self.lacking.append(((mesh,), count, schedule))
                 elif not self._over():
@@ -299,7 +299,7 @@ class _Search:
                 self._drop(family.name, "the time was up")
             elif reach > NEAR * near:
                 self._drop(family.name, "could not come near the best if its stages were equal")
-            elif solved >= MOST_FAMILIES and near < inf:
+            elif solved >= MOST_FAMILIES:
                 self._drop(family.name, f"not among the {MOST_FAMILIES} that could reach most")
             else:
                 found = family.sequences(self.meshes, self.batch, schedule, even, NEAR * near)
@@ -307,7 +307,7 @@ class _Search:
                 if not promises:
                     self._drop(family.name, "no sequence of its meshes fits in memory")
                     self.lacking.append((family, family.micro_batches, schedule))
-                solved += bool(promises)
+                solved += near < inf or bool(promises)
                 promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
                 near = min([near, *promises])
         promising.sort(key=lambda one: one[0])
