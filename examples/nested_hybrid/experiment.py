@@ -17,7 +17,6 @@ from torch import nn
 
 from whale.cli.model_loader import load_model
 from whale.compiler import Compilation
-from whale.ir.check import CollectiveCall
 from whale.ir.cluster import Cluster
 from whale.ir.document import read_document
 from whale.ir.plan import Plan
@@ -26,7 +25,7 @@ from whale.ir.record import Record, read_record
 from whale.ir.workload import Prediction, Workload
 from whale.prediction import Costs, predict, stage_layers
 from whale.strategies.rehearsal import stage_calls
-from whale.traffic import call_bytes
+from whale.traffic import Message, call_bytes
 
 
 class Nesting(Record):
@@ -120,11 +119,13 @@ def parts_of(compilation: Compilation, profile: ModelProfile) -> set[tuple[float
 
 
 def sent_bytes(compilation: Compilation, workload: Workload) -> float:
-    """Bytes that all ranks together send in a step: between stages, to sum gradients, and inside of stages."""
+    """Bytes that all ranks together send in a step, if collectives move no more than they must: between stages, to sum
+    gradients, and inside of stages, where ranks that are alike are rehearsed once."""
     micro_batches = workload.micro_batches - 1 + workload.last_share
-    transfers = [t for boundary in workload.boundaries for t in (*boundary.forward, *boundary.backward)]
+    transfers = [one for boundary in workload.boundaries for one in (*boundary.forward, *boundary.backward)]
     total = micro_batches * sum(one.bytes for one in transfers if one.source != one.target)
-    total += sum(on_the_wire("all_reduce", len(one.ranks), one.bytes) for one in workload.reductions)
+    for one in workload.reductions:
+        total += len(one.ranks) * _of_a_rank("all_reduce", one.ranks, one.bytes)
     for stage in compilation.stages:
         found = stage_calls(
             compilation.captured,
@@ -134,30 +135,14 @@ def sent_bytes(compilation: Compilation, workload: Workload) -> float:
             -1,
         )
         for index, by_rank in found.items():
-            count = compilation.rows.count(compilation.rows[index])
             calls = [call for task in by_rank.values() for call in (*task.forward, *task.backward)]
-            total += count * sum(_of_a_rank(call) for call in calls)
+            each = sum(_of_a_rank(call.op, call.ranks, call_bytes(call)) for call in calls)
+            total += compilation.rows.count(compilation.rows[index]) * each
     return total
 
 
-def _of_a_rank(call: CollectiveCall) -> float:
-    size = len(call.ranks)
-    whole = call_bytes(call) * (size if call.op == "all_to_all" else 1)
-    return on_the_wire(call.op, size, whole) / size
-
-
-def on_the_wire(operation: str, num_ranks: int, num_bytes: float) -> float:
-    """Bytes that a group sends for a collective on a tensor of *num_bytes* in all, by ring or pairwise algorithms.
-
-    >>> on_the_wire("all_reduce", 4, 1000), on_the_wire("all_to_all", 4, 1000)
-    (6000, 750.0)
-    """
-    match operation:
-        case "all_reduce":
-            return 2 * (num_ranks - 1) * num_bytes
-        case "all_to_all":
-            return num_bytes * (num_ranks - 1) / num_ranks
-    return (num_ranks - 1) * num_bytes  # all-gather, reduce-scatter
+def _of_a_rank(operation: str, ranks: tuple[int, ...], tensor_bytes: int) -> float:
+    return Message(purpose="forward", op=operation, ranks=ranks, tensor_bytes=tensor_bytes, count=1).sent_bytes
 
 
 def to_measure(parts: Iterable[tuple[float, int]], degrees: Sequence[int]) -> list[tuple[list[int], list[int]]]:
