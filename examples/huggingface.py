@@ -1,4 +1,4 @@
-"""Train any architecture of Hugging Face in parallel: unmodified, made from its configuration with random weights, and
+"""Train an architecture of Hugging Face in parallel: unmodified, made from its configuration with random weights, and
 annotated by the paths of its modules.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py
@@ -39,7 +39,7 @@ HEADS = (
 def build(model_type, settings):
     """The architecture with the first head that it has; in evaluation mode, so without dropout."""
     default = transformers.AutoConfig.for_model(model_type)
-    known = {*default.to_dict(), *default.attribute_map, "num_labels"}
+    known = {*default.to_dict(), *default.attribute_map, "num_labels", "decoder_start_token_id"}
     sizes = {name: value for name, value in SMALL.items() if name in known}
     config = transformers.AutoConfig.for_model(model_type, **sizes | settings)
     for head in HEADS:
@@ -81,7 +81,7 @@ def setting(text):
     return name, json.loads(value)
 
 
-parser = argparse.ArgumentParser(description="Any architecture of Hugging Face in parallel")
+parser = argparse.ArgumentParser(description="An architecture of Hugging Face in parallel")
 parser.add_argument("--model", default="llama", help="a model type of transformers, such as gpt2, bert, vit, mixtral")
 parser.add_argument("--set", type=setting, action="append", default=[], help="a value of its configuration: NAME=JSON")
 parser.add_argument("--layout", default="dp", choices=["dp", "tp", "hybrid", "pp", "dp_tp", "pp_dp", "pp_tp"])
