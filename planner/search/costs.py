@@ -49,6 +49,10 @@ class SliceCosts:
     working: Array
     room: float
 
+    def seconds(self, first: int, last: int) -> tuple[float, float]:
+        """Forward and backward of parts [first, last)."""
+        return float(self.forward[last] - self.forward[first]), float(self.backward[last] - self.backward[first])
+
     def fullness(self, first: int, last: int, held: int) -> float:
         """The part of the room that parts [first, last) take with so many micro-batches in flight."""
         fixed, kept, working = self._lists
@@ -124,12 +128,10 @@ class MeshCosts:
     def seconds(self, first: int, last: int) -> tuple[float, float, float, float]:
         """What parts [first, last) take: forward, backward, once a step, and sending on and back."""
         forward, backward, once, hop = self._lists
-        return (
-            forward[last] - forward[first],
-            backward[last] - backward[first],
-            once[last] - once[first] + self.latency,
-            hop[last],
-        )
+        ahead, back = forward[last] - forward[first], backward[last] - backward[first]
+        if len(self.slices) > 1:  # one that is slower with some layers may be quicker with others
+            ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
+        return ahead, back, once[last] - once[first] + self.latency, hop[last]
 
     @cached_property
     def _lists(self) -> list[list[float]]:

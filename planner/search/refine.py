@@ -1,7 +1,7 @@
 """Improve a draft step by step, where it is bound.
 
 The stage whose work for a step is most is the bottleneck. Moves take work from it (a part to a neighbour, a device from
-another stage or from those left over), change its degrees, exchange it with a neighbour, join or split stages, or
+another stage or from those left over), change its degrees, exchange it with a neighbour, join, split or add stages, or
 change the number of micro-batches. A move whose slowest stage alone takes longer than the best step is given up before
 it is cut; one that comes near the best gets its exact cuts. Steepest descent: of all moves the best is taken as long as
 one helps. A heuristic; never worse than where it starts, and it ends at a draft that no move improves, or when it is
@@ -120,10 +120,14 @@ def _moves(
         for starts in quick_cuts(meshes, sequence, batch, count, draft.schedule, within=within):
             yield Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
 
+    place = micro_batches.index(draft.micro_batches)
+    fewer, more = micro_batches[max(0, place - 1) : place], micro_batches[place + 1 : place + 2]
     for sequence in _neighbours(meshes, scored, max_stages):
         yield from recut(sequence, draft.micro_batches)
-    place = micro_batches.index(draft.micro_batches)
-    for count in (*micro_batches[max(0, place - 1) : place], *micro_batches[place + 1 : place + 2]):
+        deeper = len(sequence) - len(draft.meshes)  # a longer pipeline wants more micro-batches
+        for count in more if deeper > 0 else fewer if deeper < 0 else ():
+            yield from recut(sequence, count)
+    for count in (*fewer, *more):
         if _is_legal(meshes, draft.meshes, batch, count):
             yield replace(draft, micro_batches=count)
             yield from recut(draft.meshes, count)
@@ -142,6 +146,7 @@ def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[M
         found += _joined(draft, stage)
     if len(draft.meshes) < max_stages:
         found += _split(meshes, draft, order[0])
+        found += _added(meshes, draft, order[0])
     return list(dict.fromkeys(found))
 
 
@@ -219,6 +224,15 @@ def _joined(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
     for degree in dict.fromkeys((one.tensor, other.tensor)):
         if all(count % degree == 0 for count in counts):
             yield (*draft.meshes[:stage], Mesh(counts, degree), *draft.meshes[stage + 2 :])
+
+
+def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+    """The devices that are left over as a stage of their own before a stage and after it."""
+    used = [sum(mesh.counts[pool] for mesh in draft.meshes) for pool in range(len(meshes.pools))]
+    left = tuple(len(own.ranks) - count for own, count in zip(meshes.pools, used, strict=True))
+    for degree in fit_tensor_degrees(meshes, left) if any(left) else ():
+        for place in (stage, stage + 1):
+            yield (*draft.meshes[:place], Mesh(left, degree), *draft.meshes[place:])
 
 
 def _split(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:

@@ -72,6 +72,9 @@ MOST_MISSING = 24
 FEW_MICRO_BATCHES = 12
 """Up to so many are tried on large clusters whether or not they divide the batch."""
 
+MOST_TYPES_CHOSEN = 4
+"""Types of devices up to which single stages leave out any of them."""
+
 MOST_FAMILIES = 12
 """Quota programs that are solved for a set of numbers of micro-batches, from the first that leads to something."""
 
@@ -278,11 +281,14 @@ class _Search:
                     self._draft(sequence, count, schedule)
 
     def _single_stages(self, micro_batches: Sequence[int], schedule: str) -> None:
-        """One stage on all devices, or on those of a type, at each tensor degree, for few micro-batches."""
+        """One stage on all devices, or on those of some types, at each tensor degree, for few micro-batches."""
         every = [len(pool.ranks) for pool in self.meshes.pools]
-        alone = [tuple(num if index == own else 0 for index, num in enumerate(every)) for own in range(len(every))]
+        chosen = (
+            product((True, False), repeat=len(every)) if len(every) <= MOST_TYPES_CHOSEN else [(True,) * len(every)]
+        )
+        some = [tuple(num * own for num, own in zip(every, which, strict=True)) for which in chosen if any(which)]
         few = [count for count in micro_batches if count <= FEW_MICRO_BATCHES]
-        for counts in dict.fromkeys((tuple(every), *alone)):
+        for counts in some:
             for degree, count in product(fit_tensor_degrees(self.meshes, counts), few):
                 mesh = Mesh(counts, degree)
                 if self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)[0][:, 0].min() < 1:
