@@ -282,9 +282,7 @@ class _Case:
 
     @cached_property
     def _chosen(self) -> Integers:
-        slices = self.slices
-        devices = slices.degree * self.rows / np.minimum(slices.most, self.rows)
-        return np.flatnonzero((slices.fewest <= self.rows) & (devices <= slices.nums.sum()))
+        return np.flatnonzero(self.slices.fewest <= self.rows)
 
     @cached_property
     def _type(self) -> Integers:

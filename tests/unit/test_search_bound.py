@@ -55,3 +55,11 @@ def test_types_work_at_their_own_pace() -> None:
     work = work_of_parts(meshes, 12, [3])
     assert work[:, 0] == pytest.approx(12 * 0.01) and work[:, 1] == pytest.approx(12 * 0.03)
     assert least_work(work, np.ones(2)) <= bound_seconds(meshes, 12, [3])
+
+
+def test_a_stage_may_have_few_rows_on_each_of_its_slower_devices() -> None:
+    """One stage on all three, with 2, 1 and 1 of four rows: more slices of one row than there are slow devices."""
+    kinds = [layer({FAST.name: 0.01, SLOW.name: slow}, parameters=1e5) for slow in (0.01, 0.04)]
+    cluster = Cluster.of([("node", FAST), ("node", SLOW), ("node", SLOW)], intra=ROOMY)
+    bound_of = bound_seconds(meshes_of(chain(kinds, (0, 1, 0)), cluster), 4, [1])
+    assert 0.9 * 0.06 < bound_of < 0.06 + 0.004
