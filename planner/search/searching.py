@@ -76,7 +76,8 @@ MOST_TYPES_CHOSEN = 4
 """Types of devices up to which single stages leave out any of them."""
 
 MOST_FAMILIES = 12
-"""Quota programs that are solved for a set of numbers of micro-batches, from the first that leads to something."""
+"""Quota programs that are solved for a set of numbers of micro-batches, from the first that leads to something: for two
+types of devices, and as many for each type more."""
 
 MOST_SEQUENCES, MOST_CUT_EXACTLY = 16, 4
 """Of all quota programs, that are cut and scored; and of these, that get their exact cuts."""
@@ -300,13 +301,14 @@ class _Search:
     def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
         promising: list[tuple[float, Sequences, int, int]] = []
         near, solved = self._best_seconds(), 0
+        wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
         for reach, even, family in self._priced(micro_batches, schedule, max_stages):
             if self._over():
                 self._drop(family.name, "the time was up")
             elif reach > NEAR * near:
                 self._drop(family.name, "could not come near the best if its stages were equal")
-            elif solved >= MOST_FAMILIES:
-                self._drop(family.name, f"not among the {MOST_FAMILIES} that could reach most")
+            elif solved >= MOST_FAMILIES * wider:
+                self._drop(family.name, f"not among the {MOST_FAMILIES * wider} that could reach most")
             else:
                 found = family.sequences(self.meshes, self.batch, schedule, even, NEAR * near)
                 promises = found.promises
@@ -318,7 +320,7 @@ class _Search:
                 near = min([near, *promises])
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
-        self._score_best(islice(sequences, MOST_SEQUENCES), schedule)
+        self._score_best(islice(sequences, MOST_SEQUENCES * wider), schedule)
 
     def _priced(
         self, micro_batches: Sequence[int], schedule: str, max_stages: int
