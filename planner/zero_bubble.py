@@ -171,8 +171,8 @@ class _Search:
             more[stage.index] = number
             gradient = max(clock, arrival) + self._cost("I", stage)
         for index in range(1, len(more)):  # a stage stays at least one forward ahead of the next, while it has any left
-            while 0 < more[index] >= more[index - 1] and 1 + more[index] < self.micro_batches:
-                more[index] -= 1
+            if 1 + more[index - 1] < self.micro_batches:
+                more[index] = max(0, min(more[index], more[index - 1] - 1))
         return more
 
     def _wanted_forwards(self) -> list[bool]:

@@ -147,6 +147,28 @@ def test_searched_orders_keep_their_limit_and_suit_unlike_stages_better_than_han
     assert max(timelines["zero_bubble_2p"].in_flight.values()) == 8
 
 
+def test_a_quick_stage_has_no_forward_that_the_stage_before_has_not() -> None:
+    seconds = ((10.0, 5.0, 5.0), (0.1, 0.1, 0.1), (1.0, 5.0, 5.0))
+    order = schedule_order("zero_bubble_2p", 3, 4, seconds=lambda task: seconds[task.stage]["FIW".index(task.kind)])
+    check_order(order, 3, 4)
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0.1, 10.0)] * 3), min_size=1, max_size=6),
+    st.integers(1, 10),
+    st.sampled_from(["zero_bubble_1p", "zero_bubble_2p"]),
+    st.floats(0.0, 5.0),
+)
+def test_searched_orders_are_orders_whatever_stages_and_hops_take(
+    seconds: list[tuple[float, float, float]], micro_batches: int, name: str, hop_seconds: float
+) -> None:
+    def cost(task: Task) -> float:
+        return seconds[task.stage]["FIW".index(task.kind)]
+
+    order = schedule_order(name, len(seconds), micro_batches, seconds=cost, hop_seconds=hop_seconds)
+    check_order(order, len(seconds), micro_batches)
+
+
 def test_no_order_keeps_less_than_one_micro_batch() -> None:
     with pytest.raises(InfeasibleError, match="limit is 0.5"):
         searched(2, 2, forward_1_backward_2, limit=0.5)
