@@ -11,21 +11,17 @@ included.
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
-from statistics import median
 
 from harness import arguments, report, table
-from search_speed import BATCH, MIXES, SIZES, TARGETS, cluster, deep, shown
+from search_speed import MIXES, SIZES, TARGETS, cluster, deep, search_row, timed_search
 
 from whale.cli.model_loader import load_model
-from whale.errors import InfeasibleError
 from whale.planner.report.colours import BLUE, ORANGE
 from whale.planner.report.markup import Markup, element, picture
-from whale.planner.search import SearchSettings, search
 from whale.strategies.profile import profile_model
 
 NUM_DEVICES, NUM_BLOCKS = (128, 256, 512, 1024, 2048, 4096), (24, 48, 96, 192, 384)
@@ -63,17 +59,8 @@ def main() -> None:
         if options.only not in case.name:
             continue
         model, machines = deep(profile, case.num_blocks), cluster(case.num_types, case.num_devices)
-        seconds, said = [], ""
-        for _ in range(options.repeats):
-            began = time.process_time()
-            try:
-                said = shown(search(model, machines, batch=BATCH, settings=SearchSettings(precision="fp16")))
-            except InfeasibleError as error:
-                said = str(error)[:80]
-            seconds.append(time.process_time() - began)
-        times[case] = median(seconds)
-        met = "yes" if times[case] <= TARGETS[case.num_types] else "no"
-        rows.append((case.name, f"{times[case]:.2f} s", f"{TARGETS[case.num_types]:.1f} s", met, said))
+        times[case], said = timed_search(model, machines, options.repeats)
+        rows.append(search_row(case.name, case.num_types, times[case], said))
         print(rows[-1], flush=True)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     text = table(("case", "search", "target", "met", "found"), rows)
@@ -108,7 +95,7 @@ def drawn(times: dict[Case, float]) -> Markup:
     }
     first = panel(f"GPUs ({USUAL_BLOCKS} blocks)", by_devices, NUM_DEVICES, high)
     second = panel(f"blocks of the model ({USUAL_DEVICES} GPUs)", by_blocks, NUM_BLOCKS, high)
-    said = "Processor seconds of a search for two and three types of devices, over GPUs and over blocks: nearly flat."
+    said = "Processor seconds of a search for two and three types of devices, over GPUs and over blocks."
     return picture(
         "search-speed",
         "How long the search takes",
@@ -129,16 +116,17 @@ def panel(title: str, lines: dict[int, Sequence[tuple[int, float]]], places: Seq
         return TALL * (1 - seconds / high)
 
     parts: list[Markup] = [words(title, PANEL / 2, TALL + 38, "middle")]
-    for tenths in range(0, int(high * 10) + 1, 2):
-        height = up(tenths / 10)
+    step = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 50, 100) if high / step <= 6)
+    for index in range(int(high / step) + 1):
+        height = up(index * step)
         parts.append(element("line", x1=0, x2=PANEL, y1=height, y2=height, stroke="#d0d7de"))
-        parts.append(words(f"{tenths / 10:.1f} s", -6, height + 4, "end"))
+        parts.append(words(f"{index * step:g} s", -6, height + 4, "end"))
     parts += [words(str(place), across(place), TALL + 18, "middle") for place in places]
-    for (num, points), colour in zip(lines.items(), (BLUE, ORANGE), strict=True):
+    for index, ((num, points), colour) in enumerate(zip(lines.items(), (BLUE, ORANGE), strict=True)):
         path = " ".join(f"{across(place):.1f},{up(seconds):.1f}" for place, seconds in sorted(points))
         parts.append(element("polyline", points=path, fill="none", stroke=colour, stroke_width=2))
         parts += [element("circle", cx=across(x), cy=up(y), r=3, fill=colour) for x, y in points]
-        parts.append(words(f"{num} types", PANEL, up(max(points)[1]) - 8, "end", colour))
+        parts.append(words(f"{num} types", 60 * index, -16, "start", colour))
     return element("g", *parts)
 
 

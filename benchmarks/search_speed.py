@@ -143,6 +143,24 @@ def said(lines: Sequence[str], errors: Sequence[str]) -> str:
     return " ".join((best or (errors[-1] if errors else "nothing")).split())[:120]
 
 
+def timed_search(profile: ModelProfile, machines: Cluster, repeats: int) -> tuple[float, str]:
+    """The median of processor seconds, and what was found."""
+    seconds, said = [], ""
+    for _ in range(repeats):
+        began = time.process_time()
+        try:
+            said = shown(search(profile, machines, batch=BATCH, settings=SearchSettings(precision="fp16")))
+        except InfeasibleError as error:
+            said = str(error)[:80]
+        seconds.append(time.process_time() - began)
+    return median(seconds), said
+
+
+def search_row(case: str, num_types: int, seconds: float, said: str) -> tuple[str, ...]:
+    met = "yes" if seconds <= TARGETS[num_types] else "no"
+    return case, f"{seconds:.2f} s", f"{TARGETS[num_types]:.1f} s", met, said
+
+
 def main() -> None:
     options = arguments(__doc__ or "", repeats=3)
     loaded = load_model("examples/models/gpt.py:gpt", SIZES, device="meta")
@@ -152,16 +170,8 @@ def main() -> None:
         case = f"{name}, {num_types} types, {num_devices} GPUs"
         if options.only not in case:
             continue
-        machines, seconds, said = cluster(num_types, num_devices), [], ""
-        for _ in range(options.repeats):
-            began = time.process_time()
-            try:
-                said = shown(search(model, machines, batch=BATCH, settings=SearchSettings(precision="fp16")))
-            except InfeasibleError as error:
-                said = str(error)[:80]
-            seconds.append(time.process_time() - began)
-        met = "yes" if median(seconds) <= TARGETS[num_types] else "no"
-        rows.append((case, f"{median(seconds):.2f} s", f"{TARGETS[num_types]:.1f} s", met, said))
+        seconds, said = timed_search(model, cluster(num_types, num_devices), options.repeats)
+        rows.append(search_row(case, num_types, seconds, said))
         print(rows[-1], flush=True)
     processes = []
     for given in WHOLE:
