@@ -4,7 +4,7 @@ of links, all on the testbed.
     sudo python benchmarks/prediction.py --folder plans      # forty minutes, on a machine that does nothing else
     sudo python benchmarks/prediction.py --trial             # small models and quotas: only to see that it runs
 
-With ``--only`` and one folder it runs testbed by testbed: plans that the folder has are not made again.
+With ``--only`` and one folder it runs testbed by testbed: plans and results that the folder has are not made again.
 
 On each testbed ``whale profile`` measures devices, links and the models' layers, and ``whale plan`` makes the plans
 before any of them has run. Then the plans run as they are. The testbed's processors belong to a virtual machine, whose
@@ -178,6 +178,10 @@ def row(bed: Bed, case: Case, found: Mapping[str, Any]) -> tuple[str, ...]:
 def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping[str, Any]]]:
     """Profile, plan and run; for each case what was predicted and what came."""
     bed, trial = BEDS[name], options.trial
+    kept = Path(options.folder or os.devnull) / f"{name}.results.json"
+    if kept.exists():
+        results = json.loads(kept.read_text())
+        return [(case, results[case.name]) for case in bed.cases]
     description = bed.description(0.4 if trial else 1)
     with tempfile.TemporaryDirectory() as temporary, Testbed(description) as testbed:
         folder = Path(options.folder or temporary)
@@ -214,6 +218,8 @@ def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping
                 "predicted": predicted_from(measured_profile(folder, name, case.model), case, cluster, folder, trial),
             }
             found.append((case, {**measured[case.name], **planned}))
+        if options.folder:
+            kept.write_text(json.dumps({case.name: result for case, result in found}))
         return found
 
 
