@@ -7,29 +7,39 @@ order of the layout. What a replica gets is a share of the whole batch, which it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from whale.errors import InfeasibleError
-from whale.ir.profile import Affine
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.cluster import Cluster
+from whale.ir.profile import Affine, ModelProfile
 from whale.planner.balance import Remedy, Worker, fastest_shares
 from whale.planner.communication import send
-from whale.planner.configuration import Layout, even_cuts
+from whale.planner.configuration import Configuration, Layout, even_cuts
 from whale.planner.cuts import CutProblem, Group, Tie, fastest_cut
 from whale.planner.memory import FRAGMENTATION, framework_bytes, state_bytes
 from whale.planner.stages import Stages
+from whale.planner.topology import Topology
 
-__all__ = ["boundless", "cut_problem", "cuts_by_speed", "rows_by_speed"]
+__all__ = ["boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "rows_by_speed"]
 
 
-def cuts_by_speed(stages: Stages) -> tuple[range, ...]:
+Ladder = Sequence[tuple[str, Mapping[str, Any]]]
+"""Changes of one kind, each in the user's words and as fields of a `Configuration`, from the least to the greatest."""
+
+
+def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tuple[range, ...]:
     """The layers of every stage with which the step is shortest and memory suffices, all replicas having equal rows.
 
     Cuts that are given stay; so do those of an interleaved schedule, whose devices have several stages each: those are
     not balanced here.
+
+    Args:
+        stages: of a layout.
+        ladders: what could be changed where no cut fits; None: what ``whale estimate`` has options for.
 
     Raises:
         InfeasibleError: no cut fits; says what is missing and which changes would do.
@@ -37,10 +47,65 @@ def cuts_by_speed(stages: Stages) -> tuple[range, ...]:
     given = stages.layout.configuration
     if given.pipeline == 1 or given.virtual_stages > 1 or given.layers_per_stage is not None:
         return even_cuts(stages.profile, stages.layout)
-    relieved = _relieved(stages, lambda other: fastest_cut(cut_problem(other), "slowest"))
+    relieved = _relieved(stages, lambda other: fastest_cut(cut_problem(other), "slowest"), ladders)
     remedies = ((change, cut_problem(other)) for change, other in relieved)
     starts = fastest_cut(cut_problem(stages), remedies=remedies).starts
     return tuple(range(*bounds) for bounds in pairwise((*starts, len(stages.profile.layers))))
+
+
+def pipeline_by_speed(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    micro_batches: int,
+    num_stages: int,
+    replicas: int,
+    precision: str,
+    schedule: str = "1f1b",
+) -> tuple[range, ...]:
+    """The layers of each stage of a pipeline over all devices, which its stages take in the cluster's order.
+
+    Args:
+        profile: of the model.
+        cluster: the devices: *num_stages* x *replicas*.
+        batch: rows of a step.
+        micro_batches: of a step.
+        num_stages: of the pipeline.
+        replicas: of every stage; they have equal rows.
+        precision: as `whale.planner.precision` knows it.
+        schedule: as `whale.planner.orders` knows it.
+
+    Raises:
+        UsageError: the numbers do not fit the cluster or the batch.
+        InfeasibleError: no cut fits in memory.
+    """
+    if num_stages * replicas != len(cluster.devices):
+        raise UsageError(
+            f"{num_stages} stages of {replicas} replicas are {num_stages * replicas} devices, but the cluster has "
+            f"{len(cluster.devices)}; change the stages, the replicas or the cluster"
+        )
+    if num_stages == 1:
+        return (range(len(profile.layers)),)
+    if batch % (micro_batches * replicas):
+        raise UsageError(
+            f"a batch of {batch} rows cannot be cut into {micro_batches} micro-batches for each of {replicas} replicas"
+        )
+    rows = batch // (micro_batches * replicas)
+    configuration = Configuration(
+        batch=batch,
+        micro_batch=rows,
+        pipeline=num_stages,
+        data=replicas,
+        precision=precision,
+        schedule=schedule,
+        balance="speed",
+    )
+    layout = Layout.of(configuration, cluster)
+    stages = Stages(profile=profile, layout=layout, topology=Topology.of(cluster, profile.links))
+    parts = [part for part in range(2, rows + 1) if rows % part == 0]
+    more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
+    return cuts_by_speed(stages, [more])
 
 
 def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
@@ -200,26 +265,31 @@ def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:
     return tuple(found)
 
 
-def _relieved(stages: Stages, attempt: Callable[[Stages], object]) -> Iterator[tuple[str, Stages]]:
-    """The same with smaller micro-batches, more recomputation, or more shared state: of each the least change with
-    which *attempt* finds no lack, or else the greatest."""
+def _relieved(
+    stages: Stages, attempt: Callable[[Stages], object], ladders: Sequence[Ladder] | None = None
+) -> Iterator[tuple[str, Stages]]:
+    """The same, changed: by the least of each ladder with which *attempt* finds no lack, or else by the greatest."""
     layout = stages.layout
-    given = layout.configuration
-    halves = [given.micro_batch >> times for times in range(1, given.micro_batch.bit_length())]
-    recomputed = [] if given.recompute == "full" else ["full"]
-    shared = list(range(given.zero + 1, 4)) if layout.data > 1 else []
-    changes: list[list[tuple[str, dict[str, Any]]]] = [
-        [(f"--micro-batch {rows}", {"micro_batch": rows}) for rows in halves],
-        [(f"--recompute {what}", {"recompute": what}) for what in recomputed],
-        [(f"--zero {zero}", {"zero": zero}) for zero in shared],
-    ]
-    for ladder in changes:
+    for ladder in ladders if ladders is not None else _options(layout):
         for step, (change, fields) in enumerate(ladder):
-            changed = Layout.of(replace(given, **fields), layout.cluster)
+            changed = Layout.of(replace(layout.configuration, **fields), layout.cluster)
             other = Stages(profile=stages.profile, layout=changed, topology=stages.topology)
             if step == len(ladder) - 1 or _works(attempt, other):
                 yield change, other
                 break
+
+
+def _options(layout: Layout) -> list[Ladder]:
+    """Smaller micro-batches, more recomputation, more shared state: as options of ``whale estimate``."""
+    given = layout.configuration
+    halves = [given.micro_batch >> times for times in range(1, given.micro_batch.bit_length())]
+    recomputed = [] if given.recompute == "full" else ["full"]
+    shared = list(range(given.zero + 1, 4)) if layout.data > 1 else []
+    return [
+        [(f"--micro-batch {rows}", {"micro_batch": rows}) for rows in halves],
+        [(f"--recompute {what}", {"recompute": what}) for what in recomputed],
+        [(f"--zero {zero}", {"zero": zero}) for zero in shared],
+    ]
 
 
 def _works(attempt: Callable[[Stages], object], stages: Stages) -> bool:

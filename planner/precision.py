@@ -63,12 +63,20 @@ BY_DTYPE = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16":
 """What the precision of a model is called by its number type. (No mixture: a model runs in the type that it has.)"""
 
 
+ALIASES = {**BY_DTYPE, "float8": "fp8", "tf32": "fp32"}
+"""What others call them."""
+
+
 def precision_named(name: str) -> Precision:
-    """The precision of that name.
+    """The precision of that name, or of the number type of that name.
 
     Raises:
         UsageError: there is none.
+
+    >>> precision_named("bfloat16").name, precision_named("tf32").name
+    ('bf16', 'fp32')
     """
+    name = ALIASES.get(name, name)
     if name not in PRECISIONS:
         raise UsageError(f"unknown precision {name!r}; use one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]

@@ -24,12 +24,9 @@ from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanSt
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
 from whale.occupancy import Optimizer
-from whale.planner.by_speed import cuts_by_speed
-from whale.planner.configuration import Configuration, Layout
+from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.planner.planned import axis_role
-from whale.planner.stages import Stages
-from whale.planner.topology import Topology
 from whale.prediction import Costs, Part, Predicted, StageLayers, predict, stage_layers
 from whale.strategies.lowering import PlacedStage
 
@@ -73,22 +70,16 @@ def cut_into_stages(
         UsageError: the numbers do not fit the cluster or the batch.
         InfeasibleError: no cut fits in memory.
     """
-    if batch % (micro_batches * replicas):
-        raise UsageError(
-            f"a batch of {batch} rows cannot be cut into {micro_batches} micro-batches for each of {replicas} replicas"
-        )
-    configuration = Configuration(
+    cuts = pipeline_by_speed(
+        profile,
+        cluster,
         batch=batch,
-        micro_batch=batch // (micro_batches * replicas),
-        pipeline=num_stages,
-        data=replicas,
+        micro_batches=micro_batches,
+        num_stages=num_stages,
+        replicas=replicas,
         precision=precision,
         schedule=schedule,
-        balance="speed",
     )
-    layout = Layout.of(configuration, cluster)
-    stages = Stages(profile=profile, layout=layout, topology=Topology.of(cluster, profile.links))
-    cuts = cuts_by_speed(stages)
     found: dict[str, tuple[str, ...]] = {}
     for layers in cuts:
         path = profile.paths[layers[0]] if profile.paths else ""

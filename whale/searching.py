@@ -18,14 +18,23 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import Prediction, Workload
-from whale.planner.advice import gib
+from whale.planner.advice import advised, gib
+from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.chosen import annotations_of, plan_of, split_shares
+from whale.planner.precision import BY_DTYPE
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
+from whale.planner.search.evaluate import score
+from whale.planner.search.layout import fastest_rows
+from whale.planner.search.prices import Prices
+from whale.planner.search.steps import in_flight
 
-__all__ = ["Choice", "Searched", "Trial", "compile_candidate", "search_plans", "why_slower"]
+__all__ = ["Choice", "Searched", "Trial", "compile_candidate", "plan_pipeline", "search_plans", "why_slower"]
 
 SEARCH_SHARE = 0.5
 """Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
+
+MOST_WEIGHED = 4096
+"""Micro-batches up to which it is found out how many would do, where a plan does not fit."""
 
 
 class Trial(Protocol):
@@ -153,6 +162,79 @@ def compile_candidate(
         UsageError: it cannot be written as annotations of this model.
     """
     return _Writer(profile, cluster, batch, trial).compiled(candidate, trial)
+
+
+def plan_pipeline(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    micro_batches: int,
+    num_stages: int,
+    replicas: int,
+    schedule: str = "1f1b",
+) -> Choice:
+    """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
+
+    The stages take the devices in the cluster's order.
+
+    Args:
+        profile: of the model.
+        cluster: the devices: *num_stages* x *replicas*.
+        batch: rows of the global batch.
+        micro_batches: of a step; they divide the batch.
+        num_stages: of the pipeline.
+        replicas: of every stage.
+        schedule: ``gpipe`` or ``1f1b``.
+
+    Raises:
+        UsageError: the numbers do not fit the cluster, the batch or the profile.
+        InfeasibleError: it does not fit in memory; says what is missing, and what would help.
+    """
+    SearchSettings(micro_batches=micro_batches, schedules=(schedule,)).check(batch)
+    prices = Prices.of(profile, cluster, precision=BY_DTYPE.get(profile.precision, "fp32"), eager=True)
+    if 1 not in prices.tensor_degrees:
+        known = ", ".join(map(str, prices.tensor_degrees)) or "none"
+        raise UsageError(
+            f"replicas need tensor degree 1, but the profile of {profile.name} knows {known}; use whale search"
+        )
+    cuts = pipeline_by_speed(
+        profile,
+        cluster,
+        batch=batch,
+        micro_batches=micro_batches,
+        num_stages=num_stages,
+        replicas=replicas,
+        precision=prices.precision.name,
+        schedule=schedule,
+    )
+    candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule)
+    lacking = _lacking(candidate.prediction)
+    if lacking:
+        divisors = (count for count in range(micro_batches + 1, min(batch, MOST_WEIGHED) + 1) if batch % count == 0)
+        tried = ((_pipeline(prices, cuts, batch, count, replicas, schedule), count) for count in divisors)
+        more = next((count for other, count in tried if other.prediction.fits), None)
+        cures = [] if more is None else [(True, f"--micro-batches {more}")]
+        raise InfeasibleError(
+            advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
+        )
+    return _Writer(profile, cluster, batch, None).written(candidate)
+
+
+def _pipeline(
+    prices: Prices, cuts: Sequence[range], batch: int, micro_batches: int, replicas: int, schedule: str
+) -> Candidate:
+    """Stages of these layers, each on as many devices, with rows by speed."""
+    stages = []
+    for index, layers in enumerate(cuts):
+        ranks = tuple(range(index * replicas, (index + 1) * replicas))
+        groups = [prices.group((rank,), replicas) for rank in ranks]
+        held = in_flight(schedule, len(cuts), index, micro_batches)
+        rows = fastest_rows(prices, layers, groups, batch // micro_batches, micro_batches, held)
+        stages.append(
+            StageChoice(first=layers.start, last=layers.stop, ranks=ranks, data=replicas, tensor=1, rows=rows)
+        )
+    return score(prices, stages, micro_batches=micro_batches, schedule=schedule, batch=batch)
 
 
 @dataclass(frozen=True)

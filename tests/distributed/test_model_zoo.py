@@ -27,6 +27,10 @@ def gpt(layers: int = 1) -> Example:
     return build("gpt", layers=layers, **SMALL, dropout=0.0)
 
 
+def grouped(layers: int = 1) -> Example:
+    return build("gpt", layers=layers, **SMALL, kv_heads=2, dropout=0.0)
+
+
 def llama(layers: int = 1) -> Example:
     return build("llama", layers=layers, **SMALL, kv_heads=2)
 
@@ -54,7 +58,7 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
-@pytest.mark.parametrize("model", [gpt, llama, moe, bert, t5])
+@pytest.mark.parametrize("model", [gpt, grouped, llama, moe, bert, t5])
 def test_split(worlds: Worlds, model: Any) -> None:
     check(worlds, 2, model, Setup(layout={"": split()}))
 

@@ -215,12 +215,12 @@ def test_the_schema_of_the_file_is_published() -> None:
 
 def test_the_catalog_knows_what_the_data_sheets_say() -> None:
     types = device_types()
-    assert len(types) == 52
+    assert len(types) == 53
     assert types["A100-SXM4-80GB"].speed("float16") == 312e12
     assert types["H100-SXM5-80GB"].memory_bandwidth == 3350e9
     assert types["V100-SXM2-16GB"].speed("bfloat16") == types["V100-SXM2-16GB"].speed("float32") == 15.7e12
     assert types["V100-SXM2-16GB"].intra_node == Link(bandwidth=150e9, latency=3e-6)
-    assert types["MI250X (per GCD)"].memory_bytes == 64 * 2**30
+    assert types["MI250X (2 GCDs)"].memory_bytes == 2 * types["MI250X (per GCD)"].memory_bytes == 128 * 2**30
     for name, type_ in types.items():
         assert type_.name == name
         assert 2**32 < type_.memory_bytes < 2**39

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from whale.errors import InputFileError, UsageError
-from whale.ir.document import Format, format_json, parse_document, read_document
+from whale.ir.document import Format, parse_document, read_document
+from whale.ir.json_text import format_json
 
 TOML = """\
 # a comment, with ] and "

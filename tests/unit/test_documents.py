@@ -1,16 +1,27 @@
-"""What the documents promise: links lead somewhere, and the README's commands are where the checks find them."""
+"""What the documents promise: links lead somewhere, commands have options that exist, examples are read, and the
+README's commands are where the checks find them."""
 
 import re
+import shlex
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import click
 import pytest
 
-from whale import Cluster, errors
+from benchmarks.testbed import Description
+from whale import Cluster, Plan, errors
+from whale.cli.app import app
 from whale.ir.cluster import DeviceType
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TOPS = ("docs", "examples", "benchmarks")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(document for top in TOPS for document in ROOT.glob(f"{top}/**/*.md"))])
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def _prose(document: Path) -> str:
@@ -18,11 +29,60 @@ def _prose(document: Path) -> str:
     return re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_relative_links_lead_to_files(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", _prose(document)):
-        if not target.startswith(("http://", "https://", "mailto:")):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+def _blocks(document: Path, language: str) -> list[str]:
+    """The code blocks of a language."""
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(document: Path) -> set[str]:
+    """What GitHub makes of the document's headings: lower case, hyphens for spaces, no punctuation."""
+    headings = re.findall(r"^#+ (.*)$", _prose(document), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_relative_links_lead_to_files_and_to_their_headings(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)[^)]*\)", _prose(document)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file = document.parent / target if target else document
+        assert file.exists(), f"{document.name} links to {target}"
+        assert not anchor or anchor in _anchors(file), f"{document.name} links to {target}#{anchor}"
+
+
+def test_every_page_of_the_guide_can_be_reached_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/([a-z-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def _commands(document: Path) -> list[list[str]]:
+    """The arguments of every ``whale`` command in the document's shell blocks."""
+    found = []
+    for block in _blocks(document, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            names = [Path(word).name for word in words]
+            if "whale" in names and "pip" not in names:
+                found.append(words[names.index("whale") + 1 :])
+    return found
+
+
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if _commands(document)], ids=_name)
+def test_commands_have_options_that_exist(document: Path) -> None:
+    for arguments in _commands(document):
+        command: click.Command = app
+        rest = list(arguments)
+        while isinstance(command, click.Group) and rest and rest[0] in command.commands:
+            command = command.commands[rest.pop(0)]
+        assert command is not app, f"{document.name}: whale {' '.join(arguments)}"
+        command.make_context(command.name, rest)
+
+
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if _blocks(document, "python")], ids=_name)
+def test_examples_in_python_are_python(document: Path) -> None:
+    for block in _blocks(document, "python"):
+        compile(textwrap.dedent(block), document.name, "exec")
 
 
 def test_readme_has_exactly_two_commands() -> None:
@@ -42,14 +102,22 @@ def test_exit_codes_in_the_guide_are_those_of_the_errors() -> None:
     assert documented == {name: getattr(errors, name).exit_code for name in errors.__all__}
 
 
-def test_cluster_file_of_the_guide_is_read(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "cluster-files.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```toml\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL)
-    file = tmp_path / "cluster.toml"
-    file.write_text(example, encoding="utf-8")
+def test_cluster_file_of_the_guide_is_read() -> None:
+    (example,) = _blocks(ROOT / "docs" / "cluster-files.md", "toml")
     known = DeviceType.of("A100-SXM4-80GB", speed={"float32": 19.5e12}, memory_bytes=80 * 2**30, memory_bandwidth=2e12)
-    cluster = Cluster.load(file, catalog={known.name: known})
+    cluster = Cluster.parse(example, catalog={known.name: known})
     assert [len(node.ranks) for node in cluster.nodes] == [8, 8, 4]
+
+
+def test_plan_of_the_guide_is_read() -> None:
+    (example,) = _blocks(ROOT / "docs" / "plans.md", "json")
+    plan = Plan.parse(example.replace("...", "0123456789abcdef"))
+    assert [len(stage.ranks) for stage in plan.stages] == [4, 4]
+
+
+def test_testbed_of_the_guide_is_read() -> None:
+    (example,) = _blocks(ROOT / "docs" / "testbed.md", "toml")
+    assert [device.cores for device in Description.parse(example).devices] == [0.5, 0.5, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda path: path.name)

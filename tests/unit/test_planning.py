@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import whale
 from tests.small_models import decoder, tokens
@@ -22,6 +24,7 @@ from whale.planner.simulate import simulate
 from whale.planning import Planned, cut_into_stages, make_plan
 from whale.prediction import Backward, Costs
 from whale.strategies.profile import profile_model
+from whale.trial import ModelTrial
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
 
@@ -143,6 +146,75 @@ def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> Non
     assert written.cluster is not None and dict(written.cluster.devices) == {"T4": (0, 1)}
     wrong = CliRunner().invoke(app, [*given, "--stages", "2"])
     assert wrong.exit_code == 2 and "has some" in wrong.stderr
+
+
+UNLIKE = """
+[links]
+intra_node = {bandwidth = "1 GB/s", latency = "10 us"}
+inter_node = {bandwidth = "1 GB/s", latency = "10 us"}
+[[nodes]]
+devices = 1
+device = "quick"
+[[nodes]]
+devices = 1
+device = "slow"
+[device_types]
+quick = {speed = {float32 = "300 MFLOP/s"}, memory = "8 GiB", memory_bandwidth = "300 MB/s"}
+slow = {speed = {float32 = "100 MFLOP/s"}, memory = "8 GiB", memory_bandwidth = "100 MB/s"}
+"""
+
+
+def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(profile.dumps())
+    (tmp_path / "cluster.toml").write_text(UNLIKE)
+    given = ["plan", "--profile", str(tmp_path / "profile.json"), "--cluster", str(tmp_path / "cluster.toml")]
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, [*given, *arguments, "-q"])
+
+    done = run("--batch", "12", "-o", str(tmp_path / "plan.json"))
+    assert done.exit_code == 0, done.stderr
+    assert "torchrun --nnodes 2 --nproc-per-node 1 train.py" in done.stdout
+    written = Plan.load(tmp_path / "plan.json")
+    ((axis,),) = (one.axes for one in written.stages)  # type: ignore[misc]
+    assert sum(axis.shares) == 12 and axis.shares[0] >= 2 * axis.shares[1]
+    assert written.prediction_is_current and written.prediction is not None and written.prediction.fits
+    done = run("--batch", "12", "--micro-batches", "4", "--stages", "2", "--json")
+    assert done.exit_code == 0, done.stderr
+    staged = Plan.parse(done.stdout)
+    assert [one.ranks for one in staged.stages] == [(0,), (1,)]
+    assert {key.partition(".")[0] for key in staged.annotations} <= {"embed", "layers", "head"}
+    trial = ModelTrial(build(), tokens(12), name="decoder")
+    assert len(trial.compile(staged, Cluster.parse(UNLIKE)).stages) == 2
+    for arguments, says in (
+        ((), "say --batch"),
+        (("--batch", "12", "--stages", "3"), "3 stages of 1 replicas are 3 devices, but the cluster has 2"),
+        (("--batch", "12", "--micro-batches", "5"), "5 micro-batches do not divide"),
+        (("--batch", "12", "--schedule", "zero_bubble"), "gpipe and 1f1b"),
+        (("--batch", "12", "--optimizer", "sgd"), "--optimizer is for --model"),
+    ):
+        wrong = run(*arguments)
+        assert wrong.exit_code == 2 and says in wrong.stderr, wrong.output
+    (tmp_path / "cluster.toml").write_text(UNLIKE.replace("8 GiB", "1 KiB"))
+    tight = run("--batch", "12")
+    assert tight.exit_code == 4 and "use more stages, or let whale search" in tight.stderr
+    cut = run("--batch", "12", "--stages", "2")
+    assert cut.exit_code == 4 and "--micro-batches 12" in cut.stderr and "--zero" not in cut.stderr
+
+
+def test_plans_and_profiles_without_a_model_load_no_torch(profile: ModelProfile, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(profile.dumps())
+    (tmp_path / "cluster.toml").write_text(UNLIKE)
+    files = ["--profile", str(tmp_path / "profile.json"), "--cluster", str(tmp_path / "cluster.toml")]
+    importing = ["profile", "import", "metis", str(tmp_path)]
+    commands = [["plan", *files, "--batch", "12"], ["profile", "--schema"], importing]
+    code = (
+        "import sys; from click.testing import CliRunner; from whale.cli.app import app\n"
+        f"codes = [CliRunner().invoke(app, arguments).exit_code for arguments in {commands!r}]\n"
+        "print(codes, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[0] == "[0, 0, 3] False", done.stdout + done.stderr
 
 
 def test_computation_beside_a_reduction_is_slowed_as_measured(profile: ModelProfile) -> None:

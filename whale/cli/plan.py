@@ -1,12 +1,14 @@
-"""``whale plan``: an annotated model and a cluster in, a balanced plan with its prediction out.
+"""``whale plan``: an annotated model, or a profile, and a cluster in, a balanced plan with its prediction out.
 
-The decisions are ``whale.planning``'s; this file loads what they need, shows what they are and why, and prints last the
-command that runs the plan. The schema is printed without torch.
+The decisions are ``whale.planning``'s, and ``whale.searching``'s where there is a profile and no model; this file loads
+what they need, shows what they are and why, and prints last the command that runs the plan. torch is loaded only for a
+model.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,10 @@ from whale.errors import UsageError
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
-    from whale.planning import Planned
+    from whale.ir.plan import Plan
+    from whale.ir.profile import ModelProfile
+    from whale.ir.workload import Prediction, Workload
+    from whale.searching import Choice
 
 _AT_LEAST_1 = click.IntRange(min=1)
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "none")
@@ -34,7 +39,7 @@ OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "none")
 @click.option("--batch", "batch_size", type=_AT_LEAST_1, metavar="N", help="Rows of the global batch [the example's].")
 @click.option("--micro-batches", type=_AT_LEAST_1, default=1, metavar="M", help="Micro-batches in a step [1].")
 @click.option("--schedule", default="1f1b", metavar="NAME", help="The pipeline schedule [1f1b].")
-@click.option("--stages", type=_AT_LEAST_1, metavar="N", help="Cut an unannotated model into so many stages.")
+@click.option("--stages", type=_AT_LEAST_1, metavar="N", help="Cut a model without annotations, or a profile.")
 @click.option("--replicas", type=_AT_LEAST_1, metavar="R", help="With --stages: whole pipelines side by side.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan there.")
@@ -60,15 +65,17 @@ def plan(
 
     The annotations of the model say what may be decided; --stages cuts a model without any. Nothing is allocated and
     no process is started. Without --profile the times of layers are modelled from the figures of the devices.
+
+    With a profile and no model, layers and rows are divided by speed: over --stages, or one stage on all devices.
     """
     from whale.ir.plan import Plan
 
     if schema:
         click.echo(json.dumps(Plan.published_schema(), indent=2, sort_keys=True))
         return
-    if spec is None or cluster_file is None:
-        raise UsageError("whale plan needs --model and --cluster (or --schema)")
-    if replicas is not None and stages is None:
+    if (spec is None and profile_file is None) or cluster_file is None:
+        raise UsageError("whale plan needs --cluster, and --model or --profile or both (or --schema)")
+    if spec is not None and replicas is not None and stages is None:
         raise UsageError("--replicas is for --stages; an annotated model says its replicas itself")
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
@@ -80,11 +87,19 @@ def plan(
     profile = ModelProfile.load(profile_file) if profile_file is not None else None
     catalog = device_types_with(profile) if profile is not None else device_types()
     cluster = Cluster.load(cluster_file, catalog=catalog)
+    if spec is None:
+        assert profile is not None
+        if settings or optimizer != "adamw":
+            raise UsageError(f"{'--set' if settings else '--optimizer'} is for --model")
+        choice = _of_profile(profile, cluster, batch_size, micro_batches, schedule, stages or 1, replicas)
+        _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
+        return
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
     from whale.compiler import Options, main_dtype
     from whale.graph.capture import batch_rows
+    from whale.planner.gantt import milliseconds
     from whale.planner.precision import BY_DTYPE
     from whale.planning import cut_into_stages, make_plan
     from whale.prediction import Costs
@@ -131,25 +146,58 @@ def plan(
         annotations=annotations,
         optimizer=optimizer,
     )
+    why = [f"why: {reason}" for reason in found.reasons]
+    if found.even is not None and found.even is not found.predicted:
+        even, step = found.even.prediction.step_seconds, found.predicted.prediction.step_seconds
+        why.insert(0, f"even shares: {milliseconds(even)}, {even / step:.2f} times as long")
+    _show(found.plan, found.predicted.prediction, found.predicted.workload, cluster, output, as_json, why)
+
+
+def _of_profile(
+    profile: ModelProfile,
+    cluster: Cluster,
+    batch: int | None,
+    micro_batches: int,
+    schedule: str,
+    stages: int,
+    replicas: int | None,
+) -> Choice:
+    """The plan of a profile alone, which has no annotations."""
+    from whale.searching import plan_pipeline
+
+    if batch is None:
+        raise UsageError("--profile without --model has no example batch: say --batch")
+    return plan_pipeline(
+        profile,
+        cluster,
+        batch=batch,
+        micro_batches=micro_batches,
+        num_stages=stages,
+        replicas=replicas or max(1, len(cluster.devices) // stages),
+        schedule=schedule,
+    )
+
+
+def _show(
+    plan: Plan,
+    prediction: Prediction,
+    workload: Workload,
+    cluster: Cluster,
+    output: Path | None,
+    as_json: bool,
+    why: Sequence[str] = (),
+) -> None:
+    """Write the plan where asked; print it, or its stages, the step, the reasons and the command."""
     if output is not None:
-        write_whole(output, found.plan.dumps())
+        write_whole(output, plan.dumps())
         note(f"wrote {output}")
-    click.echo(found.plan.dumps() if as_json else as_text(found, cluster, output), nl=not as_json)
+    if as_json:
+        click.echo(plan.dumps(), nl=False)
+        return
+    lines = [stage_table(plan, prediction, workload, cluster), "", *step_lines(plan, prediction), *why]
+    click.echo("\n".join([*lines, "", command(plan, cluster, output)]))
 
 
 def _accelerated(cluster: Cluster) -> bool:
     """Whether no device is a processor."""
     return not any(device.type.is_processor for device in cluster.devices)
-
-
-def as_text(found: Planned, cluster: Cluster, path: Path | None) -> str:
-    """The stages, the step, the reasons, and the command."""
-    from whale.planner.gantt import milliseconds
-
-    plan, prediction = found.plan, found.predicted.prediction
-    lines = [stage_table(plan, prediction, found.predicted.workload, cluster), "", *step_lines(plan, prediction)]
-    if found.even is not None and found.even is not found.predicted:
-        even = found.even.prediction.step_seconds
-        lines.append(f"even shares: {milliseconds(even)}, {even / prediction.step_seconds:.2f} times as long")
-    lines += [*(f"why: {reason}" for reason in found.reasons), "", command(plan, cluster, path)]
-    return "\n".join(lines)

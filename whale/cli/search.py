@@ -218,7 +218,7 @@ class _Model:
         if batch_rows(loaded.batch) is None:
             raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
         if precision is not None:
-            dtype = next((dtype for dtype, name in BY_DTYPE.items() if name == precision), None)
+            dtype = next((dtype for dtype, name in BY_DTYPE.items() if precision in (dtype, name)), None)
             if dtype is None:
                 raise UsageError(f"--precision {precision}: a model runs in {', '.join(BY_DTYPE.values())}")
             loaded.model.to(getattr(torch, dtype))

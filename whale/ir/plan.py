@@ -30,7 +30,7 @@ from pydantic import (
 
 from whale.errors import AnnotationError, PlanMismatchError
 from whale.ir.cluster import Cluster
-from whale.ir.document import format_json
+from whale.ir.json_text import format_json
 from whale.ir.module_pattern import ModulePattern
 from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from whale.ir.cluster import DTYPES
-from whale.ir.document import format_json
+from whale.ir.json_text import format_json
 from whale.ir.record import FileRecord, Record
 
 __all__ = [

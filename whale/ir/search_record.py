@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from whale.ir.document import format_json
+from whale.ir.json_text import format_json
 from whale.ir.plan import Hash, Name
 from whale.ir.record import FileRecord, Record
 
