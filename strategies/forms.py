@@ -149,48 +149,74 @@ class VocabularyCrossEntropy(nn.Module):
 
 
 class _BatchNorm(torch.autograd.Function):
+    """Passes over *x* are those of torch's kernels: channels' statistics, sums and the normalisation itself."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int, sums: Sequence[AxisSum]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dims = [d for d in range(x.dim()) if d != 1]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        num = wide.new_full((x.shape[1],), wide.numel() // x.shape[1] if x.shape[1] else 0)
-        mean = wide.mean(dims) if wide.numel() else torch.zeros_like(num)
-        squares = (wide - _along(mean, x)).square().sum(dims)
+        wide = _wide(x)
+        num, mean, squares = _statistics(wide, eps)
         for axis in sums:  # each part's statistics, joined as Chan, Golub and LeVeque (1979) do
             nums, means, parts = axis.every(torch.stack([num, mean, squares])).unbind(1)
             num = nums.sum(0)
             mean = (nums * means).sum(0) / num
             squares = (parts + nums * (means - mean).square()).sum(0)
         variance = squares / count
-        scale = (variance + eps).rsqrt()
-        normal = (wide - _along(mean, x)) * _along(scale, x)
-        ctx.sums, ctx.count, ctx.dims, ctx.has_bias = sums, count, dims, bias is not None
-        ctx.save_for_backward(normal, weight, scale)
-        y = normal if weight is None else normal * _along(weight, x)
-        y = y if bias is None else y + _along(bias, x)
+        if x.numel():
+            factor, offset = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
+            y = torch.native_batch_norm(wide, factor, offset, mean, variance, False, 0.0, eps)[0]
+        else:
+            y = wide.clone()
+        ctx.sums, ctx.count, ctx.eps, ctx.has_bias = sums, count, eps, bias is not None
+        ctx.save_for_backward(x, weight, mean, variance)
         ctx.mark_non_differentiable(mean, variance)
-        return (y.clone() if y is normal else y).to(x.dtype), mean, variance
+        return y.to(x.dtype), mean, variance
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        normal, weight, scale = ctx.saved_tensors
-        wide = grad.to(normal.dtype)
-        both = torch.stack([(wide * normal).sum(ctx.dims), wide.sum(ctx.dims)])
+        x, weight, mean, variance = ctx.saved_tensors
+        wide, wide_grad = _wide(x), grad.to(mean.dtype)
+        both = _gradient_sums(wide_grad, wide, mean, variance, ctx.eps)
         grad_weight, grad_bias = both.clone()
         for axis in ctx.sums:
             both = axis.add(both)
-        centred = wide - (_along(both[1], grad) + normal * _along(both[0], grad)) / ctx.count
+        scale = (variance + ctx.eps).rsqrt()
         factor = scale if weight is None else scale * weight
+        # factor * (grad - (both[1] + normal * both[0]) / count), where normal is (x - mean) * scale
+        slope = -factor * scale * both[0] / ctx.count
+        offset = -factor * both[1] / ctx.count - slope * mean
+        grad_x = torch.addcmul(_along(offset, x), wide, _along(slope, x))
         return (
-            (centred * _along(factor, grad)).to(grad.dtype),
+            grad_x.addcmul_(wide_grad, _along(factor, x)).to(grad.dtype),
             None if weight is None else grad_weight.to(weight.dtype),
             grad_bias if ctx.has_bias else None,
             None,
             None,
             None,
         )
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each channel of this part: how many positions it has, their mean, and the sum of squared distances from it."""
+    num = x.new_full((x.shape[1],), x.numel() // max(x.shape[1], 1))
+    if not x.numel():
+        return num, torch.zeros_like(num), torch.zeros_like(num)
+    _, mean, scale = torch.native_batch_norm(x, None, None, None, None, True, 0.0, eps)
+    return num, mean, num * (scale**-2 - eps).clamp_min(0)
+
+
+def _gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Of each channel of this part the sum of the gradient times the normalised *x*, and that of the gradient."""
+    if not x.numel():
+        return mean.new_zeros(2, x.shape[1])
+    fixed = (mean, variance, None, None, False, eps, [False, True, True])
+    _, times_normal, alone = torch.ops.aten.native_batch_norm_backward(grad, x, None, *fixed)
+    return torch.stack([times_normal, alone])
 
 
 def _along(channels: Tensor, x: Tensor) -> Tensor:
