@@ -1,8 +1,8 @@
-"""Steps and the layers they consist of, timed in turn in the same processes; and the bytes of a step.
+"""Steps, and the layers and sums that they consist of, timed in turn in the same processes; and the bytes of a step.
 
-A machine that is shared, or whose host is, is faster or slower by 10 to 20% from one minute to the next. Layers that
-are measured between the steps meet the same minutes, so that a prediction from them can be held against the steps. For
-whoever has ranks that run steps; knows no models and no plans.
+A machine that is shared, or whose host is, is faster or slower by 10 to 20% from one minute to the next. Layers and
+all-reduces that are measured between the steps meet the same minutes, so that a prediction from them can be held
+against the steps. For whoever has ranks that run steps; knows no models and no plans.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ def time_in_turn(
     *,
     repeats: int,
 ) -> tuple[ModelProfile, dict[str, list[float]]]:
-    """Run steps and measure layers in turn, *repeats* times.
+    """Run steps and measure layers and all-reduces in turn, *repeats* times.
 
-    Returns *known* with the layers' times in place of its own, and the seconds of every step; called by all ranks.
+    Returns *known* with these times in place of its own, and the seconds of every step; called by all ranks.
     """
     kinds = tuple(kind.model_copy(update={"measured": ()}) for kind in known.kinds)
-    start = known.model_copy(update={"kinds": kinds})
+    links = tuple(curve for curve in known.links if curve.operation != "all_reduce")
+    start = known.model_copy(update={"kinds": kinds, "links": links})
     captured = cache(lambda: layered(model, batch, sorted({count for _, rows in wanted for count in rows})))
     places = profiling.places_of(world, cluster)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     items = [_step_item(world, name, step, seconds[name]) for name, step in steps.items()]
+    items += profiling.machine_items(world, places, profiling.Sizes.of(world.device))  # of these, what *start* lacks
     for degrees, rows in wanted:
         for item in profiling.layer_items(world, places, start, captured, model, batch, rows=rows, degrees=degrees):
             items += [item, *_company(item, places)]

@@ -8,11 +8,11 @@ With ``--only`` and one folder it runs testbed by testbed: plans and results tha
 
 On each testbed ``whale profile`` measures devices, links and the models' layers, and ``whale plan`` makes the plans
 before any of them has run. Then the plans run as they are. The testbed's processors belong to a virtual machine, whose
-host gives them 10 to 20% more or less from one minute to the next; so the layers are measured once more between the
-steps, in the same processes, and the prediction that counts is that of the same plan from these times. The one that the
-plan came with is beside it. A step is forward, backward and AdamW. Measured is the median; the noise is how far the
-medians of the first and of the second half of the steps lie apart. Bytes are those of every living tensor, counted
-operator by operator.
+host gives them 10 to 20% more or less from one minute to the next; so layers and all-reduces are measured once more
+between the steps, in the same processes, and the prediction that counts is that of the same plan from these times. The
+one that the plan came with is beside it. A step is forward, backward and AdamW. Measured is the median; the noise is
+how far the medians of the first and of the second half of the steps lie apart. Bytes are those of every living tensor,
+counted operator by operator.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def main() -> None:
     parser.add_argument("--folder", help="keep profiles and plans there, and go on from what it has")
     parser.add_argument("--trial", action="store_true", help="small models and quotas: the times mean nothing")
     parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
-    parser.add_argument("--ranks", action="store_true", help=argparse.SUPPRESS)  # this is a rank of the testbed
+    parser.add_argument("--ranks", metavar="MODEL", help=argparse.SUPPRESS)  # this is a rank of the testbed
     options = parser.parse_args()
     if options.ranks:
-        on_a_rank(options.only, Path(options.folder), options.trial, options.repeats)
+        on_a_rank(options.only, options.ranks, Path(options.folder), options.trial, options.repeats)
         return
     rows: list[tuple[str, ...]] = []
     errors: list[float] = []
@@ -178,10 +178,9 @@ def row(bed: Bed, case: Case, found: Mapping[str, Any]) -> tuple[str, ...]:
 def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping[str, Any]]]:
     """Profile, plan and run; for each case what was predicted and what came."""
     bed, trial = BEDS[name], options.trial
-    kept = Path(options.folder or os.devnull) / f"{name}.results.json"
-    if kept.exists():
-        results = json.loads(kept.read_text())
-        return [(case, results[case.name]) for case in bed.cases]
+    kept = {case.model: Path(options.folder or os.devnull, f"{name}-{case.model}.results.json") for case in bed.cases}
+    if all(file.exists() for file in kept.values()):
+        return _results(bed, kept)
     description = bed.description(0.4 if trial else 1)
     with tempfile.TemporaryDirectory() as temporary, Testbed(description) as testbed:
         folder = Path(options.folder or temporary)
@@ -199,28 +198,31 @@ def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping
                     testbed.run(command, timeout_seconds=600, environment=environment, show=False)
             for case in bed.cases:
                 make_plan(plans[case.name], case, cluster, profiles[case.model], trial, {**os.environ, **environment})
-        arguments = [
-            *("--repeats", str(2 if trial else options.repeats), "--only", name, "--folder", str(folder), "--ranks"),
-            *(["--trial"] if trial else []),
-        ]
-        done = testbed.run(
-            [sys.executable, __file__, *arguments], timeout_seconds=1500, environment=environment, show=False
-        )
-        measured = json.loads(done.outputs[0].splitlines()[-1])
-        print(f"{done.seconds:.0f} s for {len(plans)} plans. {json.dumps(measured)}", file=sys.stderr, flush=True)
-        found = []
-        for case in bed.cases:
-            prediction = whale.Plan.load(plans[case.name]).prediction
-            assert prediction is not None
-            planned = {
-                "planned": prediction.step_seconds,
-                "planned_bytes": [device.total for device in sorted(prediction.memory, key=lambda device: device.rank)],
-                "predicted": predicted_from(measured_profile(folder, name, case.model), case, cluster, folder, trial),
-            }
-            found.append((case, {**measured[case.name], **planned}))
-        if options.folder:
-            kept.write_text(json.dumps({case.name: result for case, result in found}))
-        return found
+        arguments = ["--repeats", str(2 if trial else options.repeats), "--only", name, "--folder", str(folder)]
+        arguments += ["--trial"] if trial else []
+        kept = {model: folder / file.name for model, file in kept.items()}
+        for model in (model for model, file in kept.items() if not file.exists()):
+            command = [sys.executable, __file__, *arguments, "--ranks", model]
+            done = testbed.run(command, timeout_seconds=1500, environment=environment, show=False)
+            measured = json.loads(done.outputs[0].splitlines()[-1])
+            print(f"{model}: {done.seconds:.0f} s. {json.dumps(measured)}", file=sys.stderr, flush=True)
+            found = {}
+            for case in (case for case in bed.cases if case.model == model):
+                prediction = whale.Plan.load(plans[case.name]).prediction
+                assert prediction is not None
+                found[case.name] = {
+                    **measured[case.name],
+                    "planned": prediction.step_seconds,
+                    "planned_bytes": [device.total for device in sorted(prediction.memory, key=lambda one: one.rank)],
+                    "predicted": predicted_from(measured_profile(folder, name, model), case, cluster, folder, trial),
+                }
+            kept[model].write_text(json.dumps(found))
+        return _results(bed, kept)
+
+
+def _results(bed: Bed, kept: Mapping[str, Path]) -> list[tuple[Case, Mapping[str, Any]]]:
+    found = {name: one for file in kept.values() for name, one in json.loads(file.read_text()).items()}
+    return [(case, found[case.name]) for case in bed.cases]
 
 
 def measured_profile(folder: Path, bed: str, model: str) -> Path:
@@ -262,11 +264,11 @@ def make_plan(
 # --- on the ranks
 
 
-def on_a_rank(bed: str, folder: Path, trial: bool, repeats: int) -> None:
+def on_a_rank(bed: str, model: str, folder: Path, trial: bool, repeats: int) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     world = initialize(timeout_seconds=300.0, device_type="cpu")
-    cases = BEDS[bed].cases
+    cases = [case for case in BEDS[bed].cases if case.model == model]
     steps, peaks = dict[str, Callable[[], object]](), dict[str, list[int]]()
     for case in cases:
         others = frozenset(living())
@@ -274,13 +276,9 @@ def on_a_rank(bed: str, folder: Path, trial: bool, repeats: int) -> None:
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, peak_of(step, others))
         peaks[case.name] = each
-    seconds: dict[str, list[float]] = {}
-    for model in dict.fromkeys(case.model for case in cases):
-        own = {case.name: steps[case.name] for case in cases if case.model == model}
-        made = between_steps(world, bed, folder, model, own, seconds, trial, repeats)
-        if world.rank == 0:
-            measured_profile(folder, bed, model).write_text(made.dumps())
+    made, seconds = between_steps(world, bed, folder, model, steps, trial, repeats)
     if world.rank == 0:
+        measured_profile(folder, bed, model).write_text(made.dumps())
         found = {
             name: {"seconds": statistics.median(each), "noise": noise(each), "bytes": peaks[name], "each": each}
             for name, each in seconds.items()
@@ -296,18 +294,15 @@ def between_steps(
     folder: Path,
     name: str,
     steps: Mapping[str, Callable[[], object]],
-    seconds: dict[str, list[float]],
     trial: bool,
     repeats: int,
-) -> ModelProfile:
-    """Run steps and measure layers in turn; *seconds* gets those of the steps, the profile those of the layers."""
+) -> tuple[ModelProfile, dict[str, list[float]]]:
+    """Run steps and measure layers and all-reduces in turn: the profile with those, and the steps' seconds."""
     model, whole = getattr(layouts, name)(**(TRIAL[name] if trial else {}))
     cluster = Cluster.load(os.environ["CLUSTER"], catalog=device_types())
     known = ModelProfile.load(folder / f"{bed}-{name}.profile.json")
     wanted = [(_numbers(degrees), _numbers(rows)) for model, degrees, rows in BEDS[bed].measured if model == name]
-    made, timed = time_in_turn(world, cluster, known, model, whole, steps, wanted, repeats=repeats)
-    seconds.update(timed)
-    return made
+    return time_in_turn(world, cluster, known, model, whole, steps, wanted, repeats=repeats)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
