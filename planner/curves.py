@@ -53,8 +53,12 @@ def interference(curves: Iterable[LinkCurve]) -> Interference | None:
     for each in told:
         for name, slowdown in zip(each.types, each.slowdowns, strict=True):
             slowdowns[name] = max(slowdown, slowdowns.get(name, 0.0))
-    waiting = max(each.waiting for each in told)
-    return Interference(types=tuple(slowdowns), slowdowns=tuple(slowdowns.values()), waiting=waiting)
+    return Interference(
+        types=tuple(slowdowns),
+        slowdowns=tuple(slowdowns.values()),
+        waiting=max(each.waiting for each in told),
+        stretch=max(each.stretch for each in told),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -178,7 +178,7 @@ class _Engine:
             self._emit(Event("idle", rank.index, start, end, peer=peer, reason=reason, after=rank.last_event))
 
     def _begin(self, rank: RankState, task: PricedTask, now: float) -> None:
-        rank.running = True
+        self._computes(rank, True, now)
         rank.slowed = rank.reducing is not None
         rank.start = rank.since = now
         rank.done = 0.0
@@ -215,7 +215,7 @@ class _Engine:
         self._launch(rank, now)
 
     def _task_done(self, rank: RankState, task: PricedTask, now: float) -> None:
-        rank.running = False
+        self._computes(rank, False, now)
         rank.version += 1
         rank.own_end = now
         event = Event(task.kind, rank.index, rank.start, now, task.stage, task.micro_batch, after=rank.after)
@@ -355,13 +355,29 @@ class _Engine:
             return
         if any(rank.buckets[rank.reduced] is not bucket for rank in members):
             return
-        bucket.start = now
+        bucket.start = bucket.since = now
+        bucket.left = bucket.seconds
         for rank in members:
             self._set_reducing(rank, bucket.slowdown[rank.index], now)
-        self._at(now + bucket.seconds, self._reduced, bucket)
+        self._set_pace(bucket, now)
+
+    def _set_pace(self, bucket: Bucket, now: float) -> None:
+        """Set the clock for the end of a reduction, which takes longer while any of its ranks computes."""
+        bucket.left = max(0.0, bucket.left - (now - bucket.since) * bucket.pace)
+        bucket.since = now
+        computes = bucket.stretch and any(self.ranks[rank].running for rank in bucket.ranks)
+        bucket.pace = 1 / (1 + bucket.stretch) if computes else 1.0
+        bucket.version += 1
+        self._at(now + bucket.left / bucket.pace, self._reduced, bucket)
+
+    def _computes(self, rank: RankState, computes: bool, now: float) -> None:
+        rank.running = computes
+        if rank.reducing is not None and (bucket := rank.buckets[rank.reduced]).stretch:
+            self._set_pace(bucket, now)
 
     def _reduced(self, bucket: Bucket, now: float) -> None:
         bucket.end = now
+        bucket.version += 1
         members = [self.ranks[rank] for rank in bucket.ranks]
         start, (launched, _, after) = bucket.start or 0.0, bucket.last
         if start > launched:  # it had to wait for another bucket of one of its ranks

@@ -75,10 +75,14 @@ class Bucket:
     ready: float
     stages: frozenset[int]
     slowdown: dict[int, float]  # by rank: of computation beside it
+    stretch: float  # how much longer it takes while a rank computes
     ranks: list[int] = field(default_factory=list)
     launched: int = 0
     last: tuple[float, int, int] = (0.0, -1, -1)  # when, on which rank and after which event it could start
     start: float | None = None
+    left: float = 0.0  # seconds on a free network, from *since* on
+    since: float = 0.0
+    pace: float = 1.0
     end: float = 0.0
     event: int = -1  # of one of its ranks
     version: int = 0
@@ -196,7 +200,12 @@ class _Pricing:
                     self.prices[rank][index] = _prices(stage, position)
         self.buckets = [
             Bucket(
-                index, reduction.seconds, reduction.ready, frozenset(reduction.stages), _slowdowns(workload, reduction)
+                index,
+                reduction.seconds,
+                reduction.ready,
+                frozenset(reduction.stages),
+                _slowdowns(workload, reduction),
+                reduction.stretch,
             )
             for index, reduction in enumerate(workload.reductions)
         ]

@@ -245,7 +245,8 @@ def _resources(time: LinkTime | None) -> tuple[str, ...]:
 
 
 def _term(reduction: Reduction) -> Hashable:
-    return reduction.stages, reduction.bytes, reduction.seconds, reduction.ready, bool(reduction.slowdown)
+    amounts = reduction.bytes, reduction.seconds, reduction.ready, reduction.stretch
+    return reduction.stages, amounts, bool(reduction.slowdown)
 
 
 # --- the quotient -----------------------------------------------------------------------------------------------------

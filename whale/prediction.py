@@ -587,6 +587,7 @@ def _reductions(
                 seconds=cost.seconds,
                 ready=1.0 if len(spec.stages) > 1 else min(1.0, done[key] / max(1, groups[key])),
                 slowdown=_slowdowns(costs, spec, cost.beside, backwards),
+                stretch=cost.beside.stretch if cost.beside is not None else 0.0,
             )
         )
     return tuple(found)

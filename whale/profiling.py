@@ -283,10 +283,10 @@ def _interference(
     is_it = _is_of(_identity(places, "all_reduce", ranks))
 
     def run(seconds: float) -> list[Any]:
-        slowdown, waiting = probe.interference(sizes[0], sizes[-1], two, device=world.device, seconds=seconds)
+        slowdown, waiting, stretch = probe.interference(sizes[0], sizes[-1], two, device=world.device, seconds=seconds)
         each: list[Any] = [None] * len(ranks)
         dist.all_gather_object(each, slowdown, group=two[0])
-        return [each, waiting]
+        return [each, waiting, stretch]
 
     def known(profile: ModelProfile) -> bool:
         return any(curve.beside is not None for curve in profile.links if is_it(curve))
@@ -296,7 +296,9 @@ def _interference(
         for rank, slowdown in zip(ranks, found[0], strict=True):
             name = places[rank].device_type
             slowdowns[name] = max(slowdown, slowdowns.get(name, 0.0))
-        beside = Interference(types=tuple(slowdowns), slowdowns=tuple(slowdowns.values()), waiting=found[1])
+        beside = Interference(
+            types=tuple(slowdowns), slowdowns=tuple(slowdowns.values()), waiting=found[1], stretch=found[2]
+        )
         links = [curve.model_copy(update={"beside": beside}) if is_it(curve) else curve for curve in profile.links]
         return profile.model_copy(update={"links": tuple(links)})
 

@@ -62,7 +62,14 @@ def workloads(draw: st.DrawFn, *, shares_links: bool = False, slows: bool = Fals
             for a, b in ends
         ),
         reductions=tuple(
-            Reduction(ranks=sets[index], stages=(index,), bytes=1, seconds=draw(seconds), ready=draw(ready))
+            Reduction(
+                ranks=sets[index],
+                stages=(index,),
+                bytes=1,
+                seconds=draw(seconds),
+                ready=draw(ready),
+                stretch=draw(st.sampled_from([0.0, 1.0])) if slows else 0.0,
+            )
             for index in reversed(range(num_sets))
             for ready in (st.sampled_from([0.0, 0.25, 0.5]), st.just(1.0))
         ),

@@ -171,6 +171,19 @@ def test_a_bucket_may_slow_each_rank_down_in_its_own_measure() -> None:
     """)
 
 
+def test_a_bucket_may_take_longer_while_its_ranks_compute() -> None:
+    one = Reduction(ranks=(0, 1), stages=(0,), bytes=1, seconds=2.0, ready=0.5, slowdown=(0.0, 0.0), stretch=1.0)
+    workload = Workload(
+        world_size=2, micro_batches=1, stages=(stage_work((0, 1), backward=(4.0, 4.0)),), reductions=(one,)
+    )
+    assert drawing_of(simulate(workload)) == parse_drawing("""
+        rank 0    |F0B0------rr|
+        0 reduce  |......r0----|
+        1 reduce  |......r0----|
+        rank 1    |F0B0------rr|
+    """)
+
+
 def test_a_bucket_of_two_stages_waits_for_the_later_one() -> None:
     workload = chain_workload(2, 1)
     tied = Reduction(ranks=(0, 1), stages=(0, 1), bytes=1, seconds=1.0)

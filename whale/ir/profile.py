@@ -219,12 +219,14 @@ class Interference(Record):
     """What a large all-reduce does to the other work of its ranks while it is on its way.
 
     ``slowdowns`` say for each of the device ``types`` by how much computation takes longer (1: twice as long);
-    ``waiting`` is how many seconds longer a small all-reduce of the same ranks takes, which stands in the same queues.
+    ``waiting`` is how many seconds longer a small all-reduce of the same ranks takes, which stands in the same queues;
+    ``stretch`` by how much the large one itself takes longer while its ranks compute.
     """
 
     types: tuple[str, ...]
     slowdowns: tuple[NonNegative, ...]
     waiting: NonNegative = 0.0
+    stretch: NonNegative = 0.0
 
     @model_validator(mode="after")
     def _has_an_entry_for_each(self) -> Self:

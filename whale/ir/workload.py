@@ -68,7 +68,7 @@ class Reduction(Record):
     """A bucket of gradients that ``ranks`` sum once the backwards of ``stages`` are done; ``seconds`` on a free
     network. ``ready`` is how much of the last backward must be done before it can start (1: all of it); ``slowdown``
     is, of each of ``ranks``, how much longer computation takes beside it (0.1 is 10%; empty: the workload's
-    ``overlap_slowdown``)."""
+    ``overlap_slowdown``); ``stretch`` is how much longer it takes itself while any of them computes."""
 
     ranks: tuple[Rank, ...]
     stages: tuple[Annotated[int, Field(ge=0)], ...]
@@ -76,6 +76,7 @@ class Reduction(Record):
     seconds: Seconds
     ready: Annotated[float, Field(ge=0, le=1)] = 1.0
     slowdown: tuple[Seconds, ...] = ()
+    stretch: Seconds = 0.0
 
 
 class LinkTime(Record):

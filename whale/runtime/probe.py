@@ -45,6 +45,8 @@ MAX_WINDOWS = 9
 MIN_TURNS = 3
 MOST_LARGE = 64
 """All-reduces that are on their way at the same time."""
+CHUNKS = 32
+"""Into which computation beside them is cut, so that it ends soon after they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,18 +214,18 @@ def interference(
     *,
     device: torch.device,
     seconds: float,
-) -> tuple[float, float]:
-    """What large all-reduces do to the other work of their ranks meanwhile: by how much a matrix product on this one
-    takes longer (1: twice as long), and how many seconds longer a small all-reduce takes. Medians of some turns.
+) -> tuple[float, float, float]:
+    """What large all-reduces do to the other work of their ranks meanwhile, and it to them: by how much a matrix
+    product on this one takes longer (1: twice as long), how many seconds longer a small all-reduce takes, and by how
+    much the large ones take longer while all ranks compute. Medians of some turns.
 
-    *groups* are two of these ranks: collectives of one group follow each other. The products take an eighth of the time
-    that the large all-reduces take alone, so that these are still on their way when they end.
+    *groups* are two of these ranks: collectives of one group follow each other.
     """
     beside = _Beside(small_bytes, large_bytes, groups, device)
     estimate = _largest(groups[0], device)(_wall(beside.turn, 1, device))
     turns = [beside.turn() for _ in range(min(max(MIN_TURNS, int(seconds / max(estimate, 1e-7))), MAX_WINDOWS))]
-    alone, loaded, waited = (median(each) for each in zip(*turns, strict=True))
-    return max(0.0, loaded / alone - 1), max(0.0, waited)
+    slower, waited, longer = (max(0.0, median(each)) for each in zip(*turns, strict=True))
+    return slower, waited, longer
 
 
 class _Beside:
@@ -243,20 +245,33 @@ class _Beside:
         once = agree(_wall(lambda: self._wait(self._start()), 1, device))
         self.large = [large.clone() for _ in range(min(MOST_LARGE, ceil(8 * WINDOW_SECONDS / max(once, 1e-7))))]
         self._products()
-        self.products = max(1, int(once * len(self.large) / 8 / self._products()))
+        # So few that a number of them end while the large ones are on their way.
+        self.products = max(1, int(once * len(self.large) / CHUNKS / self._products()))
 
     def turn(self) -> tuple[float, float, float]:
-        """Seconds of the products alone and beside, and by how much longer the small all-reduce takes beside."""
-        self._small()  # the ranks have met
-        met = self._small()
-        alone = self._products()
-        self._small()
+        """By how much products take longer beside, how many seconds longer the small all-reduce, and by how much the
+        large ones beside products."""
+        self._meet()
+        alone = self._timed(lambda: [self._products() for _ in range(CHUNKS // 4)]) / (CHUNKS // 4)
+        self._meet()
+        free = self._timed(lambda: self._wait(self._start()))
+        met = self._meet()
         works = self._start()
         self._small()
-        queued = self._small()
-        loaded = self._products()
+        waited = self._small() - met
         self._wait(works)
-        return alone, loaded, queued - met
+        self._meet()
+        count, taken, works = 0, 0.0, self._start()
+        while not all(work is None or work.is_completed() for work in works):
+            taken += self._products()
+            count += 1
+        self._wait(works)
+        return taken / max(count, 1) / alone - 1, waited, taken / free - 1
+
+    def _meet(self) -> float:
+        """Let all ranks meet; seconds of a small all-reduce after they have."""
+        self._small()
+        return self._small()
 
     def _start(self) -> list[Any]:
         return [dist.all_reduce(each, group=self.groups[1], async_op=True) for each in self.large]
