@@ -30,8 +30,9 @@ def layer(
     kept: float = 1e6,
     output: float = 1e4,
     name: str = "layer",
+    ahead: float = 1 / 3,
 ) -> LayerKind:
-    """A kind of layer that takes *seconds* a row on each type, a third of them forward, and *fixed* besides; degree
+    """A kind of layer that takes *seconds* a row on each type, *ahead* of them forward, and *fixed* besides; degree
     t takes 1 / t of it and a tenth more for its collectives."""
     times = []
     for device, spent in seconds.items():
@@ -44,8 +45,8 @@ def layer(
                     device_type=device,
                     tensor_degree=degree,
                     rows=rows,
-                    forward=tuple(value / 3 for value in both),
-                    backward=tuple(value * 2 / 3 for value in both),
+                    forward=tuple(value * ahead for value in both),
+                    backward=tuple(value * (1 - ahead) for value in both),
                     update=(1e-4 / degree,) * 2,
                     includes_communication=True,
                 )

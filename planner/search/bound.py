@@ -36,6 +36,9 @@ without beta add up to an integral of 1 - y within [0, 1]. (For the first stage,
 the least that a chain of stages pays is a shortest path over cuts; if it is more than the right side, no plan takes
 less than x. Any v, eta, beta and F are valid (weak duality); they are moved while that helps.
 
+A kind of slices that stands for several numbers of rows takes what the fewest take and charges what the most would:
+with less of either T is no longer (what goes off are M - 1 forwards at most, and all M count).
+
 Complexity: O(stretches x slices) for each x and move, where stretches of the same layers count once, and some moves for
 each number of rows that can be the best; the number of devices does not matter. Taken for granted is what `slices` says
 of its prices, and that rows are divided by speed, so that those of a slice tell how many there are at least.
@@ -311,9 +314,9 @@ class _Case:
 
     @cached_property
     def _busy(self) -> Array:
-        """Seconds of a step: work, sums of gradients, updates."""
+        """Seconds of a step: work, sums of gradients, updates; of a range of rows with the fewest of them."""
         slices = self.slices
-        worked: Array = self.batch * self._over(slices.work) / slices.nums[self._type] / self._devices
+        worked: Array = self.batch / self.rows * (self._forward + self._over(slices.backward))
         return worked + self._over(slices.gradients) * self._pace + self._over(slices.update)
 
     @cached_property

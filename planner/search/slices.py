@@ -1,9 +1,10 @@
 """What a row of a micro-batch may find itself on: the kinds of data slices that a stage may have, and what parts of the
 chain take there, from below.
 
-A kind is a device type, a tensor degree and a number of rows; beyond a few rows a range of them, whose better end
-counts. Groups are priced where their devices are next to each other in a node. Between numbers of rows that are priced
-a layer is taken to need no less a row than at the nearer of both. The bound is made of these; they know no stages.
+A kind is a device type, a tensor degree and a number of rows; beyond a few rows a range of them, which takes what the
+fewest take and as few devices as if all had the most. Groups are priced where their devices are next to each other in a
+node. Between numbers of rows that are priced a layer is taken to need no less a row than at the nearer of both. The
+bound is made of these; they know no stages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 NEVER = 1e30
 """Seconds of what cannot be."""
 
-SINGLE_ROWS, PER_OCTAVE = 8, 2
+SINGLE_ROWS, PER_OCTAVE = 16, 4
 """Up to so many rows each number is a kind of its own; then there are so many from a power of two to the next."""
 
 NUMBERS = (2, 4, 16, 64, 256)
@@ -142,8 +143,8 @@ class Slices:
 def _ranges(most: int) -> Iterator[tuple[int, int]]:
     """Numbers of rows from one to *most* in ranges, first and last.
 
-    >>> list(_ranges(11))[-3:]
-    [(7, 7), (8, 8), (9, 11)]
+    >>> list(_ranges(22))[-3:]
+    [(16, 16), (17, 20), (21, 22)]
     """
     first = 1
     while first <= most:

@@ -63,6 +63,7 @@ def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
             kept=draw(st.sampled_from([1e5, 2e7])),
             output=draw(st.sampled_from([1e3, 1e6])),
             name=str(index),
+            ahead=draw(st.sampled_from([1 / 3, 0.1, 0.6])),
         )
         for index, seconds in enumerate(speeds)
     ]
@@ -133,8 +134,42 @@ def test_no_other_plan_is_faster(case: Case) -> None:
     found = search(case.profile, case.cluster, batch=case.batch, settings=case.settings)
     assert found.exact
     assert found.best.prediction.step_seconds == pytest.approx(min(possible), rel=1e-6)
-    bound = bound_seconds(meshes_of(case), case.batch, numbers_of_micro_batches(case), case.schedules)
-    assert 0 < bound <= min(possible) * (1 + 1e-9)
+    for bound in bounds_of(case, numbers_of_micro_batches(case)):
+        assert 0 < bound <= min(possible) * (1 + 1e-9)
+
+
+def bounds_of(case: Case, counts: list[int]) -> Iterator[float]:
+    """The bound, and that with numbers of rows taken together, as of large cases."""
+    yield bound_seconds(meshes_of(case), case.batch, counts, case.schedules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whale.planner.search.slices.SINGLE_ROWS", 1)
+        patch.setattr("whale.planner.search.slices.PER_OCTAVE", 1)
+        yield bound_seconds(meshes_of(case), case.batch, counts, case.schedules)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Case, Candidate]:
+    """Any plan of a case that is too large to try all."""
+    case = draw(cases(max_devices=8, max_layers=10))
+    num_layers, num = len(case.profile.layers), len(case.cluster.devices)
+    depth = draw(st.integers(1, min(num, num_layers)))
+    first = draw(st.permutations(range(num)))[:depth]
+    places = [first.index(rank) if rank in first else draw(st.integers(-1, depth - 1)) for rank in range(num)]
+    members = [tuple(rank for rank in range(num) if places[rank] == stage) for stage in range(depth)]
+    cuts = sorted(draw(st.permutations(range(1, num_layers)))[: depth - 1])
+    degrees = [draw(st.sampled_from([degree for degree in DEGREES if len(own) % degree == 0])) for own in members]
+    count = draw(st.sampled_from(numbers_of_micro_batches(case)))
+    schedule = draw(st.sampled_from(case.schedules))
+    return case, scored(case, members, (0, *cuts, num_layers), degrees, count, schedule)
+
+
+@settings(max_examples=3 * EXAMPLES, deadline=None)
+@given(plans())
+def test_no_plan_is_faster_than_the_bound(drawn: tuple[Case, Candidate]) -> None:
+    case, plan = drawn
+    if plan.prediction.fits:
+        for bound in bounds_of(case, [plan.micro_batches]):
+            assert 0 < bound <= plan.prediction.step_seconds * (1 + 1e-9)
 
 
 @settings(max_examples=20, deadline=None)

@@ -35,6 +35,14 @@ def test_of_one_device_it_is_the_step() -> None:
     assert bound(1) == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.parametrize("rows", [9, 10, 13, 17, 18, 100])
+def test_it_is_no_more_than_the_step_where_slices_have_many_rows(rows: int) -> None:
+    """Ranges of rows are one kind of slices: four devices, with so many rows each."""
+    profile = chain([layer({FAST.name: 0.01}, parameters=1e5)], (0,) * 4)
+    meshes = meshes_of(profile, Cluster.of([("node", FAST)] * 4, intra=ROOMY))
+    assert 0.8 * rows * 4 * 0.01 < bound_seconds(meshes, 4 * rows, [1]) < rows * 4 * 0.01 + 4e-3
+
+
 def test_replicas_that_cost_nothing_leave_the_work_alone() -> None:
     assert 1 <= bound(2) < 1.05
 
