@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.planner.optimizers import costs_of
 from whale.planner.precision import Precision, precision_named
 from whale.planner.silicon import silicon_of
 
@@ -142,6 +143,7 @@ def layer_seconds(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
     expert_degree: int = 1,
+    optimizer: str | None = None,
     optimizer_shards: int = 1,
     accumulate: bool = True,
     num_micro_batches: int = 1,
@@ -160,6 +162,8 @@ def layer_seconds(
         recompute: what the backward computes again.
         sequence_parallel: whether the tensor group also divides what is not split.
         expert_degree: devices over which experts are divided.
+        optimizer: as `whale.planner.optimizers` knows it, run by torch in the number type of the run; None: a fused
+            Adam that may have master weights.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
         accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
         num_micro_batches: of a step, of which the first adds nothing up, where that was measured.
@@ -178,7 +182,8 @@ def layer_seconds(
     variant = variant_of(kind, tensor_degree)
     parameters = variant.parameters - variant.expert_parameters * (1 - 1 / expert_degree)
     silicon = silicon_of(device)
-    update = parameters / optimizer_shards * MASTER_BYTES[number.mixed] / (device.memory_bandwidth * silicon.bandwidth)
+    stepped = MASTER_BYTES[number.mixed] if optimizer is None else costs_of(optimizer).moved * number.element_bytes
+    update = parameters / optimizer_shards * stepped / (device.memory_bandwidth * silicon.bandwidth)
     forward_collectives = _collectives(variant.forward_communications, rows, number)
     backward_collectives = _collectives(variant.backward_communications, rows, number)
     if recompute == "full":

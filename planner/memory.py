@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
 from whale.planner.compute import Recompute, element_bytes, num_scores, variant_of
+from whale.planner.optimizers import costs_of
 from whale.planner.precision import Precision
 
 __all__ = [
     "FRAGMENTATION",
+    "MESSAGES",
     "StateBytes",
     "framework_bytes",
     "gradient_bytes",
     "kept_bytes",
+    "message_bytes",
+    "run_kept_bytes",
+    "run_state_bytes",
+    "run_working_bytes",
     "state_bytes",
+    "wasted_share",
     "working_bytes",
 ]
 
@@ -39,6 +46,10 @@ runs, whose peaks are those of the device."""
 FRAGMENTATION = 0.08
 """What the caching allocator reserves beyond the activations that are alive: calibrated on the runs with a measured
 peak of published_calibration.csv and of Sailor."""
+
+MESSAGES = 4
+"""Micro-batches whose messages a rank of a full pipeline has on their way at a time, as a rule: they are dropped a few
+tasks after they were sent."""
 
 _CHEAP = frozenset({"rms_norm", "layer_norm", "silu", "gelu", "mul", "dropout"})
 """What selective recomputation makes again where attention is fused, by the operator that made it: all that takes
@@ -191,3 +202,62 @@ def _scores(variant: LayerVariant, precision: Precision) -> list[Saved]:
             size = Amount(elements=Affine(num * fixed, num * per_row), bytes=Affine(mask * fixed, mask * per_row))
             found.append(Saved(origin="scores", size=size, split=kernel.split, attention=True))
     return found
+
+
+# --- as Whale runs it -------------------------------------------------------------------------------------------------
+# The amounts above are those of stacks like Megatron's. These are of PyTorch's own operators, autograd and optimizers,
+# in the number type of the model: what `whale.occupancy` counts of a compiled step.
+
+
+def wasted_share(device: DeviceType) -> float:
+    """The part of the activations that an allocator reserves beyond them: that of CUDA does, for its blocks."""
+    return 0.0 if device.is_processor else FRAGMENTATION
+
+
+def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precision, optimizer: str) -> StateBytes:
+    """What so many parameters of a device take, and so many that are not trained.
+
+    >>> from whale.planner.precision import precision_named
+    >>> half = precision_named("bf16")
+    >>> [run_state_bytes(1e9, precision=half, optimizer=name).total / 1e9 for name in ("adamw", "sgd")]
+    [8.0, 4.0]
+    """
+    size = precision.element_bytes
+    return StateBytes(
+        parameters=(parameters + frozen) * size,
+        gradients=parameters * size,
+        optimizer=parameters * size * costs_of(optimizer).states,
+    )
+
+
+def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, rows: float, precision: Precision) -> float:
+    """What one micro-batch keeps of a layer from its forward to its backward: all that autograd does."""
+    if not kind.variants:
+        return 0.0 if kind.activations is None else kind.activations.total(rows, precision.element_bytes)
+    saved = variant_of(kind, tensor_degree).saved
+    return sum(value.size.total(rows, precision.element_bytes) for value in saved)
+
+
+def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
+    """What a stage holds of micro-batches because they cross its ends, each with so many bytes: with *held* in flight
+    what each of them handed on, until its backward, and what is on its way. (What entered is kept by who reads it.)"""
+    return max(0, MESSAGES - held) * entering + (held + MESSAGES - 1) * leaving
+
+
+def run_working_bytes(
+    kind: LayerKind, *, tensor_degree: int = 1, rows: float, precision: Precision, one_by_one: int = 0
+) -> float:
+    """What a layer needs besides while it runs, forward or backward, the gradient of a weight before it is added to the
+    others included; or the optimizer, if it takes *one_by_one* so many tensors of the size of a parameter.
+
+    Profiles that do not say it have an estimate.
+    """
+    if not kind.variants:
+        return 0.0
+    variant, size = variant_of(kind, tensor_degree), precision.element_bytes
+    if variant.working:
+        found = max(amount.total(rows, size) for amount in variant.working)
+    else:
+        found = working_bytes(kind, tensor_degree=tensor_degree, rows=rows, precision=precision, fused_attention=True)
+    kept = run_kept_bytes(kind, tensor_degree=tensor_degree, rows=rows, precision=precision)
+    return max(0.0, found, one_by_one * variant.largest * size - kept)  # what is kept is gone by then

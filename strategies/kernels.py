@@ -1,4 +1,5 @@
-"""What a local program computes and keeps: its kernels forward and backward, and the tensors that autograd saves.
+"""What a local program computes and keeps: its kernels forward and backward, the tensors that autograd saves, and how
+much is alive meanwhile.
 
 The program runs on the meta device, without data, operator by operator; a dispatch mode sees every kernel that would
 run. Fused attention, dropout and products with experts run here as the one kernel that they are on an accelerator, not
@@ -7,6 +8,7 @@ as the meta device would spell them out. Knows no prices.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,31 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
 from whale.runtime.collectives import Bridge
-from whale.runtime.experts import product_of_groups
 from whale.runtime.stage import LocalGraph, LocalProgram
+from whale.strategies.fused import FUSED, Traffic
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.rehearsal import WithoutData, forward_without_data, rehearsing
 
-__all__ = ["Traffic", "KernelRun", "Kept", "Trace", "trace"]
+__all__ = ["KernelRun", "Kept", "Trace", "trace"]
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """``elements`` of the number type that the run has, and ``bytes`` of others."""
-
-    elements: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(elements=self.elements + other.elements, bytes=self.bytes + other.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +67,15 @@ class Kept:
 
 @dataclass(kw_only=True)
 class Trace:
-    """What one run of a layer showed."""
+    """What one run of a layer showed. ``alive`` is what it had in memory whenever something was made, without what is
+    there before it and after it: parameters, their gradients, and the batch."""
 
     forward: list[KernelRun] = field(default_factory=list)
     backward: list[KernelRun] = field(default_factory=list)
     forward_calls: tuple[CollectiveCall, ...] = ()
     backward_calls: tuple[CollectiveCall, ...] = ()
     kept: list[Kept] = field(default_factory=list)
+    alive: list[Traffic] = field(default_factory=list)
 
 
 def trace(captured: Captured, stage: PlacedStage, program: LocalProgram, micro_batch: int, dtype: torch.dtype) -> Trace:
@@ -94,20 +88,26 @@ def trace(captured: Captured, stage: PlacedStage, program: LocalProgram, micro_b
     watched = replace(program, micro_batch=LocalGraph(_Watched(graph, recorder), graph.sources))  # type: ignore[arg-type]
     found = Trace()
     with rehearsing(program) as calls, recorder, torch.enable_grad():
-        roots, seeds = forward_without_data(captured, stage, 0, watched, micro_batch)
+        roots, seeds = forward_without_data(captured, stage, 0, watched, micro_batch, gradients=True)
         found.forward_calls = tuple(calls)
         found.forward, recorder.kernels = recorder.kernels, []
         calls.clear()
-        if roots:
+        sent = {recorder.number(x) for x in roots}
+        edges = [get_gradient_edge(x) for x in roots]
+        del roots  # only who reads them keeps them
+        if edges:
             with recorder.recording(None):
-                torch.autograd.backward(roots, seeds)
+                torch.autograd.backward(edges, seeds)
     found.backward, found.backward_calls = recorder.kernels, tuple(calls)
-    found.kept = recorder.kept(roots)
+    found.kept, found.alive = recorder.kept(sent), recorder.alive
     return found
 
 
 class _Recorder(WithoutData):
-    """Notes every kernel that runs while it is told whose they are, and every tensor that autograd saves."""
+    """Notes every kernel that runs while it is told whose they are, every tensor that autograd saves, and what lives.
+
+    Storages have numbers, in the order in which they are made, because an address is used again.
+    """
 
     def __init__(self, stage: PlacedStage, dtype: torch.dtype) -> None:
         super().__init__()
@@ -115,13 +115,46 @@ class _Recorder(WithoutData):
         self.kernels: list[KernelRun] = []
         self.node: fx.Node | None = None
         self.on = False
-        self.saved: dict[int, tuple[Tensor, fx.Node | None]] = {}
-        self.made: dict[int, tuple[Tensor, fx.Node | None]] = {}  # by storage: who computed it
+        self.saved: dict[int, tuple[Traffic, fx.Node | None]] = {}
+        self.made: dict[int, fx.Node | None] = {}  # by storage: who computed it
         self.visible: dict[int, tuple[fx.Node, nn.Module | None]] = {}  # by storage: the node that returned it
-        self.alive: list[Tensor] = []  # so that no storage takes the place of another
         self.claimed: set[Any] = set()
-        self.given: dict[int, Tensor] = {}
-        self.received: dict[int, Tensor] = {}
+        self.given: set[int] = set()
+        self.received: set[int] = set()
+        self.alive: list[Traffic] = []
+        self._now = Traffic()
+        self._count = self._before = 0
+        self._storages: dict[int, tuple[int, Any]] = {}  # by address: number, and a reference that tells of its end
+        self._counted: dict[int, Traffic] = {}  # by number: of those that are alive
+
+    def number(self, x: Tensor) -> int:
+        """That of a tensor's storage."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return self._storages[key][0]
+        number = self._count = self._count + 1
+
+        def gone(_: object) -> None:
+            del self._storages[key]
+            self._now -= self._counted.pop(number, Traffic())
+
+        self._storages[key] = number, weakref.ref(storage, gone)
+        return number
+
+    def count(self, x: Tensor) -> None:
+        """Let a tensor be among what is alive, until its storage is gone, unless it was there before."""
+        number = self.number(x)
+        if number not in self._counted and number > self._before:
+            self._counted[number] = self._size(x)
+            self._now += self._counted[number]
+            self.alive.append(self._now)
+
+    def begin(self, received: Sequence[Tensor]) -> None:
+        """Forget what is there before the layer, but for what it receives."""
+        self._counted = {self.number(x): self._size(x) for x in received}
+        self._now, self._before = sum(self._counted.values(), Traffic()), self._count
+        self.alive = [self._now]
 
     @contextmanager
     def recording(self, node: fx.Node | None) -> Iterator[None]:
@@ -135,6 +168,9 @@ class _Recorder(WithoutData):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.count(x)
         if self.on:
             self._note(func, args, kwargs or {}, result)
         return result
@@ -143,10 +179,10 @@ class _Recorder(WithoutData):
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         for x in outputs:
-            self.made.setdefault(_storage(x), (x, self.node))
+            self.made.setdefault(self.number(x), self.node)
         packet = func._overloadpacket
-        storages = {_storage(x) for x in inputs}
-        view = not func._schema.is_mutable and all(_storage(x) in storages for x in outputs)
+        storages = {self.number(x) for x in inputs}
+        view = not func._schema.is_mutable and all(self.number(x) in storages for x in outputs)
         if packet in _NOTHING or view:
             return
         read, written = _TOUCHES.get(packet, _all)(inputs, outputs)
@@ -188,12 +224,16 @@ class _Recorder(WithoutData):
         once."""
         total, seen = Traffic(), set[tuple[Any, ...]]()
         for x in tensors:
-            key = (_storage(x), x.storage_offset(), tuple(x.shape), tuple(x.stride()))
+            key = (self.number(x), x.storage_offset(), tuple(x.shape), tuple(x.stride()))
             if key not in seen:
                 count = prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size)
                 total += self._traffic(count, x)
             seen.add(key)
         return total
+
+    def _size(self, x: Tensor) -> Traffic:
+        """Of a tensor's storage."""
+        return self._traffic(x.untyped_storage().nbytes() // x.element_size(), x)
 
     def _traffic(self, count: int, x: Tensor) -> Traffic:
         same = x.dtype == self.dtype
@@ -215,28 +255,27 @@ class _Recorder(WithoutData):
 
     def save(self, x: Tensor) -> Tensor:
         """Called by autograd for every tensor that it keeps."""
-        self.saved.setdefault(_storage(x), (x, self.node))
+        self.saved.setdefault(self.number(x), (self._size(x), self.node))
         return x
 
-    def kept(self, roots: Sequence[Tensor]) -> list[Kept]:
+    def kept(self, sent: set[int]) -> list[Kept]:
         """What autograd kept, each storage once, without what was given: parameters, buffers and the batch."""
-        leaving = {_storage(x) for x in roots}
         found = []
-        for storage, (x, node) in self.saved.items():
+        for storage, (size, node) in self.saved.items():
             if storage in self.given:
                 continue
             received = storage in self.received
-            maker = self.made.get(storage, (x, node))[1]
+            maker = self.made.get(storage, node)
             shown = self.visible.get(storage)
             split = self._is_part(*shown) if shown else self._works_in_parts(maker)
             found.append(
                 Kept(
-                    size=self._traffic(x.untyped_storage().nbytes() // x.element_size(), x),
+                    size=size,
                     source=None if received else _source(maker),
                     split=split and not received,
                     visible=shown is not None,
                     received=received,
-                    sent=storage in leaving,
+                    sent=storage in sent,
                 )
             )
         return found
@@ -246,8 +285,7 @@ class _Recorder(WithoutData):
         stack = []
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor):
-                self.visible.setdefault(_storage(x), (node, module))
-                self.alive.append(x)
+                self.visible.setdefault(self.number(x), (node, module))
                 stack.append(x.grad_fn)
         while stack:
             function = stack.pop()
@@ -271,8 +309,9 @@ class _Watched:
 
     def __call__(self, *args: Any) -> Any:
         for (kind, _), x in zip(self.graph.sources, args, strict=True):
-            table = self.recorder.received if kind == "received" else self.recorder.given
-            table[_storage(x)] = x
+            numbers = self.recorder.received if kind == "received" else self.recorder.given
+            numbers.add(self.recorder.number(x))
+        self.recorder.begin([x for (kind, _), x in zip(self.graph.sources, args, strict=True) if kind == "received"])
         return _Interpreter(self.graph.module, self.recorder).run(*args)
 
 
@@ -292,174 +331,13 @@ class _Interpreter(fx.Interpreter):
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fused = _FUSED.get(target)
+        fused = FUSED.get(target)
         return fused(self.recorder, *args, **kwargs) if fused else super().call_function(target, args, kwargs)
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _source(node: fx.Node | None) -> fx.Node | None:
     """The node of the captured graph that a node of a local one comes from."""
     return node.meta.get("source") if node is not None else None
-
-
-# --- kernels that the meta device would spell out ---------------------------------------------------------------------
-
-
-class _Attention(torch.autograd.Function):
-    """Fused attention (Dao et al. 2022): keeps its operands, its result and a statistic for each row of scores."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, recorder: _Recorder, name: str,
-        causal: bool,
-    ) -> Tensor:  # fmt: skip
-        *outer, length, _ = query.shape
-        size = value.shape[-1]
-        if len(outer) == 2:  # laid out as the projection that follows reads it
-            result = query.new_empty(outer[0], length, outer[1], size).transpose(1, 2)
-        else:
-            result = query.new_empty(*outer, length, size)
-        statistic = query.new_empty(*outer, length, dtype=torch.float32)
-        given = [x for x in (query, key, value, mask) if x is not None]
-        ctx.save_for_backward(*given, result, statistic)
-        ctx.recorder, ctx.name, ctx.causal, ctx.masked = recorder, name, causal, mask is not None
-        ctx.work = _Attention.work(query, key, value)
-        dims, flops = ctx.work
-        recorder.add(
-            name=name, kind="attention", dims=dims, flops=flops, causal=causal,
-            read=recorder.traffic(given), written=recorder.traffic([result, statistic]),
-        )  # fmt: skip
-        return result
-
-    @staticmethod
-    def work(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], int]:
-        """Dims and operations of the two products."""
-        batch, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
-        columns = key.shape[-2]
-        return (batch, length, columns, size), 2 * batch * length * columns * (size + value.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        tensors, recorder = ctx.saved_tensors, ctx.recorder
-        given = tensors[: 3 + ctx.masked]
-        grads = [torch.empty_like(x) for x in given]
-        dims, flops = ctx.work
-        recorder.add(  # five products where the forward has two: the scores are computed again
-            name=f"{ctx.name}_backward", kind="attention", dims=dims, flops=flops * 5 // 2, causal=ctx.causal,
-            read=recorder.traffic([*tensors, grad]), written=recorder.traffic(grads[:3]),
-        )  # fmt: skip
-        mask = grads[3] if ctx.masked and ctx.needs_input_grad[3] else None
-        return *grads[:3], mask, None, None, None
-
-
-def _attention(
-    recorder: _Recorder,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    name = "aten.scaled_dot_product_attention" + ("+dropout" if dropout_p else "")
-    return _Attention.apply(query, key, value, attn_mask, recorder, name, is_causal)
-
-
-def _dropout(recorder: _Recorder, x: Tensor, p: float, train: bool) -> Tensor:
-    return aten.native_dropout.default(x, p, True)[0] if train and p else x
-
-
-class _RootMeanSquare(torch.autograd.Function):
-    """Fused RMS norm: keeps its input and a statistic for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, size: int, recorder: _Recorder) -> Tensor:
-        result = torch.empty_like(x)
-        statistic = x.new_empty(x.numel() // size, dtype=torch.float32)
-        ctx.save_for_backward(x, statistic, *([] if weight is None else [weight]))
-        ctx.recorder = recorder
-        given = [t for t in (x, weight) if t is not None]
-        _RootMeanSquare.note(recorder, "aten._fused_rms_norm", given, [result, statistic])
-        return result
-
-    @staticmethod
-    def note(recorder: _Recorder, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """A kernel that moves data only."""
-        moved = recorder.traffic(read), recorder.traffic(written)
-        recorder.add(name=name, kind="memory", dims=(), flops=0, read=moved[0], written=moved[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, statistic, *weight = ctx.saved_tensors
-        grads = [torch.empty_like(t) for t in (x, *weight)]
-        name = "aten._fused_rms_norm_backward"
-        _RootMeanSquare.note(ctx.recorder, name, [grad, x, statistic, *weight], grads)
-        return grads[0], grads[1] if weight else None, None, None
-
-
-def _rms_norm(
-    recorder: _Recorder, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    return _RootMeanSquare.apply(x, weight, prod(shape), recorder)
-
-
-class _Grouped(torch.autograd.Function):
-    """Rows times the matrix of their group, each matrix read once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrices: Tensor, ends: Tensor, recorder: _Recorder) -> Tensor:
-        result = x.new_empty(x.shape[0], matrices.shape[-1])
-        ctx.save_for_backward(x, matrices, ends)
-        ctx.recorder = recorder
-        _Grouped.note(recorder, "aten._grouped_mm", x, matrices, result)
-        return result
-
-    @staticmethod
-    def note(recorder: _Recorder, name: str, x: Tensor, matrices: Tensor, result: Tensor) -> None:
-        """A product of *x* and *matrices*, or of two of the three for the third."""
-        count, inner, width = matrices.shape
-        operands = {id(t): t for t in (x, matrices, result)}
-        *given, made = operands.values()
-        recorder.add(
-            name=name, kind="grouped_matmul", dims=(count, x.shape[0], width, inner),
-            flops=2 * x.shape[0] * width * inner, read=recorder.traffic(given), written=recorder.traffic([made]),
-        )  # fmt: skip
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, matrices, _ = ctx.saved_tensors
-        grad_x, grad_matrices = torch.empty_like(x), torch.empty_like(matrices)
-        _Grouped.note(ctx.recorder, "aten._grouped_mm", grad, matrices.transpose(1, 2), grad_x)
-        count, inner, width = matrices.shape
-        ctx.recorder.add(
-            name="aten._grouped_mm", kind="grouped_matmul", dims=(count, inner, width, x.shape[0]),
-            flops=2 * x.shape[0] * width * inner,
-            read=ctx.recorder.traffic([x, grad]), written=ctx.recorder.traffic([grad_matrices]),
-        )  # fmt: skip
-        return grad_x, grad_matrices, None, None
-
-
-def _products(
-    recorder: _Recorder, x: Tensor, matrices: Tensor, order: Tensor, inverse: Tensor, ends: Tensor, kernel: Any
-) -> Tensor:
-    def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        return _Grouped.apply(x, matrices, ends, recorder)
-
-    return product_of_groups(x, matrices, order, inverse, ends, grouped)
-
-
-_FUSED: dict[Any, Callable[..., Any]] = {
-    aten.scaled_dot_product_attention.default: _attention,
-    aten.dropout.default: _dropout,
-    aten.rms_norm.default: _rms_norm,
-    product_of_groups: _products,
-}
 
 
 # --- what a kernel does -----------------------------------------------------------------------------------------------

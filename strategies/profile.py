@@ -20,7 +20,8 @@ from whale.graph.capture import Batch, Captured, batch_leaves
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
-from whale.strategies.kernels import Kept, KernelRun, Trace, Traffic, trace
+from whale.strategies.fused import Traffic
+from whale.strategies.kernels import Kept, KernelRun, Trace, trace
 from whale.strategies.layers import LayeredModel, default_dtype, layered
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.regions import PRODUCTS, attention_cores, expert_matrices, expert_operators, expert_ways
@@ -29,6 +30,9 @@ __all__ = ["profile_model"]
 
 ROWS = (2, 3, 4)
 """Rows at which layers are traced. Not 1, where some copies are views."""
+
+ELEMENT_BYTES = (2, 4, 8)
+"""Of the number types in which a profile may be read."""
 
 STAND_IN = torch.bfloat16
 """The number type that stands for the run's: what a model keeps in float32 on purpose then differs from it."""
@@ -90,6 +94,7 @@ def profile_model(
         kinds=tuple(kinds),
         precision=_precision(model),
         row_tokens=_row_tokens(batch),
+        row_bytes=_row_bytes(batch),
         tied=_tied(model, first),
         refused=tuple(refused.items()),
     )
@@ -128,6 +133,12 @@ def _row_tokens(batch: Batch) -> int:
         if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point():
             return int(x.shape[1])
     return 1
+
+
+def _row_bytes(batch: Batch) -> int:
+    """Bytes of a row of all tensors that have rows."""
+    tensors = [x for x in batch_leaves(batch).values() if isinstance(x, Tensor) and x.dim()]
+    return sum(x[:1].numel() * x.element_size() for x in tensors if x.shape[0] == tensors[0].shape[0])
 
 
 def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...], float], ...]:
@@ -207,17 +218,20 @@ class _KindCosts:
         experts = expert_operators(stage.nodes)
         exchanges = self._exchanges([t.forward for t in traces], stage)
         regions = _Regions(attention_cores(first.captured.graph), experts)
-        trainable, whole_experts, frozen = _parameters(first, stage)
+        trainable, whole_experts, largest, frozen = _parameters(first, stage)
+        saved = self._saved([t.kept for t in traces], regions, sent=sent)
         return LayerVariant(
             tensor_degree=degree,
             forward=self._kernels([t.forward for t in traces], regions),
             backward=self._kernels([t.backward for t in traces], regions),
             forward_communications=self._communications([t.forward_calls for t in traces]) + exchanges,
             backward_communications=self._communications([t.backward_calls for t in traces]) + exchanges[::-1],
-            saved=self._saved([t.kept for t in traces], regions, sent=sent),
+            saved=saved,
+            working=self._working([t.alive for t in traces], saved),
             parameters=trainable,
             expert_parameters=whole_experts,
             buffers=frozen,
+            largest=largest,
         )
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
@@ -298,6 +312,44 @@ class _KindCosts:
             )
         return tuple(found)
 
+    def _working(self, runs: Sequence[Sequence[Traffic]], saved: Sequence[Saved]) -> tuple[Amount, ...]:
+        """What was alive beside what is kept, at each moment; none where the moments depend on the number of rows."""
+        if len({len(run) for run in runs}) > 1:
+            return ()
+        kept = [value.size for value in saved]
+        return _most_of([_without_all(self._amount(same), kept) for same in dict.fromkeys(zip(*runs, strict=True))])
+
+
+def _without_all(amount: Amount, others: Sequence[Amount]) -> Amount:
+    """What is left of an amount without others."""
+    parts = [
+        Affine(*(own - sum(theirs) for own, *theirs in zip(whole, *those, strict=True)))
+        for whole, those in (
+            (amount.elements, [other.elements for other in others]),
+            (amount.bytes, [other.bytes for other in others]),
+        )
+    ]
+    return Amount(elements=parts[0], bytes=parts[1])
+
+
+def _most_of(amounts: Sequence[Amount]) -> tuple[Amount, ...]:
+    """Of amounts those that are the most at some number of rows: the upper hull of lines, for each size of an element.
+
+    >>> few, many = Amount(bytes=Affine(9, 1)), Amount(bytes=Affine(1, 2))
+    >>> _most_of([few, many, Amount(bytes=Affine(4, 1.5))]) == (few, many)
+    True
+    """
+    found: dict[Amount, None] = {}
+    for size in ELEMENT_BYTES:
+        lines = [(one.total(0, size), one.total(1, size) - one.total(0, size), one) for one in amounts]
+        best = max(lines, key=lambda line: (line[0] + line[1], line[1]), default=None)
+        while best is not None:
+            found[best[2]] = None
+            fixed, slope = best[:2]
+            steeper = [line for line in lines if line[1] > slope]
+            best = min(steeper, key=lambda line: ((fixed - line[0]) / (line[1] - slope), -line[1]), default=None)
+    return tuple(found)
+
 
 class _Regions:
     """What belongs to the core of an attention, and what to experts."""
@@ -335,11 +387,12 @@ def _exchanged(call: CollectiveCall) -> int:
     return sum(prod(shape) for shape in call.shapes)
 
 
-def _parameters(model: LayeredModel, stage: PlacedStage) -> tuple[int, int, int]:
-    """Elements on one device: trainable, those of experts among them, and what is kept but not trained."""
+def _parameters(model: LayeredModel, stage: PlacedStage) -> tuple[int, int, int, int]:
+    """Elements on one device: trainable, those of experts among them, the most of one, and what is kept but not
+    trained."""
     captured = model.captured
     at = (0, *stage.mesh.coordinates(0))
-    trainable = of_experts = 0
+    trainable = of_experts = largest = 0
     frozen: dict[Value, int] = {}
     matrices = expert_matrices(stage.nodes)
     for value, placements in stage.stored.items():
@@ -347,6 +400,7 @@ def _parameters(model: LayeredModel, stage: PlacedStage) -> tuple[int, int, int]
             count = prod(stage.layout.local_shape(value, placements, at))
             if needs_grad(value):
                 trainable += count
+                largest = max(largest, count)
                 of_experts += count if value in matrices else 0
             else:
                 frozen[value] = count
@@ -354,4 +408,4 @@ def _parameters(model: LayeredModel, stage: PlacedStage) -> tuple[int, int, int]
         for value in operands(node):
             if value[0].name in captured.buffers:
                 frozen[value] = value_tensor(value).numel()
-    return trainable, of_experts, sum(frozen.values())
+    return trainable, of_experts, largest, sum(frozen.values())

@@ -176,9 +176,16 @@ class WithoutData(TorchDispatchMode):
 
 
 def forward_without_data(
-    captured: Captured, stage: PlacedStage, rank: int, program: LocalProgram, micro_batch: int
+    captured: Captured,
+    stage: PlacedStage,
+    rank: int,
+    program: LocalProgram,
+    micro_batch: int,
+    *,
+    gradients: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the stage as the executor does; return the roots of its backward and their gradients."""
+    """Run the stage as the executor does; return the roots of its backward and their gradients. With *gradients*
+    parameters have theirs already, as for all micro-batches but the first."""
     at = stage.mesh.coordinates(rank)
     tensors: dict[tuple[str, str], Tensor] = {}
     batch: dict[str, Tensor] = {}
@@ -190,7 +197,10 @@ def forward_without_data(
         if node.name in captured.parameters and value in stage.stored:
             shape = stage.layout.local_shape(value, stage.stored[value], (0, *at))
             blank = torch.empty(shape, dtype=kind.dtype, device="meta")
-            tensors["parameter", captured.parameters[node.name]] = nn.Parameter(blank, requires_grad=needs_grad(value))
+            parameter = nn.Parameter(blank, requires_grad=needs_grad(value))
+            if gradients and parameter.requires_grad:
+                parameter.grad = torch.empty_like(blank)
+            tensors["parameter", captured.parameters[node.name]] = parameter
         elif node.name in captured.buffers:
             tensors["buffer", captured.buffers[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
         elif node.name in captured.constants:

@@ -16,6 +16,7 @@ from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.kept import fixed_by
+from whale.planner.optimizers import Optimizer, costs_of
 from whale.planner.precision import BY_DTYPE
 from whale.planner.search import SearchSettings
 from whale.runtime.board import from_first
@@ -25,6 +26,9 @@ from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial, take_scopes
 
 __all__ = ["automatic_plan", "tensor_degrees"]
+
+ROOM = 0.8
+"""Of a device's memory, what a module with its states may take: gradients to be added, and drivers, want the rest."""
 
 PATIENCE_SECONDS = 900.0
 """For how long ranks wait for rank 0 to capture a model, to search and to compile."""
@@ -68,7 +72,7 @@ def automatic_plan(
         profile = profile_model(
             model,
             batch,
-            tensor_degrees=tensor_degrees(world.size),
+            tensor_degrees=tensor_degrees(cluster, model),
             loss_fn=loss_fn,
             name=name,
             captured=trial.captured,
@@ -85,10 +89,19 @@ def automatic_plan(
     return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
 
 
-def tensor_degrees(num_devices: int) -> tuple[int, ...]:
-    """The tensor degrees that are worth profiling for so many devices: those of nodes of at most eight.
+def tensor_degrees(cluster: Cluster, model: nn.Module, *, optimizer: Optimizer = "adamw") -> tuple[int, ...]:
+    """The tensor degrees that are worth profiling: those of nodes of at most eight devices, and more where a module
+    with its gradients and the optimizer's states is too large for eight, but the devices together would hold the model.
 
-    >>> tensor_degrees(6)
+    >>> tensor_degrees(Cluster.homogeneous(6), nn.Linear(8, 8))
     (1, 2, 4)
     """
-    return tuple(degree for degree in (1, 2, 4, 8) if degree <= num_devices)
+    num = len(cluster.devices)
+    found = [degree for degree in (1, 2, 4, 8) if degree <= num]
+    states = 2 + costs_of(optimizer).states
+    sizes = [sum(p.nbytes for p in part.parameters(recurse=False)) * states for part in model.modules()]
+    memory = [device.memory_bytes for device in cluster.devices]
+    whole = sum(p.nbytes for p in model.parameters()) * states
+    while whole <= sum(memory) and max(sizes) > ROOM * found[-1] * max(memory) and 2 * found[-1] <= num:
+        found.append(2 * found[-1])
+    return tuple(found)

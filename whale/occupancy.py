@@ -1,9 +1,9 @@
 """How many bytes of tensors a rank holds at the peak of a step, found by running the step without data or other ranks.
 
-The executor itself runs the rank's program, with fake tensors that know the kernels of the device, a transport that
-reaches nobody, and a counter of living storages. So what is kept, received, sent and reduced, and for how long, is not
-modelled but is what the code does. What an operator takes within itself, and what allocators and drivers take, is not
-seen. This file knows no cluster and no prices.
+The executor itself runs the rank's program, with fake tensors, the kernels of the device, a transport that reaches
+nobody, and a counter of living storages. So what is kept, received, sent and reduced, and for how long, is not modelled
+but is what the code does. What an operator takes within itself, and what allocators and drivers take, is not seen. This
+file knows no cluster and no prices.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +24,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.assembly import assemble
 from whale.compiler import Compilation
-from whale.errors import UsageError
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
 from whale.ir.schedule import Order, peak_in_flight
+from whale.planner.memory import MESSAGES
+from whale.planner.optimizers import Optimizer, costs_of, temporary_bytes
 from whale.planner.orders import schedule_order
 from whale.runtime.collectives import Rehearsal
 from whale.runtime.failure import Failures
 from whale.runtime.random import Clock
+from whale.strategies.fused import accelerated
 from whale.strategies.rehearsal import TaskCalls
 
-__all__ = ["OPTIMIZERS", "Occupancy", "Optimizer", "TaskBytes", "brief_occupancy", "occupancy"]
+__all__ = ["Device", "Occupancy", "TaskBytes", "brief_occupancy", "occupancy"]
 
-Optimizer = Literal["adamw", "sgd", "sgd_momentum", "none"]
-OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
-
-_STATES: dict[Optimizer, int] = {"adamw": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
-"""Tensors of a parameter's size that the optimizer keeps for it."""
-
-_STEP_BYTES: dict[Optimizer, int] = {"adamw": 4, "sgd": 0, "sgd_momentum": 0, "none": 0}
-"""torch counts steps of Adam in a float32 for each parameter."""
-
-_TEMPORARY: dict[Optimizer, int] = {"adamw": 2, "sgd": 0, "sgd_momentum": 0, "none": 0}
-"""Tensors of the largest parameter's size that torch's loop over parameters makes and drops (a root and a quotient)."""
-
-_MESSAGES = 4
-"""Micro-batches whose messages a rank of a full pipeline has on their way at a time, as a rule: they are dropped a few
-tasks after they were sent."""
+Device = Literal["cpu", "cuda"]
+"""Whose kernels run, and how an optimizer steps there. Tensors are the processor's anyway: others want a driver."""
 
 _SMALL_BYTES = 1024
 """The loss, its sum over ranks, and what ranks compare of their batches: a few numbers of 8 bytes."""
@@ -97,7 +86,7 @@ def occupancy(
     *,
     schedule: str,
     optimizer: Optimizer = "adamw",
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     clock: Clock | None = None,
 ) -> Occupancy:
     """What *rank* holds at the peak of a step, the optimizer's update included.
@@ -107,14 +96,14 @@ def occupancy(
         rank: whose memory is meant.
         schedule: that the compilation was made with.
         optimizer: whose state is counted; gradients are assumed to be dropped between steps.
-        device: whose kernels run.
+        device: ``cpu``, or ``cuda`` for an accelerator, of which there need be none.
         clock: of random operators; None: they draw as the local model does.
 
     Raises:
         UsageError: an unknown optimizer.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation, rank, clock):
-        trial = _Trial(compilation, rank, torch.device(device), clock)
+        trial = _Trial(compilation, rank, device, clock)
         trial.run(_program(compilation, rank, schedule))
     return _held(trial, optimizer, Counter())
 
@@ -125,7 +114,7 @@ def brief_occupancy(
     *,
     schedule: str,
     optimizer: Optimizer = "adamw",
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     clock: Clock | None = None,
 ) -> Occupancy:
     """As `occupancy`, from a single micro-batch, and so in a fraction of the time.
@@ -135,25 +124,25 @@ def brief_occupancy(
     """
     sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
     order = schedule_order(schedule, len(compilation.stages), 1, sets)
-    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(compilation.of_first, rank, clock):
-        trial = _Trial(compilation.of_first, rank, torch.device(device), clock)
-        trial.hold_gradients()
-        trial.run(project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank))
+    first = compilation.of_first
+    with FakeTensorMode(allow_non_fake_inputs=True), _unchanged_bridges(first, rank, clock):
+        trial = _Trial(first, rank, device, clock)
+        program = project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
+        trial.run(program, begin=trial.hold_gradients)
     most = peak_in_flight(compilation.order)
     kept = sum((most[stage] - 1) * task.kept for stage, task in trial.tasks().items())
-    messages = (min(_MESSAGES, len(compilation.rows)) - 1) * trial.live.at_peak["buffers"]
+    messages = (min(MESSAGES, len(compilation.rows)) - 1) * trial.live.at_peak["buffers"]
     return _held(trial, optimizer, Counter(activations=kept, buffers=messages))
 
 
 def _held(trial: _Trial, optimizer: Optimizer, more: Counter[str]) -> Occupancy:
     """What a trial found, with *more* bytes at its peak."""
-    if optimizer not in _STATES:
-        raise UsageError(f"unknown optimizer {optimizer!r}; use one of {', '.join(OPTIMIZERS)}")
+    costs = costs_of(optimizer)
     parameters = [t for t in trial.parameters.values() if t.requires_grad]
     sizes = [p.numel() * p.element_size() for p in parameters]
-    state = _STATES[optimizer] * sum(sizes) + _STEP_BYTES[optimizer] * len(sizes)
+    state = costs.states * sum(sizes) + costs.counter_bytes * len(sizes)
     at_peak, live = trial.live.at_peak + more, trial.live.by_purpose
-    update = _TEMPORARY[optimizer] * max(sizes, default=0)
+    update = temporary_bytes(optimizer, sizes, processor=trial.device == "cpu")
     if live.total() + update > at_peak.total():  # after the last backward
         at_peak = live + Counter(activations=update)
     return Occupancy(
@@ -162,7 +151,7 @@ def _held(trial: _Trial, optimizer: Optimizer, more: Counter[str]) -> Occupancy:
         gradients=at_peak["gradients"],
         optimizer=state,
         activations=at_peak["activations"] + _SMALL_BYTES,
-        buffers=at_peak["buffers"],
+        buffers=at_peak["buffers"] + at_peak["sums"],
         tasks=trial.tasks(),
         calls=trial.calls(),
     )
@@ -225,16 +214,16 @@ class _Nobody:
 
     def all_reduce(self, tensor: Tensor, **options: Any) -> _Done:
         if self.live.purpose_of(tensor) != "gradients":
-            self.live.mark(tensor, "buffers")
+            self.live.mark(tensor, "sums")
         return _Done()
 
 
-class _Alone(Rehearsal):
-    """A group without other ranks. gloo sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
+class _AloneOnProcessors(Rehearsal):
+    """A group of gloo without other ranks: it sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
 
     def note(self, op: str, x: Tensor, *shapes: Any) -> None:
         super().note(op, x, *shapes)
-        if op == "reduce_scatter" and x.device.type == "cpu":
+        if op == "reduce_scatter":
             torch.empty_like(x)
 
 
@@ -246,7 +235,7 @@ class _Done:
 class _Trial:
     """One rank's step on fake tensors."""
 
-    def __init__(self, compilation: Compilation, rank: int, device: torch.device, clock: Clock | None) -> None:
+    def __init__(self, compilation: Compilation, rank: int, device: Device, clock: Clock | None) -> None:
         self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
         self.live = _Living()
         self.parameters: dict[str, nn.Parameter] = {}
@@ -259,7 +248,7 @@ class _Trial:
         """Everything that is there before the step: parameters, buffers, constants and the whole batch."""
         captured = self.compilation.captured
         for name, part in self.compilation.local_parameters(self.rank).items():
-            blank = torch.empty(part.shape, dtype=part.dtype, device=self.device)
+            blank = torch.empty(part.shape, dtype=part.dtype, device="cpu")
             self.parameters[name] = nn.Parameter(blank, requires_grad=part.trainable)
             self.live.add(self.parameters[name], "parameters")
             if part.trainable:
@@ -271,7 +260,7 @@ class _Trial:
             kind = value_tensor((node, 0))
             if node.name in captured.parameters:
                 continue
-            tensor = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
+            tensor = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
             if node.name in captured.inputs:
                 self.batch[captured.inputs[node.name]] = tensor
                 self.live.add(tensor, "activations")
@@ -287,15 +276,16 @@ class _Trial:
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-                self.live.add(parameter.grad, "gradients")
+                self.live.mark(parameter.grad, "gradients")
 
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.live.mark(parameter.grad, "gradients")
 
-    def run(self, program: Program) -> None:
+    def run(self, program: Program, begin: Callable[[], None] = lambda: None) -> None:
         self.noting = _Noting(program)
-        self.noting.live, self.noting.called = self.live, []
+        self.noting.live, self.noting.called, self.noting.begin = self.live, [], begin
+        alone = _AloneOnProcessors if self.device == "cpu" else Rehearsal
         step = assemble(
             self.compilation,
             self.rank,
@@ -303,12 +293,17 @@ class _Trial:
             tensors=self.tensors,
             clock=self.clock or Clock(0),
             seeded=self.clock,
-            bridge_group=lambda ranks: _Alone("", ranks, self.noting.called) if len(ranks) > 1 else None,
+            bridge_group=lambda ranks: alone("", ranks, self.noting.called) if len(ranks) > 1 else None,
             reduce_group=lambda ranks: object(),
             failures=Failures(self.rank),
-            device=self.device,
+            device=torch.device("cpu"),
             transport=_Nobody(self.live),
+            credit=0 if self.device == "cuda" else None,
         )
+        if self.device == "cuda":
+            for stage in step.stages:
+                programs = {id(program): accelerated(program) for program in stage.programs}
+                stage.programs = [programs[id(program)] for program in stage.programs]
         step.executor.programs[True] = self.noting
         with warnings.catch_warnings(), self.live:
             warnings.simplefilter("ignore")
@@ -341,8 +336,10 @@ class _Noting(tuple[Any, ...]):
 
     live: _Living
     called: list[CollectiveCall]
+    begin: Callable[[], None]
 
     def __iter__(self) -> Iterator[Any]:
+        self.begin()
         self.noted: Counter[tuple[str, int]] = Counter()
         self.calls: dict[tuple[str, int], list[CollectiveCall]] = {}
         for instruction in super().__iter__():
@@ -375,8 +372,8 @@ class _Living(TorchDispatchMode):
         self._newest = 0
 
     def begin_task(self) -> None:
-        """Forget the peak of the task before."""
-        self.task_peak = self.now
+        """Forget the peak of the task before, and what it made."""
+        self.task_peak, self._newest = self.now, 0
 
     def add(self, tensor: Tensor, purpose: str = "activations") -> None:
         """Count a tensor's storage until it is gone."""

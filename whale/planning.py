@@ -23,7 +23,6 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
-from whale.occupancy import Optimizer
 from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.planner.planned import axis_role
@@ -100,19 +99,17 @@ def make_plan(
     rows: int,
     name: str,
     annotations: Mapping[str, Sequence[str]] | None = None,
-    optimizer: Optimizer = "adamw",
 ) -> Planned:
     """The quickest plan for a model on the cluster of *costs* that fits.
 
     Args:
         model: on the meta device; its annotations, or *annotations*, say what may be decided.
         batch: an example of the global batch.
-        costs: the model's layers and the cluster's links.
+        costs: the model's layers and the cluster's links, and the optimizer whose state has to fit.
         options: micro-batches and schedule.
         rows: of the batch.
         name: of the model, for the plan.
         annotations: of an unmodified model, as a plan has them.
-        optimizer: whose state has to fit.
 
     Raises:
         InfeasibleError: nothing fits, or the annotations do not fit the devices.
@@ -143,7 +140,7 @@ def make_plan(
     def predicted(plan: Plan) -> Predicted:
         chosen = replace(options, plan=plan)
         compilation = compile_model(model, batch, costs.cluster, chosen, device="cpu", training=True, like=first)
-        return predict(compilation, costs, schedule=options.schedule, optimizer=optimizer)
+        return predict(compilation, costs, schedule=options.schedule)
 
     even = predicted(start)
     alike = len({device.type.name for device in costs.cluster.devices}) == 1

@@ -32,11 +32,12 @@ from whale.ir.workload import (
     Transfer,
     Workload,
 )
-from whale.occupancy import Occupancy, Optimizer, occupancy
+from whale.occupancy import Device, Occupancy, occupancy
 from whale.planner.communication import CommunicationCost, collective, send
 from whale.planner.compute import LayerSeconds, layer_seconds
 from whale.planner.estimate import relative_error
-from whale.planner.memory import framework_bytes
+from whale.planner.memory import framework_bytes, wasted_share
+from whale.planner.optimizers import Optimizer
 from whale.planner.precision import precision_named
 from whale.planner.simulate import simulate_alike
 from whale.planner.timeline import Timeline
@@ -79,15 +80,16 @@ class Part:
 class Costs:
     """Prices of a model's layers and messages on a cluster.
 
-    ``micro_batches`` are those of a step. ``device`` is ``cpu`` or ``cuda``: whether processes run ahead of what they
-    launch.
+    ``micro_batches`` are those of a step. ``device`` is ``cpu`` or ``cuda``: whose kernels run, and whether processes
+    run ahead of what they launch. ``optimizer`` is the one whose states are held and whose step is priced.
     """
 
     profile: ModelProfile
     cluster: Cluster
     precision: str
     micro_batches: int = 1
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
+    optimizer: Optimizer = "adamw"
     _layers: dict[Any, LayerSeconds] = field(default_factory=dict)
     _collectives: dict[Any, CommunicationCost] = field(default_factory=dict)
 
@@ -141,6 +143,7 @@ class Costs:
                 rows=part.rows,
                 precision=self.precision,
                 eager=True,
+                optimizer=self.optimizer,
                 num_micro_batches=self.micro_batches,
             )
 
@@ -249,7 +252,6 @@ def predict(
     costs: Costs,
     *,
     schedule: str,
-    optimizer: Optimizer = "adamw",
     clock: Clock | None = None,
     held_by: Callable[..., Occupancy] = occupancy,
 ) -> Predicted:
@@ -261,7 +263,7 @@ def predict(
         UsageError: the profile is not of this model, or the cluster does not say how ranks are linked.
     """
     layers = stage_layers(compilation, costs.profile)
-    held = _occupancies(compilation, schedule, optimizer, clock, held_by)
+    held = _occupancies(compilation, costs, schedule, clock, held_by)
     workload, measured = _workload(compilation, costs, layers, held, schedule)
     timeline = simulate_alike(workload)
     memory = tuple(_memory(costs.cluster, rank, held[rank]) for rank in sorted(held))
@@ -289,8 +291,8 @@ def predict(
 
 def _occupancies(
     compilation: Compilation,
+    costs: Costs,
     schedule: str,
-    optimizer: Optimizer,
     clock: Clock | None,
     held_by: Callable[..., Occupancy],
 ) -> dict[int, Occupancy]:
@@ -301,8 +303,8 @@ def _occupancies(
             compilation,
             members[0],
             schedule=schedule,
-            optimizer=optimizer,
-            device=torch.device("cpu"),
+            optimizer=costs.optimizer,
+            device=costs.device,
             clock=clock,
         )
         found |= dict.fromkeys(members, one)
@@ -343,6 +345,7 @@ def _alike(compilation: Compilation) -> Iterable[list[int]]:
 
 def _memory(cluster: Cluster, rank: int, held: Occupancy) -> DeviceMemory:
     device = cluster.devices[rank]
+    wasted = round(wasted_share(device.type) * (held.activations + held.buffers))
     return DeviceMemory(
         rank=rank,
         device=device.name,
@@ -351,7 +354,7 @@ def _memory(cluster: Cluster, rank: int, held: Occupancy) -> DeviceMemory:
         gradients=held.gradients,
         optimizer=held.optimizer,
         activations=held.activations,
-        buffers=held.buffers,
+        buffers=held.buffers + wasted,
         framework=round(framework_bytes(device.type, len(cluster.devices))),
     )
 

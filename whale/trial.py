@@ -25,7 +25,8 @@ from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
 from whale.ir.workload import Prediction, Workload
-from whale.occupancy import Optimizer, brief_occupancy
+from whale.occupancy import brief_occupancy
+from whale.planner.optimizers import Optimizer
 from whale.planner.precision import BY_DTYPE
 from whale.prediction import Costs, predict
 
@@ -131,8 +132,9 @@ class ModelTrial:
             precision=BY_DTYPE[self.dtype],
             micro_batches=plan.micro_batches,
             device="cpu" if any(device.type.is_processor for device in cluster.devices) else "cuda",
+            optimizer=self.optimizer,
         )
-        found = predict(compilation, costs, schedule=plan.schedule, optimizer=self.optimizer, held_by=brief_occupancy)
+        found = predict(compilation, costs, schedule=plan.schedule, held_by=brief_occupancy)
         return found.prediction, found.workload
 
     def _annotated(self, plan: Plan) -> Partition:

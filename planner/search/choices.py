@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from whale.errors import UsageError
 from whale.ir.workload import Prediction, Workload
+from whale.planner.optimizers import Optimizer, costs_of
 
 __all__ = [
     "Candidate",
@@ -194,7 +195,9 @@ class SearchSettings:
         micro_batches: a number, or None: any that divides the batch.
         schedules: of ``gpipe`` and ``1f1b``, those that are tried.
         max_stages: of the pipeline; None: as many as there are devices or layers.
-        eager: whether kernels are PyTorch's own, as Whale runs them, or those of a stack such as Megatron's.
+        eager: whether kernels are PyTorch's own, as Whale runs them, and bytes what it holds; or those of a stack such
+            as Megatron's.
+        optimizer: that Whale runs.
         seed: of the refinement's random moves.
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
@@ -206,6 +209,7 @@ class SearchSettings:
     schedules: tuple[str, ...] = ("1f1b",)
     max_stages: int | None = None
     eager: bool = False
+    optimizer: Optimizer = "adamw"
     seed: int = 0
     time_limit: float = 10.0
     top: int = 5
@@ -228,5 +232,6 @@ class SearchSettings:
             raise UsageError(
                 f"{self.micro_batches} micro-batches do not divide a batch of {batch} rows; use a divisor of it"
             )
+        costs_of(self.optimizer)
         if not self.time_limit > 0:
             raise UsageError(f"the time limit is {self.time_limit} seconds, but must be positive")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.planner.memory import message_bytes
 from whale.planner.search.devices import Mesh
 from whale.planner.search.prices import TensorGroup
 
@@ -32,7 +33,9 @@ class SliceCosts:
         forward, backward, update: their sums up to each part.
         hop: for each end of a stage the seconds of sending what it hands on, and as much back.
         fixed: bytes of weights, gradients and optimizer states up to each part.
+        step: what the optimizer needs besides while it steps, up to each part.
         kept: bytes of a micro-batch up to each part, with the allocator's waste.
+        handed: for each end of a stage what it hands on of a micro-batch, likewise; zeros where it does not hold that.
         working: bytes of each part while it runs, likewise.
         room: capacity without what the framework takes.
     """
@@ -45,7 +48,9 @@ class SliceCosts:
     update: Array
     hop: Array
     fixed: Array
+    step: Array
     kept: Array
+    handed: Array
     working: Array
     room: float
 
@@ -55,13 +60,18 @@ class SliceCosts:
 
     def fullness(self, first: int, last: int, held: int) -> float:
         """The part of the room that parts [first, last) take with so many micro-batches in flight."""
-        fixed, kept, working = self._lists
-        need = fixed[last] - fixed[first] + held * (kept[last] - kept[first]) + max(working[first:last])
-        return need / self.room if self.room > 0 else inf
+        return self._need(first, last, held) / self.room if self.room > 0 else inf
+
+    def _need(self, first: int, last: int, held: int) -> float:
+        fixed, step, kept, handed, working = self._lists
+        state = fixed[last] - fixed[first]
+        way = message_bytes(handed[first], handed[last], held)
+        need = state + held * (kept[last] - kept[first]) + way + max(working[first:last])
+        return max(need, state + step[last] - step[first])
 
     @cached_property
     def _lists(self) -> list[list[float]]:
-        return [one.tolist() for one in (self.fixed, self.kept, self.working)]
+        return [one.tolist() for one in (self.fixed, self.step, self.kept, self.handed, self.working)]
 
     def reach(self, held: int) -> Integers:
         """For each end of a stage the first part that it can reach back to within memory.
@@ -74,14 +84,20 @@ class SliceCosts:
         return self._reaches[held]
 
     def _first_held(self, held: int) -> Integers:
+        found, entering = self._first_within(held, 0.0), message_bytes(float(self.handed.max()), 0.0, held)
+        return np.where(found == 0, 0, self._first_within(held, entering)) if entering else found
+
+    def _first_within(self, held: int, entering: float) -> Integers:
+        """Of stages that hold so many bytes of what enters them besides."""
         num = len(self.fixed)
-        if self.fullness(0, num - 1, held) <= 1:
+        room = self.room - entering - message_bytes(0.0, self.handed, held)
+        if room.min() > 0 and self._need(0, num - 1, held) / room.min() <= 1:
             return np.zeros(num, dtype=np.int64)
-        state = self.fixed + held * self.kept
+        state, stepping = self.fixed + held * self.kept, self.fixed + self.step
         found = np.full(num, num, dtype=np.int64)
         for most, after in self._amounts:
-            found = np.minimum(found, np.maximum(after, np.searchsorted(state, state + most - self.room, side="left")))
-        return found
+            found = np.minimum(found, np.maximum(after, np.searchsorted(state, state + most - room, side="left")))
+        return np.maximum(found, np.searchsorted(stepping, stepping - self.room, side="left"))
 
     @cached_property
     def _reaches(self) -> dict[int, Integers]:

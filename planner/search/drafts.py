@@ -251,7 +251,18 @@ def best_cuts(
         starts = fastest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
     except InfeasibleError:  # fits, but not where the slice with least room for anything counts for everything
         return quick
-    return starts if allowed(meshes, sequence, starts) else quick
+    draft = Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
+    return starts if allowed(meshes, sequence, starts) and _fullness(meshes, draft, batch) <= 1 + 1e-6 else quick
+
+
+def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
+    """Of the fullest device, the part of its room that it takes: the cuts do not know all that a stage holds."""
+    count, depth = draft.micro_batches, len(draft.meshes)
+    rows = meshes.rows(batch, count)
+    return max(
+        meshes.costs(mesh, rows, count).fullness(first, last, in_flight(draft.schedule, depth, stage, count))
+        for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
+    )
 
 
 def quick_cuts(

@@ -18,7 +18,8 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS, relative_error
-from whale.planner.memory import FRAGMENTATION
+from whale.planner.memory import message_bytes
+from whale.planner.optimizers import Optimizer
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.prices import LayerPrice, Memo, Prices, TensorGroup
 from whale.planner.search.steps import Step, in_flight, long_step
@@ -40,6 +41,7 @@ def evaluate(
     schedule: str = "1f1b",
     precision: str = "fp32",
     eager: bool = False,
+    optimizer: Optimizer = "adamw",
     known: Memo | None = None,
 ) -> Candidate:
     """Score a plan, whether it fits in memory or not.
@@ -49,7 +51,15 @@ def evaluate(
     Raises:
         UsageError: the stages are no chain, a mesh does not fit its ranks, or the profile does not know a degree.
     """
-    prices = Prices.of(profile, cluster, precision=precision, eager=eager, known=known)
+    prices = Prices.of(
+        profile,
+        cluster,
+        precision=precision,
+        eager=eager,
+        optimizer=optimizer,
+        batch=micro_batches * sum(stages[0].rows) if stages else 0,
+        known=known,
+    )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule)
 
 
@@ -339,14 +349,31 @@ class _Plan:
 
     # Memory
 
+    def _whole(self, index: int) -> float:
+        """Elements that devices of a stage have besides because what stages share is whole on each of them, as Whale
+        runs it, if their meshes are unlike."""
+        if not self.prices.eager:
+            return 0.0
+        owners = [(self._owners(readers), shared) for readers, shared in self.prices.profile.tied]
+        meshes = [(stage.rows, stage.tensor) for stage in self.stages]
+        unlike = [shared for own, shared in owners if index in own and len({meshes[one] for one in own}) > 1]
+        return sum(unlike) * (1 - 1 / self.stages[index].tensor)
+
     def memory(self) -> Iterator[DeviceMemory]:
         """Of the smallest device of each kind of slice."""
         for index, (stage, own, costs) in enumerate(zip(self.stages, self.kinds, self.costs, strict=True)):
+            prices, layers = self.prices, self.layers(index)
             held = in_flight(self.schedule, len(self.stages), index, self.micro_batches)
-            state = self.prices.state(sum(self.prices.parameters(self.layers(index), stage.tensor)))
+            more = self._whole(index)
+            state = prices.state_of(layers, stage.tensor) + prices.state(more)
+            step = round(prices.step_bytes(sum(prices.parameters(layers, stage.tensor)) + more))
             for kind, cost in zip(own, costs, strict=True):
                 device = self.prices.cluster.devices[kind.rank]
-                kept, working = held * round(cost.kept), round(cost.working)
+                entering = prices.handed_bytes(stage.first - 1, kind.rows) if index else 0.0
+                leaving = prices.handed_bytes(stage.last - 1, kind.rows) if index < len(self.stages) - 1 else 0.0
+                kept = held * round(cost.kept) + round(message_bytes(entering, leaving, held))
+                working = round(cost.working)
+                wasted = round((kept + working) * prices.wasted)
                 yield DeviceMemory(
                     rank=kind.rank,
                     device=device.name,
@@ -355,9 +382,9 @@ class _Plan:
                     gradients=round(state.gradients),
                     optimizer=round(state.optimizer),
                     activations=kept,
-                    workspace=working,
-                    buffers=round((kept + working) * FRAGMENTATION),
-                    framework=round(self.prices.overhead_bytes[device.type.name]),
+                    workspace=max(working, step - kept - wasted),
+                    buffers=wasted,
+                    framework=round(prices.overhead_bytes[device.type.name]),
                 )
 
 

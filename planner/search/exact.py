@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
-from whale.planner.memory import FRAGMENTATION
 from whale.planner.search.bound import work_of_parts
 from whale.planner.search.choices import Candidate
 from whale.planner.search.devices import Mesh, Pool
@@ -212,13 +211,13 @@ class _Walk:
         busy = once = 0.0
         forward = backward = inf
         dense, experts = prices.parameters(layers, mesh.tensor)
-        state, fits = prices.state(dense + experts).total, True
+        state, fits = prices.state_of(layers, mesh.tensor).total, True
         for group, share in dict.fromkeys(zip(groups, rows, strict=True)):
             cost = cost_of(prices, layers, group, share, self.count)
             busy, once = max(busy, cost.forward + cost.backward), max(once, cost.update)
             if share:
                 forward, backward = min(forward, cost.forward), min(backward, cost.backward)
-            need = state + (held * cost.kept + cost.working) * (1 + FRAGMENTATION)
+            need = state + (held * cost.kept + cost.working) * prices.waste
             overhead = max(prices.overhead_bytes[type_.name] for type_ in group.types)
             fits = fits and need + overhead <= group.memory_bytes
         tied = sum(shared / mesh.tensor for _, shared in prices.profile.tied)

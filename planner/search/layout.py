@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
 from whale.planner.balance import Worker, fastest_shares
-from whale.planner.memory import FRAGMENTATION
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import lay_out
 from whale.planner.search.drafts import Draft
@@ -64,7 +63,7 @@ def fastest_rows(
     if len(set(groups)) == 1:
         share, rest = divmod(rows, len(groups))
         return tuple(share + (index < rest) for index in range(len(groups)))
-    state = prices.state(sum(prices.parameters(layers, groups[0].degree))).total
+    state = prices.state_of(layers, groups[0].degree).total
     known: dict[TensorGroup, Worker] = {}
     for group in groups:
         if group not in known:
@@ -89,7 +88,7 @@ def _worker(
 
     def activations(count: int) -> float:
         cost = cost_of(prices, layers, group, count, micro_batches)
-        return (held * cost.kept + cost.working) * (1 + FRAGMENTATION)
+        return (held * cost.kept + cost.working) * prices.waste
 
     slope = (activations(rows) - activations(1)) / max(1, rows - 1)
     overhead = max(prices.overhead_bytes[type_.name] for type_ in group.types)

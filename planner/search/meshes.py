@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from whale.ir.profile import Affine
-from whale.planner.memory import FRAGMENTATION
 from whale.planner.search.chain import Chain
 from whale.planner.search.costs import Array, MeshCosts, SliceCosts
 from whale.planner.search.devices import Mesh, Pool, slices_of
@@ -30,8 +29,6 @@ MOST_SAMPLED = 128
 
 EXACT_ROWS = 4
 """Up to so many rows times are not interpolated: launches and tiles make them uneven there."""
-
-WASTE = 1 + FRAGMENTATION
 
 FACTORS = (1, 2, 3, 4, 6, 8)
 """Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
@@ -57,7 +54,7 @@ class Meshes:
     _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int], list[tuple[float, Affine, Affine, int]]] = field(default_factory=dict, init=False)
     _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
-    _parameters: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)
+    _parameters: dict[int, tuple[Array, Array, Array]] = field(default_factory=dict, init=False)
 
     # Rows of a micro-batch
 
@@ -161,7 +158,9 @@ class Meshes:
                 update=update,
                 hop=self._hops(group, rows),
                 fixed=self._parameters_of(group.degree)[1],
+                step=self._parameters_of(group.degree)[2],
                 kept=kept,
+                handed=self._handed(rows),
                 working=np.maximum.reduceat(table[4][self._layers], np.array(self.chain.bounds[:-1])),
                 room=group.memory_bytes - overhead,
             )
@@ -177,7 +176,7 @@ class Meshes:
                 kinds = range(len(self.prices.profile.kinds))
                 priced = [self.prices.layer(kind, group, rows, micro_batches) for kind in kinds]
                 found = np.array([(one.forward, one.backward, one.update, one.kept, one.working) for one in priced]).T
-                found[3:] *= WASTE
+                found[3:] *= self.prices.waste
             else:
                 low, high = (self._table(group, count, micro_batches) for count in (below, 2 * below))
                 found = low + (rows - below) / below * (high - low)
@@ -224,11 +223,11 @@ class Meshes:
             for kind, num in enumerate(self._num_layers):
                 one, two = ([of(kind, type_, tensor, rows) for of in (prices.kept, prices.working)] for rows in (1, 2))
                 kept, working = (
-                    Affine((2 * first - second) * WASTE, (second - first) * WASTE)
+                    Affine((2 * first - second) * prices.waste, (second - first) * prices.waste)
                     for first, second in zip(one, two, strict=True)
                 )
                 if num:
-                    state = prices.state(sum(prices.parameters_of(kind, tensor))).total
+                    state = prices.state(sum(prices.parameters_of(kind, tensor)), prices.frozen_of(kind, tensor)).total
                     found.append((state, kept, working, int(num)))
             self._needs[key] = found
         return self._needs[key]
@@ -317,8 +316,22 @@ class Meshes:
             size = self.prices.handed(whole, group.degree, group.degree)
             hop = self.prices.hop(group.ranks, target, group, size, whole)
             of_kinds.append(2 * (hop.latency + size / hop.bandwidth))
-        found[1:-1] = np.array(of_kinds)[self._layers[np.array(self.chain.bounds[1:-1], dtype=np.int64) - 1]]
+        found[1:-1] = np.array(of_kinds)[self._ends]
         return found
+
+    def _handed(self, rows: int) -> Array:
+        """Bytes that a stage which ends there hands on, where it holds them."""
+        found = np.zeros(len(self.chain) + 1)
+        if self.prices.eager:
+            size = self.prices.precision.element_bytes
+            of_kinds = np.array([kind.output.total(rows, size) for kind in self.prices.profile.kinds])
+            found[1:-1] = of_kinds[self._ends] * self.prices.waste
+        return found
+
+    @cached_property
+    def _ends(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The kind of the layer before each cut."""
+        return self._layers[np.array(self.chain.bounds[1:-1], dtype=np.int64) - 1]
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """A rank on another node, or if there is none another rank, as often as *ranks* has some."""
@@ -332,13 +345,16 @@ class Meshes:
 
     # Over the chain
 
-    def _parameters_of(self, degree: int) -> tuple[Array, Array]:
-        """Sums up to each part of a device's elements of parameters, and of its bytes of states."""
+    def _parameters_of(self, degree: int) -> tuple[Array, Array, Array]:
+        """Sums up to each part of a device's elements of parameters, of its bytes of states, and of what its
+        optimizer takes besides while it steps."""
         if degree not in self._parameters:
-            kinds = range(len(self.prices.profile.kinds))
-            elements = [sum(self.prices.parameters_of(kind, degree)) for kind in kinds]
-            states = [self.prices.state(number).total for number in elements]
-            self._parameters[degree] = np.array(elements) @ self._counts, np.array(states) @ self._counts
+            prices, kinds = self.prices, range(len(self.prices.profile.kinds))
+            elements = [sum(prices.parameters_of(kind, degree)) for kind in kinds]
+            states = [prices.state(elements[kind], prices.frozen_of(kind, degree)).total for kind in kinds]
+            steps = [prices.step_bytes(number) for number in elements]
+            found = np.array([elements, states, steps]) @ self._counts
+            self._parameters[degree] = found[0], found[1], found[2]
         return self._parameters[degree]
 
     @cached_property

@@ -19,7 +19,20 @@ from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
 from whale.planner.communication import collective, send
 from whale.planner.compute import Collective, LayerSeconds, attention_is_fused, forward_flops, layer_seconds, variant_of
-from whale.planner.memory import StateBytes, framework_bytes, gradient_bytes, kept_bytes, state_bytes, working_bytes
+from whale.planner.memory import (
+    FRAGMENTATION,
+    StateBytes,
+    framework_bytes,
+    gradient_bytes,
+    kept_bytes,
+    run_kept_bytes,
+    run_state_bytes,
+    run_working_bytes,
+    state_bytes,
+    wasted_share,
+    working_bytes,
+)
+from whale.planner.optimizers import Optimizer, costs_of
 from whale.planner.precision import Precision, precision_named
 from whale.planner.stages import exposed_seconds
 from whale.planner.topology import Topology
@@ -94,9 +107,9 @@ class Memo:
         self.collectives: dict[Any, float] = {}
         self.hops: dict[Any, Hop] = {}
 
-    def begin(self, profile: ModelProfile, precision: Precision, eager: bool) -> Memo:
+    def begin(self, profile: ModelProfile, precision: Precision, eager: bool, optimizer: str) -> Memo:
         """Itself, emptied if it has prices of another profile or run."""
-        of = (profile, precision, eager)
+        of = (profile, precision, eager, optimizer)
         if self._of != of:
             self.__dict__.update(Memo().__dict__)
             self._of = of
@@ -107,13 +120,16 @@ class Memo:
 class Prices:
     """Prices of a model's layers and messages on a cluster.
 
-    ``eager``: kernels are PyTorch's own, as Whale runs them; else those of a stack such as Megatron's.
+    ``eager``: kernels are PyTorch's own, as Whale runs them with ``optimizer``, and every device holds the whole
+    ``batch``; else those of a stack such as Megatron's.
     """
 
     profile: ModelProfile
     cluster: Cluster
     precision: Precision
     eager: bool = False
+    optimizer: Optimizer = "adamw"
+    batch: int = 0
     memo: Memo = field(default_factory=Memo)
     _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
     _within: dict[tuple[int, tuple[int, ...]], TensorGroup] = field(default_factory=dict, init=False)
@@ -127,12 +143,22 @@ class Prices:
         *,
         precision: str = "fp32",
         eager: bool = False,
+        optimizer: Optimizer = "adamw",
+        batch: int = 0,
         known: Memo | None = None,
     ) -> Prices:
         """Prices with what is *known*."""
         number = precision_named(precision)
-        memo = (known or Memo()).begin(profile, number, eager)
-        return cls(profile=profile, cluster=cluster, precision=number, eager=eager, memo=memo)
+        memo = (known or Memo()).begin(profile, number, eager, optimizer)
+        return cls(
+            profile=profile,
+            cluster=cluster,
+            precision=number,
+            eager=eager,
+            optimizer=optimizer,
+            batch=batch,
+            memo=memo,
+        )
 
     @cached_property
     def topology(self) -> Topology:
@@ -152,7 +178,18 @@ class Prices:
     def overhead_bytes(self) -> dict[str, float]:
         """What is taken on a device of each type before any layer, by the name of the type."""
         num = len(self.cluster.devices)
-        return {type_.name: framework_bytes(type_, num) for type_ in self.num_of_types}
+        given = self.batch * self.profile.row_bytes if self.eager else 0.0
+        return {type_.name: framework_bytes(type_, num) + given for type_ in self.num_of_types}
+
+    @cached_property
+    def wasted(self) -> float:
+        """The part of the activations that is reserved beyond them."""
+        return max(wasted_share(type_) for type_ in self.num_of_types) if self.eager else FRAGMENTATION
+
+    @property
+    def waste(self) -> float:
+        """How many times as much as the activations is reserved for them."""
+        return 1 + self.wasted
 
     @cached_property
     def tensor_degrees(self) -> tuple[int, ...]:
@@ -298,8 +335,8 @@ class Prices:
             backward=slowest.backward + exposed[1],
             weights=slowest.weights,
             communication=sum(exposed),
-            kept=max(self._amount(kept_bytes, kind, type_, group.degree, rows) for type_ in group.types),
-            working=max(self._amount(working_bytes, kind, type_, group.degree, rows) for type_ in group.types),
+            kept=max(self.kept(kind, type_, group.degree, rows) for type_ in group.types),
+            working=max(self.working(kind, type_, group.degree, rows) for type_ in group.types),
             update=max(self._seconds(kind, type_, group.degree, 1, micro_batches).update for type_ in group.types),
             measured=slowest.measured,
         )
@@ -320,16 +357,27 @@ class Prices:
                 rows=rows,
                 precision=self.precision.name,
                 eager=self.eager,
+                optimizer=self.optimizer if self.eager else None,
                 num_micro_batches=micro_batches,
             )
         return self.memo.seconds[key]
 
     def kept(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
         """Bytes that a micro-batch keeps of a layer on a device."""
+        if self.eager:
+            return run_kept_bytes(self.profile.kinds[kind], tensor_degree=degree, rows=rows, precision=self.precision)
         return self._amount(kept_bytes, kind, type_, degree, rows)
 
     def working(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
         """Bytes that a layer works with on a device besides."""
+        if self.eager:
+            return run_working_bytes(
+                self.profile.kinds[kind],
+                tensor_degree=degree,
+                rows=rows,
+                precision=self.precision,
+                one_by_one=costs_of(self.optimizer).one_by_one if type_.is_processor else 0,
+            )
         return self._amount(working_bytes, kind, type_, degree, rows)
 
     def _amount(self, of: Any, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
@@ -339,7 +387,6 @@ class Prices:
             rows=rows,
             precision=self.precision,
             fused_attention=attention_is_fused(type_, self.precision),
-            eager=self.eager,
         )
         return amount
 
@@ -374,13 +421,40 @@ class Prices:
         variant = variant_of(kind, degree)
         return variant.parameters - variant.expert_parameters, variant.expert_parameters
 
-    def state(self, parameters: float) -> StateBytes:
-        """Bytes of weights, gradients and optimizer states of so many parameters."""
+    def state(self, parameters: float, frozen: float = 0.0) -> StateBytes:
+        """Bytes of weights, gradients and optimizer states of so many parameters, and of so many that are not
+        trained."""
+        if self.eager:
+            return run_state_bytes(parameters, frozen=frozen, precision=self.precision, optimizer=self.optimizer)
         return state_bytes(parameters, precision=self.precision)
+
+    def frozen_of(self, index: int, degree: int) -> float:
+        """Elements that a kind of layer has on a device and does not train."""
+        kind = self.profile.kinds[index]
+        return variant_of(kind, degree).buffers if kind.variants else 0.0
+
+    def state_of(self, layers: Iterable[int], degree: int) -> StateBytes:
+        """Bytes of weights, gradients and optimizer states of *layers* on a device."""
+        positions = list(layers)
+        frozen = sum(self.frozen_of(self.profile.layers[index], degree) for index in positions)
+        return self.state(sum(self.parameters(positions, degree)), frozen)
+
+    def step_bytes(self, parameters: float) -> float:
+        """What the optimizer's step takes besides, where it goes through lists of parameters."""
+        if not self.eager or any(type_.is_processor for type_ in self.num_of_types):
+            return 0.0
+        return costs_of(self.optimizer).in_lists * parameters * self.precision.element_bytes
+
+    def handed_bytes(self, layer: int, rows: float) -> float:
+        """What a stage that ends with a layer holds of a micro-batch because it hands it on: nothing in stacks like
+        Megatron's, which let it go."""
+        return self.output_bytes(layer, rows) if self.eager else 0.0
 
     @property
     def gradient_bytes(self) -> int:
         """Of a gradient when it is summed; float16 ones are as they are, whatever holds them (Megatron)."""
+        if self.eager:
+            return self.precision.element_bytes
         return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, 0)
 
     def all_reduce(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:

@@ -89,7 +89,7 @@ MOST_REFINED, RESTARTS = 2, 1
 """Drafts from which a descent starts; and how often another one starts near the best, some random moves away."""
 
 QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
-"""For each change that is weighed where nothing fits, and for all."""
+"""For each change that is weighed where nothing fits, and for all, unless the time limit leaves less."""
 
 MORE = (1, 2, 4, 8, 16)
 """Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
@@ -136,7 +136,15 @@ def search(
     settings.check(batch)
     fixed = settings.fixed or Fixed()
     fixed.check(len(profile.layers))
-    prices = prices or Prices.of(profile, cluster, precision=settings.precision, eager=settings.eager, known=known)
+    prices = prices or Prices.of(
+        profile,
+        cluster,
+        precision=settings.precision,
+        eager=settings.eager,
+        optimizer=settings.optimizer,
+        batch=batch,
+        known=known,
+    )
     if not prices.tensor_degrees:
         raise UsageError(f"the profile of {profile.name} has no tensor degree that all layers know; profile it again")
     if prices.tensor_degrees[0] > len(cluster.devices):
@@ -475,7 +483,8 @@ class _Search:
     def _remedies(self) -> Iterator[tuple[bool, str]]:
         """Of each kind of change the least that would do, found by a quick look each."""
         prices, num = self.meshes.prices, len(self.meshes.prices.cluster.devices)
-        until = time.monotonic() + REMEDIES_SECONDS
+        left = self.settings.time_limit - (time.monotonic() - self.began)
+        until = time.monotonic() + min(REMEDIES_SECONDS, max(QUICK_LOOK_SECONDS, left))
         for pool in self.meshes.pools:
             for times in MORE:
                 if time.monotonic() > until:
@@ -505,7 +514,7 @@ class _Search:
         if settings.micro_batches is not None and batch % settings.micro_batches:
             settings = replace(settings, micro_batches=None)
         meshes = Meshes(
-            prices=prices,
+            prices=replace(prices, batch=batch),
             pools=pools_of(prices.cluster),
             chain=self.meshes.chain,
             exact_rows=self.meshes.exact_rows,

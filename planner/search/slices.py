@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.planner.memory import FRAGMENTATION
 from whale.planner.search.meshes import Array, Meshes
 
 __all__ = ["NEVER", "Slices"]
@@ -115,7 +114,7 @@ class Slices:
         rooms = np.array(
             [max(1.0, pool.type.memory_bytes - taken) for pool, taken in zip(pools, overheads, strict=True)]
         )
-        kept = along([[one.kept for one in row] for row in tables]) * (1 + FRAGMENTATION)
+        kept = along([[one.kept for one in row] for row in tables]) * prices.waste
         whole = {
             degree: sum(meshes.layer_counts[kind] * table.parameters for kind, table in zip(kinds, row, strict=True))
             for (_, degree), row in zip(groups, tables, strict=True)
@@ -180,7 +179,7 @@ def _times(meshes: Meshes, kind: int, group: _Group, ranges: Sequence[tuple[int,
     one, two = (prices.kept(kind, pool.type, group.degree, rows) for rows in (1, 2))
     kept = np.array([max(0.0, one + (two - one) * (first - 1)) for first, _ in ranges])
     room = pool.type.memory_bytes - prices.overhead_bytes[pool.type.name]
-    fits = prices.state(parameters).total + kept * (1 + FRAGMENTATION) <= room
+    fits = prices.state(parameters).total + kept * prices.waste <= room
     never = np.full(len(ranges), NEVER)
     if not fits.any():
         return _Times(never, never, never, kept, 0.0, parameters)

@@ -17,7 +17,8 @@ from whale import replicate, split, stage
 from whale.compiler import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.occupancy import Optimizer, occupancy
+from whale.occupancy import occupancy
+from whale.planner.optimizers import Optimizer
 from whale.runtime.launch import World
 
 STAGES = {"layers.0": stage(), "layers.1": stage()}

@@ -152,7 +152,7 @@ def test_half_of_a_volume_takes_little_more_than_half_of_the_activations() -> No
             0,
             schedule="1f1b",
             optimizer="sgd",
-            device=torch.device("cpu"),
+            device="cpu",
             clock=None,
         )
         .tasks[0]

@@ -19,6 +19,7 @@ from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import note, verbosity_options
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import UsageError
+from whale.planner.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from whale.searching import Choice
 
 _AT_LEAST_1 = click.IntRange(min=1)
-OPTIMIZERS = ("adamw", "sgd", "sgd_momentum", "none")
 
 
 @click.command()
@@ -139,12 +139,12 @@ def plan(
             precision=precision,
             micro_batches=micro_batches,
             device="cuda" if _accelerated(cluster) else "cpu",
+            optimizer=optimizer,
         ),
         Options(micro_batches=micro_batches, schedule=schedule),
         rows=rows,
         name=loaded.name,
         annotations=annotations,
-        optimizer=optimizer,
     )
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:

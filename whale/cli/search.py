@@ -8,6 +8,7 @@ only where a model is given.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +19,9 @@ import click
 from whale.cli.files import write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
-from whale.cli.plan import OPTIMIZERS
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError
+from whale.planner.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from whale.planner.search import Fixed, Memo, Progress, SearchSettings
     from whale.searching import Searched
     from whale.trial import ModelTrial
+
+LEAST_SHARE = 0.25
+"""Of the time limit that the search and compiling have, however long it took to capture the model."""
 
 _AT_LEAST_1 = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -90,6 +94,7 @@ def search(
     from whale.planner.catalog import device_types, device_types_with
     from whale.planner.search import SearchSettings
 
+    began = time.monotonic()
     if spec is None and profile_file is None:
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
@@ -116,8 +121,9 @@ def search(
         schedules=schedules or ("1f1b",),
         max_stages=max_stages,
         eager=True,
+        optimizer=optimizer,
         seed=seed,
-        time_limit=time_limit,
+        time_limit=max(time_limit - (time.monotonic() - began), LEAST_SHARE * time_limit),
         top=top,
         fixed=None if model is None else model.fixed,
     )
@@ -229,7 +235,7 @@ class _Model:
         note(f"capturing {loaded.name}")
         trial = ModelTrial(loaded.model, loaded.batch, name=loaded.name, optimizer=optimizer)
         if profile is None:
-            degrees = tensor_degrees(len(cluster.devices))
+            degrees = tensor_degrees(cluster, loaded.model, optimizer=optimizer)
             profile = profile_model(
                 loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name, captured=trial.captured
             )

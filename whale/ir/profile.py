@@ -136,9 +136,12 @@ class LayerVariant(Record):
         forward, backward: kernels in the order in which they run; none where all that is known was measured.
         forward_communications, backward_communications: in their order.
         saved: what is kept of each micro-batch between forward and backward.
+        working: what it needs beside that while it runs, forward or backward: at a number of rows the largest of
+            these; none where it is not known.
         parameters: elements of trainable parameters on a device; ``expert_parameters`` are those of experts among
             them, whole (no expert parallelism).
         buffers: elements that are kept and not trained.
+        largest: elements of the largest of the parameters.
     """
 
     tensor_degree: Annotated[int, Field(ge=1)]
@@ -147,9 +150,11 @@ class LayerVariant(Record):
     forward_communications: tuple[Communication, ...] = ()
     backward_communications: tuple[Communication, ...] = ()
     saved: tuple[Saved, ...] = ()
+    working: tuple[Amount, ...] = ()
     parameters: NonNegative = 0
     expert_parameters: NonNegative = 0
     buffers: NonNegative = 0
+    largest: NonNegative = 0
 
 
 class MeasuredTimes(Record):
@@ -282,6 +287,7 @@ class ModelProfile(FileRecord):
         kinds: the different layers.
         precision: the number type in which ``measured`` times were taken and the model was captured.
         row_tokens: tokens in a row of the batch (1 where a row is a sample).
+        row_bytes: of a row of the batch, which every device holds whole as Whale runs it.
         device_types: figures of device types that the profile brings along, by name: ``memory_bytes``,
             ``devices_per_node``, ``memory_bandwidth`` (bytes per second), FLOP/s by number type (``float32``), and of
             processors ``cores`` (those that a process had while it computed: 0.25 under a quota of a quarter);
@@ -300,6 +306,7 @@ class ModelProfile(FileRecord):
     kinds: tuple[LayerKind, ...]
     precision: str = "float32"
     row_tokens: Annotated[int, Field(ge=1)] = 1
+    row_bytes: NonNegative = 0
     device_types: dict[str, dict[str, float]] = Field(default_factory=dict)
     links: tuple[LinkCurve, ...] = ()
     rates: tuple[MeasuredRate, ...] = ()

@@ -1,0 +1,68 @@
+"""What an optimizer keeps, needs and moves, as torch runs it on parameters of any number type.
+
+Data, for what predicts memory and time. States have the number type of their parameter: there are no master weights.
+On processors torch steps through parameters one by one, on accelerators through lists of all of them (``foreach``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from whale.errors import UsageError
+
+__all__ = ["OPTIMIZERS", "Optimizer", "OptimizerCosts", "costs_of", "temporary_bytes"]
+
+Optimizer = Literal["adamw", "sgd", "sgd_momentum", "none"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerCosts:
+    """Of an optimizer, in tensors of a parameter's size.
+
+    Attributes:
+        states: that it keeps.
+        one_by_one: that a step makes and drops, of one parameter at a time, where it goes through them one by one.
+        in_lists: that a step makes of all parameters at a time, where it goes through lists of them.
+        moved: that a step reads and writes, those of other kernels again.
+        counter_bytes: besides, for each parameter.
+    """
+
+    states: int
+    one_by_one: int
+    in_lists: int
+    moved: int
+    counter_bytes: int = 0
+
+
+_COSTS: dict[Optimizer, OptimizerCosts] = {
+    # Adam: a root and a quotient; in lists the root, which is divided in its place. Steps are counted in float32.
+    "adamw": OptimizerCosts(states=2, one_by_one=2, in_lists=1, moved=20, counter_bytes=4),
+    "sgd": OptimizerCosts(states=0, one_by_one=0, in_lists=0, moved=3),
+    "sgd_momentum": OptimizerCosts(states=1, one_by_one=0, in_lists=0, moved=8),
+    "none": OptimizerCosts(states=0, one_by_one=0, in_lists=0, moved=0),
+}
+
+
+def costs_of(optimizer: str) -> OptimizerCosts:
+    """Those of an optimizer.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    known = next((costs for name, costs in _COSTS.items() if name == optimizer), None)
+    if known is None:
+        raise UsageError(f"unknown optimizer {optimizer!r}; use one of {', '.join(OPTIMIZERS)}")
+    return known
+
+
+def temporary_bytes(optimizer: str, sizes: Sequence[int], *, processor: bool) -> int:
+    """What a step takes besides, for parameters of these bytes.
+
+    >>> [temporary_bytes("adamw", [100, 40], processor=processor) for processor in (True, False)]
+    [200, 140]
+    """
+    costs = costs_of(optimizer)
+    return costs.one_by_one * max(sizes, default=0) if processor else costs.in_lists * sum(sizes)

@@ -1,0 +1,242 @@
+"""Kernels that an accelerator has for what the meta device and processors spell out in operators: attention, dropout,
+root mean square, products with experts.
+
+Each keeps for its backward what that kernel keeps, and tells a listener what it computes and moves. Knows no prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from whale.runtime.experts import product_of_groups
+from whale.runtime.stage import LocalGraph, LocalProgram
+
+__all__ = ["FUSED", "Listener", "Traffic", "accelerated"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """``elements`` of the number type that the run has, and ``bytes`` of others."""
+
+    elements: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(elements=self.elements + other.elements, bytes=self.bytes + other.bytes)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(elements=self.elements - other.elements, bytes=self.bytes - other.bytes)
+
+
+class Listener(Protocol):
+    """Who is told of such kernels."""
+
+    def add(
+        self,
+        *,
+        name: str,
+        kind: str,
+        dims: tuple[int, ...],
+        flops: int,
+        read: Traffic,
+        written: Traffic,
+        causal: bool = False,
+    ) -> None:
+        """One ran."""
+
+    def traffic(self, tensors: Sequence[Tensor]) -> Traffic:
+        """What moving these tensors takes."""
+        ...
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention (Dao et al. 2022): keeps its operands, its result and a statistic for each row of scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, recorder: Listener, name: str,
+        causal: bool,
+    ) -> Tensor:  # fmt: skip
+        *outer, length, _ = query.shape
+        size = value.shape[-1]
+        if len(outer) == 2:  # laid out as the projection that follows reads it
+            result = query.new_empty(outer[0], length, outer[1], size).transpose(1, 2)
+        else:
+            result = query.new_empty(*outer, length, size)
+        statistic = query.new_empty(*outer, length, dtype=torch.float32)
+        given = [x for x in (query, key, value, mask) if x is not None]
+        ctx.save_for_backward(*given, result, statistic)
+        ctx.recorder, ctx.name, ctx.causal, ctx.masked = recorder, name, causal, mask is not None
+        ctx.work = _Attention.work(query, key, value)
+        dims, flops = ctx.work
+        recorder.add(
+            name=name, kind="attention", dims=dims, flops=flops, causal=causal,
+            read=recorder.traffic(given), written=recorder.traffic([result, statistic]),
+        )  # fmt: skip
+        return result
+
+    @staticmethod
+    def work(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], int]:
+        """Dims and operations of the two products."""
+        batch, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
+        columns = key.shape[-2]
+        return (batch, length, columns, size), 2 * batch * length * columns * (size + value.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        tensors, recorder = ctx.saved_tensors, ctx.recorder
+        given = tensors[: 3 + ctx.masked]
+        grads = [torch.empty_like(x) for x in given]
+        dims, flops = ctx.work
+        recorder.add(  # five products where the forward has two: the scores are computed again
+            name=f"{ctx.name}_backward", kind="attention", dims=dims, flops=flops * 5 // 2, causal=ctx.causal,
+            read=recorder.traffic([*tensors, grad]), written=recorder.traffic(grads[:3]),
+        )  # fmt: skip
+        mask = grads[3] if ctx.masked and ctx.needs_input_grad[3] else None
+        return *grads[:3], mask, None, None, None
+
+
+def _attention(
+    recorder: Listener,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    name = "aten.scaled_dot_product_attention" + ("+dropout" if dropout_p else "")
+    return _Attention.apply(query, key, value, attn_mask, recorder, name, is_causal)
+
+
+def _dropout(recorder: Listener, x: Tensor, p: float, train: bool) -> Tensor:
+    return aten.native_dropout.default(x, p, True)[0] if train and p else x
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    """Fused RMS norm: keeps its input and a statistic for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, size: int, recorder: Listener) -> Tensor:
+        result = torch.empty_like(x)
+        statistic = x.new_empty(x.numel() // size, dtype=torch.float32)
+        ctx.save_for_backward(x, statistic, *([] if weight is None else [weight]))
+        ctx.recorder = recorder
+        given = [t for t in (x, weight) if t is not None]
+        _RootMeanSquare.note(recorder, "aten._fused_rms_norm", given, [result, statistic])
+        return result
+
+    @staticmethod
+    def note(recorder: Listener, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """A kernel that moves data only."""
+        moved = recorder.traffic(read), recorder.traffic(written)
+        recorder.add(name=name, kind="memory", dims=(), flops=0, read=moved[0], written=moved[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, statistic, *weight = ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in (x, *weight)]
+        name = "aten._fused_rms_norm_backward"
+        _RootMeanSquare.note(ctx.recorder, name, [grad, x, statistic, *weight], grads)
+        return grads[0], grads[1] if weight else None, None, None
+
+
+def _rms_norm(
+    recorder: Listener, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return _RootMeanSquare.apply(x, weight, prod(shape), recorder)
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows times the matrix of their group, each matrix read once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, ends: Tensor, recorder: Listener) -> Tensor:
+        result = x.new_empty(x.shape[0], matrices.shape[-1])
+        ctx.save_for_backward(x, matrices, ends)
+        ctx.recorder = recorder
+        _Grouped.note(recorder, "aten._grouped_mm", x, matrices, result)
+        return result
+
+    @staticmethod
+    def note(recorder: Listener, name: str, x: Tensor, matrices: Tensor, result: Tensor) -> None:
+        """A product of *x* and *matrices*, or of two of the three for the third."""
+        count, inner, width = matrices.shape
+        operands = {id(t): t for t in (x, matrices, result)}
+        *given, made = operands.values()
+        recorder.add(
+            name=name, kind="grouped_matmul", dims=(count, x.shape[0], width, inner),
+            flops=2 * x.shape[0] * width * inner, read=recorder.traffic(given), written=recorder.traffic([made]),
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, matrices, _ = ctx.saved_tensors
+        grad_x, grad_matrices = torch.empty_like(x), torch.empty_like(matrices)
+        _Grouped.note(ctx.recorder, "aten._grouped_mm", grad, matrices.transpose(1, 2), grad_x)
+        count, inner, width = matrices.shape
+        ctx.recorder.add(
+            name="aten._grouped_mm", kind="grouped_matmul", dims=(count, inner, width, x.shape[0]),
+            flops=2 * x.shape[0] * width * inner,
+            read=ctx.recorder.traffic([x, grad]), written=ctx.recorder.traffic([grad_matrices]),
+        )  # fmt: skip
+        return grad_x, grad_matrices, None, None
+
+
+def _products(
+    recorder: Listener, x: Tensor, matrices: Tensor, order: Tensor, inverse: Tensor, ends: Tensor, kernel: Any
+) -> Tensor:
+    def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return _Grouped.apply(x, matrices, ends, recorder)
+
+    return product_of_groups(x, matrices, order, inverse, ends, grouped)
+
+
+FUSED: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.dropout.default: _dropout,
+    aten.rms_norm.default: _rms_norm,
+    product_of_groups: _products,
+}
+
+
+def accelerated(program: LocalProgram) -> LocalProgram:
+    """The program with such kernels, on whatever device it runs: what it keeps is what it keeps on an accelerator."""
+    graph = program.micro_batch
+    return replace(program, micro_batch=LocalGraph(_Accelerated(graph.module), graph.sources))  # type: ignore[arg-type]
+
+
+class _Accelerated:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any) -> Any:
+        return _Interpreter(self.module).run(*args)
+
+
+class _Interpreter(fx.Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        fused = FUSED.get(target)
+        return fused(_Nobody(), *args, **kwargs) if fused else super().call_function(target, args, kwargs)
+
+
+class _Nobody:
+    """A listener that notes nothing."""
+
+    def add(self, **what: Any) -> None:
+        """Nothing."""
+
+    def traffic(self, tensors: Sequence[Tensor]) -> Traffic:
+        """Nothing."""
+        return Traffic()

@@ -1,0 +1,152 @@
+"""Bytes that the search counts for a plan: those that the compiled step holds, for any optimizer and number type."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.small_models import decoder, tokens
+from whale.automatic import tensor_degrees
+from whale.cli.model_loader import load_model
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.cluster import Cluster, DeviceType
+from whale.ir.profile import ModelProfile
+from whale.ir.workload import DeviceMemory
+from whale.planner.catalog import device_types
+from whale.planner.memory import FRAMEWORK_BYTES
+from whale.planner.precision import BY_DTYPE
+from whale.planner.search import SearchSettings, StageChoice, evaluate, search
+from whale.searching import compile_candidate
+from whale.strategies.profile import profile_model
+from whale.trial import ModelTrial
+
+A100 = device_types()["A100-SXM4-80GB"]
+CLUSTER = Cluster.homogeneous(4, A100, intra=A100.intra_node)
+BATCH, MICRO_BATCHES = 32, 4
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 128, "heads": 4, "seq": 128, "vocab": 8192, "batch_size": BATCH}
+BELOW, ABOVE = 0.96, 1.1
+"""What the search counts, of what is held. Too much where an embedding has most of the parameters: its stage is taken
+to hold all of a micro-batch while it makes the gradient. Too little where a tied weight is cut anew for the head."""
+
+
+def model() -> nn.Module:
+    return decoder(width=256).float()
+
+
+def small() -> ModelProfile:
+    return profile_model(model().to("meta"), tokens(), tensor_degrees=(1,))
+
+
+def stages(layout: str, profile: ModelProfile) -> list[StageChoice]:
+    """Of four devices."""
+    num = len(profile.layers)
+    middle = profile.paths.index("layers.2")
+    every: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {
+        "data": ((0, num), (4, 1)),
+        "tensor": ((0, num), (1, 4)),
+        "pipeline of data": ((0, middle, num), (2, 1)),
+        "pipeline of tensor": ((0, middle, num), (1, 2)),
+        "pipeline": ((0, middle - 1, middle, middle + 1, num), (1, 1)),
+    }
+    bounds, degrees = every[layout]
+    size, rows = degrees[0] * degrees[1], BATCH // MICRO_BATCHES // degrees[0]
+    return [
+        StageChoice(
+            first=first,
+            last=last,
+            ranks=tuple(range(index * size, (index + 1) * size)),
+            data=degrees[0],
+            tensor=degrees[1],
+            rows=(rows,) * degrees[0],
+        )
+        for index, (first, last) in enumerate(pairwise(bounds))
+    ]
+
+
+def held(device: DeviceMemory) -> int:
+    """Without drivers and the batch, which are framework to the search."""
+    return device.total - device.framework
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dtype", "optimizer", "layouts"),
+    [
+        ("gpt", {}, torch.bfloat16, "adamw", ("data", "pipeline", "pipeline of tensor")),
+        ("gpt", {"dropout": 0.0}, torch.float32, "sgd", ("tensor", "pipeline of data")),
+        ("llama", {"kv_heads": 2}, torch.float32, "adamw", ("data", "pipeline of tensor")),
+        ("moe", {"kv_heads": 2, "experts": 4}, torch.bfloat16, "sgd", ("data", "pipeline")),
+        ("bert", {}, torch.float32, "sgd_momentum", ("tensor", "pipeline of data")),
+    ],
+)
+def test_bytes_of_the_search_are_those_of_the_compiled_plan(
+    name: str, settings: dict[str, Any], dtype: torch.dtype, optimizer: Any, layouts: tuple[str, ...]
+) -> None:
+    loaded = load_model(f"examples/models/{name}.py:{name}", SIZES | settings, device="meta")
+    loaded.model.to(dtype)
+    trial = ModelTrial(loaded.model, loaded.batch, name=name, optimizer=optimizer)
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4), captured=trial.captured)
+    precision = BY_DTYPE[str(dtype).removeprefix("torch.")]
+    for layout in layouts:
+        candidate = evaluate(
+            profile,
+            CLUSTER,
+            stages(layout, profile),
+            micro_batches=MICRO_BATCHES,
+            precision=precision,
+            eager=True,
+            optimizer=optimizer,
+        )
+        choice = compile_candidate(candidate, profile, CLUSTER, batch=BATCH, trial=trial)
+        assert choice.compiled, choice.reason
+        compiled = {device.rank: device for device in choice.prediction.memory}
+        for device in candidate.prediction.memory:
+            wanted = held(compiled[device.rank])
+            assert BELOW <= (held(device) + BATCH * profile.row_bytes) / wanted <= ABOVE, (layout, device)
+
+
+@pytest.mark.parametrize(("optimizer", "num_bytes"), [("adamw", 8), ("sgd_momentum", 6), ("sgd", 4), ("none", 4)])
+def test_weights_gradients_and_states_have_the_number_type_of_the_run(optimizer: Any, num_bytes: int) -> None:
+    profile = small()
+    (one,) = evaluate(
+        profile,
+        Cluster.homogeneous(1, A100),
+        [StageChoice(first=0, last=len(profile.layers), ranks=(0,), data=1, tensor=1, rows=(8,))],
+        micro_batches=1,
+        precision="bf16",
+        eager=True,
+        optimizer=optimizer,
+    ).prediction.memory
+    parameters = sum(p.numel() for p in model().parameters())
+    assert one.parameters + one.gradients + one.optimizer == num_bytes * parameters
+
+
+def test_what_fits_depends_on_the_optimizer() -> None:
+    parameters = sum(p.nbytes for p in model().parameters())
+    card = DeviceType.of(
+        "card",
+        speed={"float32": 1e12},
+        memory_bytes=round(FRAMEWORK_BYTES + 3 * parameters),
+        memory_bandwidth=1e12,
+    )
+    cluster = Cluster.homogeneous(1, card, intra=A100.intra_node)
+    for optimizer, fits in (("sgd", True), ("adamw", False)):
+        settings = SearchSettings(eager=True, optimizer=optimizer, time_limit=60.0)  # type: ignore[arg-type]
+        with nullcontext() if fits else pytest.raises(InfeasibleError):
+            assert search(small(), cluster, batch=8, settings=settings).best.prediction.fits
+
+
+def test_an_optimizer_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UsageError, match="adamw"):
+        search(small(), CLUSTER, batch=8, settings=SearchSettings(eager=True, optimizer="adam"))  # type: ignore[arg-type]
+
+
+def test_what_is_too_large_for_eight_devices_is_split_over_more() -> None:
+    experts = nn.Linear(2**15, 2**17, bias=False, device="meta")  # 16 GiB in float32
+    assert tensor_degrees(Cluster.homogeneous(32), experts) == (1, 2, 4, 8)
+    assert tensor_degrees(Cluster.homogeneous(32), nn.Linear(2**17, 2**17, device="meta")) == (1, 2, 4, 8, 16, 32)
+    assert tensor_degrees(Cluster.homogeneous(8), experts) == (1, 2, 4, 8)
