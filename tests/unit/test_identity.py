@@ -55,7 +55,15 @@ def test_other_sizes_operators_and_ties_are_other_models() -> None:
 
 
 def test_another_process_finds_the_same_hash() -> None:
-    code = "from tests.unit.test_identity import *; print(hash_of(decoder(), tokens()))"
+    code = """
+from tests.small_models import decoder, tokens
+from whale.graph.capture import capture
+from whale.graph.identity import model_hash
+from whale.graph.ordering import settle_order
+captured = capture(decoder(), tokens())
+settle_order(captured)
+print(model_hash(captured))
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONHASHSEED": "7", "PYTHONPATH": "."}
     )
