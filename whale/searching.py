@@ -192,7 +192,8 @@ def plan_pipeline(
         InfeasibleError: it does not fit in memory; says what is missing, and what would help.
     """
     SearchSettings(micro_batches=micro_batches, schedules=(schedule,)).check(batch)
-    prices = Prices.of(profile, cluster, precision=BY_DTYPE.get(profile.precision, "fp32"), eager=True)
+    precision = BY_DTYPE.get(profile.precision, "fp32")
+    prices = Prices.of(profile, cluster, precision=precision, eager=True, batch=batch)
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"
         raise UsageError(
@@ -205,7 +206,7 @@ def plan_pipeline(
         micro_batches=micro_batches,
         num_stages=num_stages,
         replicas=replicas,
-        precision=prices.precision.name,
+        precision=precision,
         schedule=schedule,
     )
     candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule)
