@@ -48,6 +48,9 @@ MOST_FREE = 64
 MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
+FEW_REPLICAS = 2
+"""Up to so many the family *replicas* has pipelines of all layers that leave devices idle: memory may want them."""
+
 LEAST_SHARE = 16
 """The smallest mesh of the family *matched* has that part of a pool."""
 
@@ -240,7 +243,8 @@ def _of_data_degree(
     for tensors in product(*(own or (0,) for own in choices)):
         sizes = [data * tensor for tensor in tensors]
         quotas = tuple(len(pool.ranks) // size if size else 0 for pool, size in zip(pools, sizes, strict=True))
-        if 1 < sum(quotas) <= max_stages:
+        deep = data <= FEW_REPLICAS and sum(quotas) < 2 * max_stages  # idle devices, but as many cuts as there can be
+        if sum(quotas) > 1 and (sum(quotas) <= max_stages or deep):
             own = [
                 (_single(index, 1, len(pools)), Mesh(_single(index, size, len(pools)), tensor))
                 for index, (size, tensor, quota) in enumerate(zip(sizes, tensors, quotas, strict=True))
