@@ -364,14 +364,13 @@ def activation_bytes(
     kept = kept_bytes(
         block,
         tensor_degree=tensor,
-        rows=whole(row, "micro_batch"),
         precision=precision_named("fp16"),
         fused_attention=False,
         recompute=recompute,  # type: ignore[arg-type]
         sequence_parallel=sequence,
     )
     in_flight = 1 + (pipeline - 1) / (pipeline * virtual) if virtual > 1 else 1
-    return kept * whole(row, "layers") * in_flight
+    return kept(whole(row, "micro_batch")) * whole(row, "layers") * in_flight
 
 
 def state_bytes_of(models: Models, row: dict[str, str], settings: dict[str, int]) -> float:

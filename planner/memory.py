@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
-from whale.planner.compute import Recompute, element_bytes, num_scores, variant_of
+from whale.planner.compute import Recompute, variant_of
+from whale.planner.kernels import element_bytes, num_scores
 from whale.planner.optimizers import costs_of
 from whale.planner.precision import Precision
 
 __all__ = [
     "FRAGMENTATION",
     "MESSAGES",
+    "Largest",
     "StateBytes",
     "framework_bytes",
     "gradient_bytes",
@@ -113,25 +115,39 @@ def gradient_bytes(precision: Precision, zero: int) -> int:
     return 4 if precision.mixed and zero == 0 else precision.element_bytes
 
 
+class Largest(NamedTuple):
+    """The largest of some amounts that depend on the rows of a micro-batch.
+
+    >>> Largest((Affine(4, 0), Affine(0, 3)))(2)
+    6
+    """
+
+    amounts: tuple[Affine, ...]
+
+    def __call__(self, rows: float) -> float:
+        """Its value for so many rows."""
+        return max(amount(rows) for amount in self.amounts)
+
+
 def kept_bytes(
     kind: LayerKind,
     *,
     tensor_degree: int = 1,
-    rows: float,
     precision: Precision,
     fused_attention: bool,
     eager: bool = False,
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
-) -> float:
-    """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group.
+) -> Affine:
+    """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group, by its
+    rows.
 
     Full recomputation keeps the input of a layer. Selective recomputation does without the core of the attention where
     that is spelt out, and without norms and pointwise results where it is fused. Expert parallelism leaves as much: a
     device's experts get the rows of all others.
     """
     if not kind.variants:
-        return 0.0 if kind.activations is None else kind.activations.total(rows, precision.element_bytes)
+        return _bytes(kind.activations or Amount(), precision.element_bytes)
     variant = variant_of(kind, tensor_degree)
     saved: Iterable[Saved] = variant.saved
     if recompute == "full":
@@ -146,45 +162,58 @@ def kept_bytes(
         saved = [value for value in saved if value.origin != "silu"]
     else:
         saved = [*saved, *_scores(variant, precision)]
-    total = 0.0
+    fixed = per_row = 0.0
     for value in saved:
         share = tensor_degree if sequence_parallel and not value.split else 1
-        size = element_bytes(value.origin, precision) if eager else precision.element_bytes
-        total += value.size.total(rows, size) / share
-    return total
+        size = _bytes(value.size, element_bytes(value.origin, precision) if eager else precision.element_bytes)
+        fixed, per_row = fixed + size.fixed / share, per_row + size.per_row / share
+    return Affine(fixed, per_row)
 
 
 def working_bytes(
     kind: LayerKind,
     *,
     tensor_degree: int = 1,
-    rows: float,
     precision: Precision,
     fused_attention: bool,
     eager: bool = False,
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
-) -> float:
-    """What the backward of a layer needs beside what was kept: what it computes again, and its largest gradients."""
-    arguments = {
-        "tensor_degree": tensor_degree,
-        "rows": rows,
-        "precision": precision,
-        "fused_attention": fused_attention,
-        "eager": eager,
-        "sequence_parallel": sequence_parallel,
-    }
-    kept = kept_bytes(kind, recompute=recompute, **arguments)  # type: ignore[arg-type]
-    whole = kept_bytes(kind, recompute="none", **arguments)  # type: ignore[arg-type]
+) -> Largest:
+    """What the backward of a layer needs beside what was kept, by the rows of a micro-batch: what it computes again,
+    and its largest gradients."""
     if not kind.variants:
-        return 0.0
-    variant = variant_of(kind, tensor_degree)
-    written = [
-        kernel.written.total(rows, element_bytes(kernel.name, precision) if eager else precision.element_bytes)
+        return Largest((Affine(0.0, 0.0),))
+
+    def kept(how: Recompute) -> Affine:
+        return kept_bytes(
+            kind,
+            tensor_degree=tensor_degree,
+            precision=precision,
+            fused_attention=fused_attention,
+            eager=eager,
+            recompute=how,
+            sequence_parallel=sequence_parallel,
+        )
+
+    variant, some, whole = variant_of(kind, tensor_degree), kept(recompute), kept("none")
+    again = Affine(whole.fixed - some.fixed, whole.per_row - some.per_row)
+    written = {
+        _bytes(kernel.written, element_bytes(kernel.name, precision) if eager else precision.element_bytes)
         for kernel in variant.backward
         if not _of_weights(kernel)
-    ]
-    return whole - kept + 2 * max(written, default=0.0)
+    }
+    return Largest(
+        tuple(
+            Affine(again.fixed + 2 * size.fixed, again.per_row + 2 * size.per_row)
+            for size in sorted(written or {Affine(0.0, 0.0)})
+        )
+    )
+
+
+def _bytes(amount: Amount, element_bytes: int) -> Affine:
+    (fixed, per_row), others = amount.elements, amount.bytes
+    return Affine(fixed * element_bytes + others.fixed, per_row * element_bytes + others.per_row)
 
 
 def _of_weights(kernel: Kernel) -> bool:
@@ -230,12 +259,12 @@ def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precis
     )
 
 
-def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, rows: float, precision: Precision) -> float:
-    """What one micro-batch keeps of a layer from its forward to its backward: all that autograd does."""
+def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, precision: Precision) -> Affine:
+    """What one micro-batch keeps of a layer from its forward to its backward, by its rows: all that autograd does."""
     if not kind.variants:
-        return 0.0 if kind.activations is None else kind.activations.total(rows, precision.element_bytes)
-    saved = variant_of(kind, tensor_degree).saved
-    return sum(value.size.total(rows, precision.element_bytes) for value in saved)
+        return _bytes(kind.activations or Amount(), precision.element_bytes)
+    sizes = [_bytes(value.size, precision.element_bytes) for value in variant_of(kind, tensor_degree).saved]
+    return Affine(sum(size.fixed for size in sizes), sum(size.per_row for size in sizes))
 
 
 def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
@@ -244,20 +273,19 @@ def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
     return max(0, MESSAGES - held) * entering + (held + MESSAGES - 1) * leaving
 
 
-def run_working_bytes(
-    kind: LayerKind, *, tensor_degree: int = 1, rows: float, precision: Precision, one_by_one: int = 0
-) -> float:
-    """What a layer needs besides while it runs, forward or backward, the gradient of a weight before it is added to the
-    others included; or the optimizer, if it takes *one_by_one* so many tensors of the size of a parameter.
+def run_working_bytes(kind: LayerKind, *, tensor_degree: int = 1, precision: Precision, one_by_one: int = 0) -> Largest:
+    """What a layer needs besides while it runs, forward or backward, by its rows: the gradient of a weight before it is
+    added to the others included; or the optimizer, if it takes *one_by_one* so many tensors of the size of a parameter.
 
     Profiles that do not say it have an estimate.
     """
+    nothing = Affine(0.0, 0.0)
     if not kind.variants:
-        return 0.0
+        return Largest((nothing,))
     variant, size = variant_of(kind, tensor_degree), precision.element_bytes
-    if variant.working:
-        found = max(amount.total(rows, size) for amount in variant.working)
-    else:
-        found = working_bytes(kind, tensor_degree=tensor_degree, rows=rows, precision=precision, fused_attention=True)
-    kept = run_kept_bytes(kind, tensor_degree=tensor_degree, rows=rows, precision=precision)
-    return max(0.0, found, one_by_one * variant.largest * size - kept)  # what is kept is gone by then
+    found = tuple(_bytes(amount, size) for amount in variant.working)
+    if not found:
+        found = working_bytes(kind, tensor_degree=tensor_degree, precision=precision, fused_attention=True).amounts
+    kept = run_kept_bytes(kind, tensor_degree=tensor_degree, precision=precision)
+    stepping = Affine(one_by_one * variant.largest * size - kept.fixed, -kept.per_row)  # what is kept is gone by then
+    return Largest((nothing, *found, stepping))

@@ -200,19 +200,16 @@ class Stages:
         return self.profile.layers.count(kind) > 1
 
     def _kept(self, kind: int, device: DeviceType, rows: float) -> float:
-        return kept_bytes(self.profile.kinds[kind], recompute=self._recompute(kind), **self._amounts(device, rows))
+        return kept_bytes(self.profile.kinds[kind], **self._amounts(kind, device))(rows)
 
     def _working(self, kind: int, device: DeviceType, rows: float) -> float:
-        return working_bytes(self.profile.kinds[kind], recompute=self._recompute(kind), **self._amounts(device, rows))
+        return working_bytes(self.profile.kinds[kind], **self._amounts(kind, device))(rows)
 
-    def _recompute(self, kind: int) -> Any:
-        return self.layout.configuration.recompute if self._recomputes(kind) else "none"
-
-    def _amounts(self, device: DeviceType, rows: float) -> dict[str, Any]:
+    def _amounts(self, kind: int, device: DeviceType) -> dict[str, Any]:
         given = self.layout.configuration
         return {
             "tensor_degree": given.tensor,
-            "rows": rows,
+            "recompute": given.recompute if self._recomputes(kind) else "none",
             "precision": self.precision,
             "fused_attention": self.fused(device),
             "eager": self.eager,

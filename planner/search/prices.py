@@ -16,11 +16,19 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from whale.ir.cluster import Cluster, DeviceType
-from whale.ir.profile import ModelProfile
+from whale.ir.profile import Affine, ModelProfile
 from whale.planner.communication import collective, send
-from whale.planner.compute import Collective, LayerSeconds, attention_is_fused, forward_flops, layer_seconds, variant_of
+from whale.planner.compute import (
+    Collective,
+    LayerSeconds,
+    attention_is_fused,
+    forward_flops,
+    layer_seconds_by_rows,
+    variant_of,
+)
 from whale.planner.memory import (
     FRAGMENTATION,
+    Largest,
     StateBytes,
     framework_bytes,
     gradient_bytes,
@@ -38,6 +46,9 @@ from whale.planner.stages import exposed_seconds
 from whale.planner.topology import Topology
 
 __all__ = ["Hop", "LayerPrice", "Memo", "Prices", "TensorGroup"]
+
+MOST_USUAL_ROWS = 4096
+"""Up to so many powers of two are priced together; a search asks for most of them."""
 
 Shape = tuple[tuple[int, int, int, int], ...]
 """Where a group lies: kind of node, its devices and adapters there, and how many such nodes follow each other."""
@@ -134,6 +145,7 @@ class Prices:
     _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
     _within: dict[tuple[int, tuple[int, ...]], TensorGroup] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
+    _bytes: dict[tuple[int, str, int], tuple[Affine, Largest]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -348,47 +360,48 @@ class Prices:
         return spent.forward, spent.backward
 
     def _seconds(self, kind: int, type_: DeviceType, degree: int, rows: int, micro_batches: int) -> LayerSeconds:
-        key = (kind, type_, degree, rows, micro_batches)
-        if key not in self.memo.seconds:
-            self.memo.seconds[key] = layer_seconds(
+        known, key = self.memo.seconds, (kind, type_, degree, micro_batches)
+        if (*key, rows) not in known:
+            wanted = _usual_rows(rows)
+            found = layer_seconds_by_rows(
                 self.profile.kinds[kind],
                 type_,
+                wanted,
                 tensor_degree=degree,
-                rows=rows,
                 precision=self.precision.name,
                 eager=self.eager,
                 optimizer=self.optimizer if self.eager else None,
                 num_micro_batches=micro_batches,
             )
-        return self.memo.seconds[key]
+            known.update(((*key, count), one) for count, one in zip(wanted, found, strict=True))
+        return known[*key, rows]
 
     def kept(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
         """Bytes that a micro-batch keeps of a layer on a device."""
-        if self.eager:
-            return run_kept_bytes(self.profile.kinds[kind], tensor_degree=degree, rows=rows, precision=self.precision)
-        return self._amount(kept_bytes, kind, type_, degree, rows)
+        return self._amounts(kind, type_, degree)[0](rows)
 
     def working(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
         """Bytes that a layer works with on a device besides."""
-        if self.eager:
-            return run_working_bytes(
-                self.profile.kinds[kind],
-                tensor_degree=degree,
-                rows=rows,
-                precision=self.precision,
-                one_by_one=costs_of(self.optimizer).one_by_one if type_.is_processor else 0,
-            )
-        return self._amount(working_bytes, kind, type_, degree, rows)
+        return self._amounts(kind, type_, degree)[1](rows)
 
-    def _amount(self, of: Any, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
-        amount: float = of(
-            self.profile.kinds[kind],
-            tensor_degree=degree,
-            rows=rows,
-            precision=self.precision,
-            fused_attention=attention_is_fused(type_, self.precision),
-        )
-        return amount
+    def _amounts(self, kind: int, type_: DeviceType, degree: int) -> tuple[Affine, Largest]:
+        """What is kept and worked with, by the rows."""
+        key = (kind, type_.name, degree)
+        if key not in self._bytes:
+            given, precision = self.profile.kinds[kind], self.precision
+            if self.eager:
+                one_by_one = costs_of(self.optimizer).one_by_one if type_.is_processor else 0
+                self._bytes[key] = (
+                    run_kept_bytes(given, tensor_degree=degree, precision=precision),
+                    run_working_bytes(given, tensor_degree=degree, precision=precision, one_by_one=one_by_one),
+                )
+            else:
+                fused = attention_is_fused(type_, precision)
+                self._bytes[key] = (
+                    kept_bytes(given, tensor_degree=degree, precision=precision, fused_attention=fused),
+                    working_bytes(given, tensor_degree=degree, precision=precision, fused_attention=fused),
+                )
+        return self._bytes[key]
 
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
         if one.group != "tensor" or group.degree == 1:
@@ -502,3 +515,16 @@ class Prices:
                 latency += self.collective("all_gather", into.ranks, whole, into.sharing, into.shape)
             self.memo.hops[key] = Hop(latency, max(1, num_bytes) / cost.transfer)
         return self.memo.hops[key]
+
+
+def _usual_rows(rows: int) -> tuple[int, ...]:
+    """Numbers of rows that are priced together with one that a search asks for: powers of two, and the few below four;
+    of others that number alone.
+
+    >>> _usual_rows(5), _usual_rows(2)[:5]
+    ((5,), (1, 2, 3, 4, 8))
+    """
+    if rows > 4 and rows & (rows - 1):
+        return (rows,)
+    most = max(MOST_USUAL_ROWS, rows)
+    return (1, 2, 3, *(1 << power for power in range(2, most.bit_length())))

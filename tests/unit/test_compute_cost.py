@@ -7,7 +7,8 @@ from typing import Any
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
 from whale.planner.catalog import device_types
-from whale.planner.compute import layer_seconds, matmul_seconds
+from whale.planner.compute import layer_seconds, layer_seconds_by_rows
+from whale.planner.kernels import matmul_seconds
 
 A100 = device_types()["A100-SXM4-80GB"]
 H100 = device_types()["H100-SXM5-80GB"]
@@ -160,3 +161,18 @@ def test_convolutions_in_float32_pay_for_their_layout_on_tensor_cores() -> None:
     )
     whole, half = (forward_seconds(convolution, rows=256, precision=precision) for precision in ("fp32", "fp16"))
     assert whole > 2.5 * half
+
+
+def test_many_numbers_of_rows_take_what_each_takes_by_itself() -> None:
+    kernels = (
+        linear(512, 4096, 1000),
+        linear(512, 4096, 1000).model_copy(update={"kind": "grouped_matmul", "expert": True}),
+        moving("aten.native_batch_norm", 1e6),
+        moving("aten.gelu", 1e6).model_copy(update={"count": 3}),
+    )
+    variant = LayerVariant(tensor_degree=2, forward=kernels, backward=kernels[::-1], parameters=1e7)
+    kind, rows = LayerKind(name="h", variants=(variant,)), (1, 3, 64, 0.5)
+    how: dict[str, Any] = {"tensor_degree": 2, "expert_degree": 2, "sequence_parallel": True, "precision": "fp8"}
+    alone = [layer_seconds(kind, H100, rows=count, **how) for count in rows]
+    assert layer_seconds_by_rows(kind, H100, rows, **how) == alone
+    assert alone[0].forward < alone[2].forward

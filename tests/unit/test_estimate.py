@@ -235,7 +235,7 @@ def test_eager_losses_are_kept_in_float32() -> None:
     )
     for eager, size in ((True, 4), (False, 2)):
         precision = precision_named("bf16")
-        assert kept_bytes(head, rows=1, precision=precision, fused_attention=True, eager=eager) == size * VOCAB
+        assert kept_bytes(head, precision=precision, fused_attention=True, eager=eager)(1) == size * VOCAB
 
 
 def test_eager_selective_recomputation_keeps_every_second_product() -> None:
@@ -245,7 +245,7 @@ def test_eager_selective_recomputation_keeps_every_second_product() -> None:
         LayerKind(name="h", variants=(variant,)),
         {"precision": precision_named("bf16"), "fused_attention": True},
     )
-    kept = [kept_bytes(kind, rows=1, recompute="selective", eager=way, **how) for way in (False, True)]  # type: ignore[arg-type]
+    kept = [kept_bytes(kind, recompute="selective", eager=way, **how)(1) for way in (False, True)]  # type: ignore[arg-type]
     assert kept == [80, 60]
 
 
@@ -268,7 +268,7 @@ def test_spelt_out_attention_takes_longer_and_keeps_its_scores() -> None:
     fused, spelt = (predicted(machines(1), attention=way, **how).prediction for way in ("fused", "unfused"))
     assert spelt.step_seconds > fused.step_seconds
     block_ = model().kinds[1]
-    kept = [kept_bytes(block_, rows=1, precision=precision_named("fp16"), fused_attention=way) for way in (False, True)]
+    kept = [kept_bytes(block_, precision=precision_named("fp16"), fused_attention=way)(1) for way in (False, True)]
     assert kept[0] - kept[1] == 5 * 16 * SEQ * SEQ  # probabilities before and after dropout, and a byte of mask
 
 
@@ -411,10 +411,9 @@ def test_activations_of_megatron_22b_are_met_within_three_percent(
     kept = kept_bytes(
         gpt_22b.kinds[1],
         tensor_degree=8,
-        rows=4,
         precision=precision_named("fp16"),
         fused_attention=False,
         recompute=recompute,
         sequence_parallel=sequence_parallel,
     )
-    assert 48 * kept / 2**30 == pytest.approx(gib, rel=0.03)
+    assert 48 * kept(4) / 2**30 == pytest.approx(gib, rel=0.03)
