@@ -105,8 +105,9 @@ class Group:
 
         Groups of unlike nodes have the least bandwidth and the longest hop of all.
         """
-        intra = [_intra(topology, member.node, len(member.ranks)) for member in members if len(member.ranks) > 1]
-        inter = [_inter(topology, member.node, member.ranks, sharing) for member in members] if len(members) > 1 else []
+        unlike = _unlike(topology, members)
+        intra = [_intra(topology, member.node, len(member.ranks)) for member in unlike if len(member.ranks) > 1]
+        inter = [_inter(topology, member.node, member.ranks, sharing) for member in unlike] if len(members) > 1 else []
         most = max(len(member.ranks) for member in members)
         group = cls(
             num_ranks=sum(len(member.ranks) for member in members),
@@ -130,6 +131,17 @@ class Group:
     def narrowest(self, part: float) -> Line:
         """The line with the least bandwidth."""
         return min(self.lines, key=lambda line: line.rate(part))
+
+
+def _unlike(topology: Topology, members: Sequence[Member]) -> list[Member]:
+    """The members without those whose nodes, and places there, are like another's."""
+    found: dict[object, Member] = {}
+    for member in members:
+        node, first = member.node, member.node.ranks[0]
+        type_ = topology.cluster.devices[first].type.name
+        places = tuple(rank - first for rank in member.ranks)
+        found.setdefault((node.intra, node.inter, type_, len(node.ranks), places), member)
+    return list(found.values())
 
 
 def _intra(topology: Topology, node: Node, num_devices: int) -> Line:

@@ -17,10 +17,10 @@ import numpy as np
 from whale.errors import InfeasibleError
 from whale.planner.cuts import CutProblem, Group, evenest_cut, fastest_cut
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
-from whale.planner.search.costs import MeshCosts
+from whale.planner.search.costs import Array, MeshCosts
 from whale.planner.search.devices import Mesh
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.steps import SETTLING, in_flight, order_of_tasks
+from whale.planner.search.steps import SETTLING, in_flight, slots_of
 
 __all__ = [
     "Draft",
@@ -103,16 +103,17 @@ class Scored:
 def score_draft(meshes: Meshes, draft: Draft, batch: int, *, below: float = inf) -> Scored:
     """Score a draft. O(stages^2) for the recurrence over as many micro-batches as fill the pipeline and some more.
 
-    A draft that by `pipeline_bound` cannot take less than *below* seconds is given that bound: what it takes matters to
-    nobody.
+    A draft that does not fit, or by `pipeline_bound` cannot take less than *below* seconds, is given that bound: what
+    it takes matters to nobody.
     """
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
     forward, backward, hops, once, loads = [], [], [], [], []
+    known = {mesh: meshes.costs(mesh, rows, count) for mesh in dict.fromkeys(draft.meshes)}
     fullness = 0.0
     for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain))):
-        costs = meshes.costs(mesh, rows, count)
+        costs = known[mesh]
         ahead, back, after, hop = costs.seconds(first, last)
         forward.append(ahead)
         backward.append(back)
@@ -121,7 +122,7 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int, *, below: float = inf)
         loads.append((count - 1 + share) * (forward[-1] + backward[-1]) + once[-1])
         fullness = max(fullness, costs.fullness(first, last, in_flight(draft.schedule, depth, stage, count)))
     least = pipeline_bound(forward, backward, hops, once, count, draft.schedule, last_share=share)
-    if least + STEP_OVERHEAD_SECONDS < below:
+    if fullness <= 1 and least + STEP_OVERHEAD_SECONDS < below:
         ends = pipeline_ends(forward, backward, hops, count, draft.schedule, last_share=share)
         least = max(end + after for end, after in zip(ends, once, strict=True))
     return Scored(draft=draft, seconds=least + STEP_OVERHEAD_SECONDS, fullness=fullness, loads=tuple(loads))
@@ -165,22 +166,20 @@ def _ends(
     schedule: str,
     last_share: float,
 ) -> list[float]:
-    depth, last = len(forward), micro_batches - 1
-    free = [0.0] * depth
-    done = [[0.0] * depth for _ in range(micro_batches)]  # forwards; then backwards in their place
-    for stage, micro_batch, ahead in order_of_tasks(depth, micro_batches, schedule):
-        own = done[micro_batch]
-        if ahead:
-            ready = own[stage - 1] + hops[stage - 1] if stage else 0.0
-            spent = forward[stage]
-        else:
-            ready = own[stage + 1] + hops[stage] if stage + 1 < depth else own[stage]
-            spent = backward[stage]
-        if micro_batch == last:
-            spent *= last_share
-        begin = free[stage]
-        free[stage] = own[stage] = (ready if ready > begin else begin) + spent
-    return free
+    depth = len(forward)
+    ahead, back = [0.0, *hops[:-1]], [*hops[:-1], 0.0]
+    free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
+    for slot in slots_of(depth, micro_batches, schedule):
+        before = free.copy()
+        for stage in slot.forwards:
+            ready, begin = before[stage - 1] + ahead[stage], before[stage]
+            spent = forward[stage] * last_share if stage == slot.last_forward else forward[stage]
+            free[stage] = (ready if ready > begin else begin) + spent
+        for stage in slot.backwards:
+            ready, begin = before[stage + 1] + back[stage], before[stage]
+            spent = backward[stage] * last_share if stage == slot.last_backward else backward[stage]
+            free[stage] = (ready if ready > begin else begin) + spent
+    return free[:-1]
 
 
 class _Windows:
@@ -200,7 +199,11 @@ class _Windows:
         self.around = upto[None, 1:] - twice - upto[:-1, None]
         self.stages = np.maximum(places - places[:, None] + 1, 1)
         self.possible = places[:, None] <= places
-        self.period = np.where(self.possible, self.around / self.stages, 0.0)
+
+    @property
+    def period(self) -> Array:
+        """What each micro-batch takes at least, for each run of stages."""
+        return np.where(self.possible, self.around / self.stages, 0.0)
 
 
 def pipeline_bound(
@@ -283,11 +286,14 @@ def quick_cuts(
     if depth > parts:
         return []
     rows = meshes.rows(batch, micro_batches)
+    costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
+    paces = {mesh: own.pace_lists(micro_batches) for mesh, own in costs.items()}
+    most = min(within, max(max(ends) for _, ends in paces.values()))
+    even = 1 / sum(1 / max(paces[mesh][0][-1], 1e-12) for mesh in sequence)  # about: layers may suit unlike meshes
     stages = []
     for stage, mesh in enumerate(sequence):
-        costs = meshes.costs(mesh, rows, micro_batches)
-        reach = costs.reach_list(in_flight(schedule, depth, stage, micro_batches))
-        stages.append((*costs.pace_lists(micro_batches), reach, stage))
+        reach = costs[mesh].reach_list(in_flight(schedule, depth, stage, micro_batches))
+        stages.append((*paces[mesh], reach, stage))
     backward = stages[::-1]
 
     def cut(bound: float) -> tuple[int, ...] | None:
@@ -300,14 +306,16 @@ def quick_cuts(
             end = first
         return tuple(reversed(starts)) if end == 0 else None
 
-    low, high = 0.0, min(within, max(max(ends) for _, ends, _, _ in stages))
-    found = cut(high)
-    while found is not None and high - low > PRECISION * high:
+    low, high = 0.0, min(most, 1.5 * even)
+    while (found := cut(high)) is None and high < most:
+        low, high = high, min(most, 2 * high)
+    if found is None:
+        return []
+    low = low if low or cut(0.9 * even) else min(0.9 * even, high)
+    while high - low > PRECISION * high:
         middle = (low + high) / 2
         better = cut(middle)
         found, low, high = (found, middle, high) if better is None else (better, low, middle)
-    if found is None:
-        return []
     starts = [0]  # now every stage from the first goes on as far as the bound lets it
     for sums, ends, reach, stage in stages[:-1]:
         first, end = starts[-1], max(found[stage + 1], starts[-1] + 1)

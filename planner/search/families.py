@@ -28,7 +28,7 @@ from whale.planner.search.devices import Mesh, Pool
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.quota import Option, Sequences
 
-__all__ = ["Family", "any_meshes", "families_of", "fit_tensor_degrees"]
+__all__ = ["HELD", "Family", "any_meshes", "families_of", "fit_tensor_degrees", "held_together"]
 
 Sized = tuple[tuple[int, ...], Mesh]
 """A mesh with the units of each dimension that it takes."""
@@ -48,17 +48,17 @@ MOST_FREE = 64
 MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
-FEW_REPLICAS = 2
-"""Up to so many the family *replicas* has pipelines of all layers that leave devices idle: memory may want them."""
-
 LEAST_SHARE = 16
 """The smallest mesh of the family *matched* has that part of a pool."""
 
 MOST_STATES = 1_500
 """Of the quota program of the family *matched*."""
 
+HELD = 1 - 1e-9
+"""Of layers, up to rounding: all."""
+
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
-"""Bounds on the slowest stage that are tried, as multiples of what equal stages would take."""
+"""Bounds on the slowest stage that are tried, as multiples of what it takes at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ class Family:
         quotas: units of each dimension.
         max_stages: of its pipelines.
         micro_batches: of a step.
+        num: families that this one stands for: if it does not hold the model they do neither.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Family:
     quotas: tuple[int, ...]
     max_stages: int
     micro_batches: int
+    num: int = 1
 
     def all_devices(self) -> tuple[Mesh, ...]:
         """A sequence of its smallest meshes that uses as many devices as there are."""
@@ -88,44 +90,55 @@ class Family:
                 found.append(mesh)
         return tuple(found[: self.max_stages])
 
+    @property
+    def one_of_each(self) -> bool:
+        """Whether each stage takes one unit, in each dimension always on the same mesh."""
+        units = [units for units, _ in self.meshes]
+        return len(set(units)) == len(units) and all(sum(one) == 1 for one in units)
+
     def part_held(self, meshes: Meshes, batch: int) -> float:
         """The part of the layers of some kind that its devices hold together, at most: whatever the stages, the one
         that is r-th from the end has r micro-batches in flight, and they have no more units than there are."""
         rows = meshes.rows(batch, self.micro_batches)
-        if all(sum(units) == 1 for units, _ in self.meshes):  # each type best at the end, as often as it is there
-            alike: Array | float = 0.0
-            for units, mesh in self.meshes:
-                _, upto = meshes.parts_held(mesh, rows, self.micro_batches)
-                alike = alike + upto[:, min(self.quotas[_dimension(units)], self.max_stages) - 1]
-            return float(np.min(alike))
-        stages: list[Array] = []
+        extremes = _extremes(self.meshes)
+        stages = [meshes.parts_held(mesh, rows, self.micro_batches)[0][:, : self.max_stages] for _, mesh in extremes]
+        if self.one_of_each:
+            return held_together(stages, [self.quotas[_dimension(units)] for units, _ in extremes])
         alone: list[Array | float] = [0.0] * len(self.quotas)
-        for units, mesh in _extremes(self.meshes):
-            (parts, _), index = meshes.parts_held(mesh, rows, self.micro_batches), _dimension(units)
-            stages.append(parts[:, : self.max_stages])
+        for (units, _), parts in zip(extremes, stages, strict=True):
+            index = _dimension(units)
             alone[index] = np.maximum(alone[index], parts[:, 0] / units[index])
         together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))
         return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
 
-    def even_seconds(self, meshes: Meshes, batch: int) -> float:
-        """What a stage would take for a micro-batch if all were equal and all devices used: each dimension's units at
-        the rate of the best of a few meshes."""
+    def paces(self, meshes: Meshes, batch: int) -> tuple[float, float]:
+        """What a stage would take for a micro-batch if all were equal and all devices used (each dimension's units at
+        the rate of the best of a few meshes); and what the slowest stage takes at least, since layers are whole."""
         rows = meshes.rows(batch, self.micro_batches)
+        priced = [(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in _extremes(self.meshes)]
         rates = [0.0] * len(self.quotas)
-        for units, mesh in _extremes(self.meshes):
-            chain = meshes.costs(mesh, rows, self.micro_batches).chain_seconds(self.micro_batches)
+        for units, costs in priced:
             index = _dimension(units)
-            rates[index] = max(rates[index], 1 / chain / units[index])
-        return 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
+            rates[index] = max(rates[index], 1 / costs.chain_seconds(self.micro_batches) / units[index])
+        even = 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
+        if not self.one_of_each:
+            return even, even
+        part, num = meshes.commonest
+        sums = [costs.pace(self.micro_batches)[0] for _, costs in priced]
+        each = [float(upto[part + 1] - upto[part]) for upto in sums]
+        return even, max(even, _slowest(each, [self.quotas[_dimension(units)] for units, _ in priced], num))
 
-    def reach(self, even: float) -> float:
-        """Seconds of a step if stages were equal, the least that the family could come to."""
+    def reach(self, even: float, slowest: float) -> float:
+        """Seconds of a step with such `paces`, the least that the family could come to."""
         stages = max(1, ceil(sum(self.quotas) / max(sum(units) for units, _ in self.meshes)))
-        return (self.micro_batches - 1 + stages) * even
+        return (self.micro_batches - 1) * slowest + stages * even
 
-    def sequences(self, meshes: Meshes, batch: int, schedule: str, even: float, within: float) -> Sequences:
+    def sequences(
+        self, meshes: Meshes, batch: int, schedule: str, paces: tuple[float, float], within: float
+    ) -> Sequences:
         """For some numbers of stages those with the quickest slowest stage, of steps that may take *within* seconds."""
         rows = meshes.rows(batch, self.micro_batches)
+        even, slowest = paces
         options = [Option(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in self.meshes]
         return Sequences(
             options,
@@ -133,10 +146,43 @@ class Family:
             meshes.chain,
             micro_batches=self.micro_batches,
             schedule=schedule,
-            bounds=[even * factor for factor in SPREAD],
+            bounds=[slowest * factor for factor in SPREAD],
+            even=even,
             within=within,
             max_stages=self.max_stages,
         )
+
+
+def held_together(parts: Sequence[Array], nums: Sequence[int]) -> float:
+    """The most that stages hold of some kind of layers, from above: *parts* says for each type what a stage of it holds
+    of each kind (first axis) in which place from the end (second axis), *nums* how many such stages there are.
+
+    Each type in turn gets the places where it is most worth, all others share the rest. Exact for two types.
+    """
+    stages = min(sum(nums), parts[0].shape[1])
+    least = np.full(len(parts[0]), np.inf)
+    for own, num in enumerate(nums):
+        others = [part[:, :stages] for index, part in enumerate(parts) if index != own]
+        rest = np.max(others, axis=0) if others else np.zeros_like(parts[own][:, :stages])
+        gains = -np.sort(rest - parts[own][:, :stages], axis=1)
+        forced, most = max(0, stages - sum(nums) + num), min(num, stages)
+        gained = gains[:, :forced].sum(axis=1) + np.maximum(gains[:, forced:most], 0).sum(axis=1)
+        least = np.minimum(least, rest.sum(axis=1) + gained)
+    return float(least.min())
+
+
+def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
+    """What the slowest stage takes at least if equal parts of the chain, so many, are divided among stages, of which
+    *nums* take each so many seconds for one.
+
+    >>> _slowest([1.0, 3.0], [2, 1], 8)
+    4.0
+    """
+    each = [max(own, 1e-12) for own in each]
+    bound = parts / sum(num / own for own, num in zip(each, nums, strict=True))
+    while sum(num * int(bound / own * (1 + 1e-9)) for own, num in zip(each, nums, strict=True)) < parts:
+        bound = min(own * (int(bound / own * (1 + 1e-9)) + 1) for own in each)
+    return bound
 
 
 def fit_tensor_degrees(meshes: Meshes, counts: Sequence[int]) -> list[int]:
@@ -238,19 +284,39 @@ def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) ->
 def _of_data_degree(
     meshes: Meshes, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[int]]
 ) -> Iterator[Family | None]:
-    """Of the family *replicas* those of a data degree; pools without a tensor degree are left out."""
+    """Of the family *replicas* those of a data degree; pools without a tensor degree are left out.
+
+    Of those whose devices cannot hold the model, by their number alone, there is only the one that comes nearest.
+    """
     pools = meshes.pools
-    for tensors in product(*(own or (0,) for own in choices)):
-        sizes = [data * tensor for tensor in tensors]
-        quotas = tuple(len(pool.ranks) // size if size else 0 for pool, size in zip(pools, sizes, strict=True))
-        deep = data <= FEW_REPLICAS and sum(quotas) < 2 * max_stages  # idle devices, but as many cuts as there can be
-        if sum(quotas) > 1 and (sum(quotas) <= max_stages or deep):
-            own = [
-                (_single(index, 1, len(pools)), Mesh(_single(index, size, len(pools)), tensor))
-                for index, (size, tensor, quota) in enumerate(zip(sizes, tensors, quotas, strict=True))
-                if quota
-            ]
-            yield _family("replicas", meshes, micro_batches, own, quotas, max_stages)
+    lines: list[list[tuple[int, Mesh | None]]] = []  # for each pool how many stages it may make, on which mesh
+    held: list[Array] = []  # what these hold together at most, of each kind of layer (second axis)
+    for index, (pool, degrees) in enumerate(zip(pools, choices, strict=True)):
+        usable = [degree for degree in degrees if data * degree <= len(pool.ranks)]
+        line: list[tuple[int, Mesh | None]] = []
+        parts: list[Array] = []
+        for degree in usable:
+            mesh, quota = Mesh(_single(index, data * degree, len(pools)), degree), len(pool.ranks) // (data * degree)
+            line.append((quota, mesh))
+            parts.append(meshes.parts_held(mesh, rows, micro_batches)[1][:, min(quota, max_stages) - 1])
+        if not degrees or len(usable) < len(degrees):
+            line.append((0, None))
+            parts.append(np.zeros(len(meshes.layer_counts)))
+        lines.append(line)
+        held.append(np.array(parts))
+    chosen = np.indices([len(line) for line in lines]).reshape(len(lines), -1)
+    quotas = np.array([np.array([quota for quota, _ in line])[at] for line, at in zip(lines, chosen, strict=True)])
+    stages = quotas.sum(axis=0)
+    together = np.sum([parts[at] for parts, at in zip(held, chosen, strict=True)], axis=0).min(axis=1)
+    possible = (stages > 1) & (stages <= max_stages)
+    enough, short = np.flatnonzero(possible & (together >= HELD)), np.flatnonzero(possible & (together < HELD))
+    nearest = short[together[short].argsort()[-1:]]
+    for place in (*enough.tolist(), *nearest.tolist()):
+        taken = [line[at][1] for line, at in zip(lines, chosen[:, place].tolist(), strict=True)]
+        sized = [(_single(index, 1, len(pools)), mesh) for index, mesh in enumerate(taken) if mesh is not None]
+        num = 1 if together[place] >= HELD else len(short)
+        own = tuple(quotas[:, place].tolist())
+        yield _family("replicas", meshes, micro_batches, sized, own, max_stages, num=num)
 
 
 def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
@@ -285,6 +351,7 @@ def _family(
     chosen: Sequence[Sized],
     quotas: tuple[int, ...],
     deepest: int,
+    num: int = 1,
 ) -> Family | None:
     """The family of these meshes, if there are any that are of one dimension."""
     if not _extremes(chosen):
@@ -296,6 +363,7 @@ def _family(
         quotas=quotas,
         max_stages=max(1, min(deepest, len(meshes.chain), sum(quotas) // min(sizes))),
         micro_batches=micro_batches,
+        num=num,
     )
 
 

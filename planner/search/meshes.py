@@ -12,19 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from whale.ir.profile import Affine
 from whale.planner.search.chain import Chain
-from whale.planner.search.costs import Array, MeshCosts, SliceCosts
+from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
 from whale.planner.search.devices import Mesh, Pool, slices_of
 from whale.planner.search.prices import Prices, TensorGroup
 
 __all__ = ["MOST_SAMPLED", "Array", "Meshes"]
 
-MOST_SAMPLED = 128
+MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
 
 EXACT_ROWS = 4
@@ -51,8 +51,9 @@ class Meshes:
     _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
-    _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
-    _needs: dict[tuple[int, int], list[tuple[float, Affine, Affine, int]]] = field(default_factory=dict, init=False)
+    _syncs: dict[Mesh, tuple[float, float]] = field(default_factory=dict, init=False)
+    _needs: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+    _most_rows: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     _parameters: dict[int, tuple[Array, Array, Array]] = field(default_factory=dict, init=False)
 
@@ -149,6 +150,7 @@ class Meshes:
             table = self._table(group, rows, micro_batches)
             forward, backward, update, kept = table[:4] @ self._counts
             overhead = max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
+            starts, last_layers = self._ends
             self._slices[key] = SliceCosts(
                 group=group,
                 rows=rows,
@@ -156,27 +158,33 @@ class Meshes:
                 forward=forward,
                 backward=backward,
                 update=update,
-                hop=self._hops(group, rows),
+                hop=np.concatenate([[0.0], table[5][last_layers], [0.0]]),
                 fixed=self._parameters_of(group.degree)[1],
                 step=self._parameters_of(group.degree)[2],
                 kept=kept,
                 handed=self._handed(rows),
-                working=np.maximum.reduceat(table[4][self._layers], np.array(self.chain.bounds[:-1])),
+                working=np.maximum.reduceat(table[4][self._layers], starts),
                 room=group.memory_bytes - overhead,
             )
         return self._slices[key]
 
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
-        """Forward, backward, update, kept and working (rows) of each kind of layer (columns), interpolated between
-        numbers of rows that are powers of two."""
+        """Forward, backward, update, kept, working and sending on (rows) of each kind of layer (columns), interpolated
+        between numbers of rows that are powers of two."""
         key = (group.kind, rows, self.prices.adding(micro_batches))
         if key not in self._tables:
             below = 1 << (rows.bit_length() - 1) if rows else 0
             if rows <= self.exact_rows or rows == below:
                 kinds = range(len(self.prices.profile.kinds))
                 priced = [self.prices.layer(kind, group, rows, micro_batches) for kind in kinds]
-                found = np.array([(one.forward, one.backward, one.update, one.kept, one.working) for one in priced]).T
-                found[3:] *= self.prices.waste
+                hops = [self._hop(kind, group, rows) for kind in kinds]
+                found = np.array(
+                    [
+                        (one.forward, one.backward, one.update, one.kept, one.working, hop)
+                        for one, hop in zip(priced, hops, strict=True)
+                    ]
+                ).T
+                found[3:5] *= self.prices.waste
             else:
                 low, high = (self._table(group, count, micro_batches) for count in (below, 2 * below))
                 found = low + (rows - below) / below * (high - low)
@@ -185,27 +193,28 @@ class Meshes:
 
     def too_large(self, pool: int, tensor: int, rows: int) -> bool:
         """Whether some layer alone does not fit on devices of a pool with so many rows of a micro-batch."""
-        return any(
-            state + kept(rows) + working(rows) > self._room(pool)
-            for state, kept, working, _ in self._amounts(pool, tensor)
-        )
+        key = (pool, tensor)
+        if key not in self._most_rows:
+            state, kept, kept_each, working, working_each, _ = self._amounts(pool, tensor)
+            room = self._room(pool) - state - kept - working
+            most = np.where(room < 0, -1.0, room / np.maximum(kept_each + working_each, 1e-9))
+            self._most_rows[key] = float(most.min())
+        return rows > self._most_rows[key]
 
     def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[Array, Array]:
         """For each kind of layer (first axis) the part of them, in whole layers, that fits on a mesh at most if it is
         the last stage, the last but one and so on (second axis); and these summed up. Nothing is timed for it."""
         used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
         share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
-        key = (used, mesh.tensor, share, micro_batches)
+        most = min(micro_batches, len(self.chain))
+        key = (used, mesh.tensor, share, most)
         if key not in self._parts:
-            held = np.minimum(np.arange(1, len(self.chain) + 1), micro_batches)
-            found = [
-                [
-                    (self._room(pool) - working(share)) / np.maximum(state + held * kept(share), 1.0)
-                    for state, kept, working, _ in self._amounts(pool, mesh.tensor)
-                ]
-                for pool in used
-            ]
-            nums = np.array([num for *_, num in self._amounts(used[0], mesh.tensor)])[:, None]
+            held = np.minimum(np.arange(1, len(self.chain) + 1), most)
+            found = []
+            for pool in used:
+                state, kept, kept_each, working, working_each, nums = self._amounts(pool, mesh.tensor)[:, :, None]
+                room = self._room(pool) - working - share * working_each
+                found.append(room / np.maximum(state + held * (kept + share * kept_each), 1.0))
             parts = np.floor(np.maximum(np.min(found, axis=0), 0.0) + 1e-9) / nums
             self._parts[key] = parts, parts.cumsum(axis=1)
         return self._parts[key]
@@ -214,22 +223,19 @@ class Meshes:
         type_ = self.pools[pool].type
         return type_.memory_bytes - self.prices.overhead_bytes[type_.name]
 
-    def _amounts(self, pool: int, tensor: int) -> list[tuple[float, Affine, Affine, int]]:
-        """Of each kind of layer the bytes of its states and, by rows, of what it keeps and works with; and how many
-        there are."""
+    def _amounts(self, pool: int, tensor: int) -> Array:
+        """Bytes (rows) of each kind of layer (columns): of its states; of what it keeps, at least and for each row;
+        of what it works with, likewise; and how many such layers there are."""
         key = (pool, tensor)
         if key not in self._needs:
             prices, type_, found = self.prices, self.pools[pool].type, []
-            for kind, num in enumerate(self._num_layers):
+            for kind, num in self.layer_counts.items():
                 one, two = ([of(kind, type_, tensor, rows) for of in (prices.kept, prices.working)] for rows in (1, 2))
-                kept, working = (
-                    Affine((2 * first - second) * prices.waste, (second - first) * prices.waste)
-                    for first, second in zip(one, two, strict=True)
-                )
-                if num:
-                    state = prices.state(sum(prices.parameters_of(kind, tensor)), prices.frozen_of(kind, tensor)).total
-                    found.append((state, kept, working, int(num)))
-            self._needs[key] = found
+                amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]
+                by_rows = [prices.waste * amount for pair in amounts for amount in pair]
+                state = prices.state(sum(prices.parameters_of(kind, tensor)), prices.frozen_of(kind, tensor)).total
+                found.append((state, *by_rows, num))
+            self._needs[key] = np.array(found).T
         return self._needs[key]
 
     def sample(self, mesh: Mesh) -> Sample:
@@ -291,33 +297,25 @@ class Meshes:
 
     def _sync(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, float]:
         """The sum of gradients over the data group as seconds, and seconds a byte."""
-        if len(data_group) < 2:
-            return 0.0, 0.0
-        key = (self.prices.shape(data_group), mesh.tensor)
-        if key not in self._syncs:
+        if mesh not in self._syncs:
             much = float(self._parameters_of(mesh.tensor)[0][-1]) * self.prices.gradient_bytes
-            if not much:
+            if len(data_group) < 2 or not much:
                 return 0.0, 0.0
             times = [self.prices.all_reduce(data_group, mesh.tensor, size) for size in (much, much / 8)]
             pace = max(0.0, (times[0] - times[1]) / (much * 7 / 8))
-            self._syncs[key] = max(0.0, times[1] - pace * much / 8), pace
-        return self._syncs[key]
+            self._syncs[mesh] = max(0.0, times[1] - pace * much / 8), pace
+        return self._syncs[mesh]
 
-    def _hops(self, group: TensorGroup, rows: int) -> Array:
-        """Seconds to send what a stage that ends there hands on, from a slice to another node if there is one, and as
-        much back."""
-        found = np.zeros(len(self.chain) + 1)
+    def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
+        """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
+        back."""
         target = self._elsewhere(group.ranks)
         if not target:
-            return found
-        of_kinds = []
-        for kind in self.prices.profile.kinds:
-            whole = kind.output.total(rows, self.prices.precision.element_bytes)
-            size = self.prices.handed(whole, group.degree, group.degree)
-            hop = self.prices.hop(group.ranks, target, group, size, whole)
-            of_kinds.append(2 * (hop.latency + size / hop.bandwidth))
-        found[1:-1] = np.array(of_kinds)[self._ends]
-        return found
+            return 0.0
+        whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
+        size = self.prices.handed(whole, group.degree, group.degree)
+        hop = self.prices.hop(group.ranks, target, group, size, whole)
+        return 2 * (hop.latency + size / hop.bandwidth)
 
     def _handed(self, rows: int) -> Array:
         """Bytes that a stage which ends there hands on, where it holds them."""
@@ -325,13 +323,8 @@ class Meshes:
         if self.prices.eager:
             size = self.prices.precision.element_bytes
             of_kinds = np.array([kind.output.total(rows, size) for kind in self.prices.profile.kinds])
-            found[1:-1] = of_kinds[self._ends] * self.prices.waste
+            found[1:-1] = of_kinds[self._ends[1]] * self.prices.waste
         return found
-
-    @cached_property
-    def _ends(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The kind of the layer before each cut."""
-        return self._layers[np.array(self.chain.bounds[1:-1], dtype=np.int64) - 1]
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """A rank on another node, or if there is none another rank, as often as *ranks* has some."""
@@ -358,8 +351,14 @@ class Meshes:
         return self._parameters[degree]
 
     @cached_property
-    def _layers(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _layers(self) -> Integers:
         return np.array(self.prices.profile.layers)
+
+    @cached_property
+    def _ends(self) -> tuple[Integers, Integers]:
+        """The first layer of each part, and the kinds of the layers after which a stage may end and another begin."""
+        starts = np.array(self.chain.bounds[:-1])
+        return starts, self._layers[starts[1:] - 1]
 
     @cached_property
     def _counts(self) -> Array:
@@ -373,6 +372,14 @@ class Meshes:
         """How many layers there are of each kind."""
         layers = self.prices.profile.layers
         return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
+
+    @cached_property
+    def commonest(self) -> tuple[int, int]:
+        """A part of the chain that most others are like, and how many these are."""
+        layers = self.prices.profile.layers
+        parts = [tuple(sorted(layers[first:last])) for first, last in pairwise(self.chain.bounds)]
+        most = max(dict.fromkeys(parts), key=parts.count)
+        return parts.index(most), parts.count(most)
 
     @cached_property
     def _num_layers(self) -> Array:

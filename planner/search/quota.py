@@ -41,6 +41,18 @@ class Option(NamedTuple):
     costs: MeshCosts
 
 
+class _Level(NamedTuple):
+    """How far some numbers of stages reach back.
+
+    Attributes:
+        states: numbers of units that are taken (as positions), from which something can still be reached; ascending.
+        first: for each state (first axis) and bound the first part.
+    """
+
+    states: Integers
+    first: Parts
+
+
 class Sequences:
     """Sequences of meshes for some numbers of stages, of which the slowest stage keeps the least of some bounds: those
     that promise the shortest step. They are told by `promises`, and traced by `at` when they are wanted.
@@ -53,6 +65,7 @@ class Sequences:
         schedule: ``1f1b`` or ``gpipe``, for what is in flight.
         bounds: ascending seconds that the slowest stage may take for a micro-batch, with its part of what comes once a
             step.
+        even: seconds that a stage takes for a micro-batch at least, on average.
         within: seconds that a step may take, about; of more nothing is told.
         max_stages: to be tried.
     """
@@ -66,12 +79,13 @@ class Sequences:
         micro_batches: int,
         schedule: str,
         bounds: Sequence[float],
+        even: float,
         within: float,
         max_stages: int,
     ) -> None:
         self.chain, self.micro_batches, self.schedule = chain, micro_batches, schedule
-        kept = [bound for bound in bounds if micro_batches * bound <= within] or [bounds[0]]
-        self.bounds, self.within = np.array(kept), within
+        kept = [bound for bound in bounds if (micro_batches - 1) * bound + even <= within] or [bounds[0]]
+        self.bounds, self.even, self.within = np.array(kept), even, within
         sizes = [quota + 1 for quota in quotas]
         self.coordinates = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1)
         self.options = sorted(options, key=lambda option: option.units)
@@ -81,24 +95,23 @@ class Sequences:
         self.steps = np.ravel_multi_index(tuple(self.units.T), sizes)
         self.group = np.repeat(np.arange(len(self.begins)), np.diff([*self.begins, len(units)]))
         self.room = (self.coordinates + self.units[:, None, :] <= np.array(quotas)).all(axis=2)
-        self.levels = [np.full((len(self.coordinates), len(self.bounds)), len(chain) + 1, dtype=np.int32)]
-        self.levels[0][0] = len(chain)
-        self.reaches: list[Parts] = []
+        start = np.full((1, len(self.bounds)), len(chain), dtype=np.int32)
+        self.levels = [_Level(np.zeros(1, dtype=np.int64), start)]
+        self.by_time = np.stack([self._by_time(option.costs) for option in self.options])
         self._solve(max_stages)
 
     def _solve(self, max_stages: int) -> None:
-        by_time = np.stack([self._by_time(option.costs) for option in self.options])
-        states = np.zeros(1, dtype=np.int64)
+        found = np.full((len(self.coordinates), len(self.bounds)), len(self.chain) + 1, dtype=np.int32)
         done: list[tuple[float, int, int]] = []
         for depth in range(1, max_stages + 1):
-            if (self.micro_batches - 1 + depth) * self.bounds[0] > self.within:
+            if (self.micro_batches - 1) * self.bounds[0] + depth * self.even > self.within:
                 break
-            self.reaches.append(self._reached(by_time, depth))
-            level, states = self._next(states, np.minimum.reduceat(self.reaches[-1], self.begins, axis=0))
-            if not len(states):
+            reached = np.minimum.reduceat(self._reached(self.by_time, depth), self.begins, axis=0)
+            level = self._next(self.levels[-1], reached, found)
+            if not len(level.states):
                 break
             self.levels.append(level)
-            ended = (level[states] == 0).any(axis=0)
+            ended = (level.first == 0).any(axis=0)
             if ended.any():
                 bound = int(ended.argmax())
                 done.append(((self.micro_batches - 1 + depth) * float(self.bounds[bound]), depth, bound))
@@ -112,8 +125,10 @@ class Sequences:
     def at(self, place: int) -> list[tuple[Mesh, ...]]:
         """The meshes behind a promise: where meshes reach equally far, the first or the last of them."""
         _, depth, bound = self._done[place]
-        state = int(np.flatnonzero(self.levels[depth][:, bound] == 0)[-1])
-        return list(dict.fromkeys(self._traced(depth, state, bound, last) for last in (0, -1)))
+        level = self.levels[depth]
+        state = int(level.states[np.flatnonzero(level.first[:, bound] == 0)[-1]])
+        reached = [self._reached(self.by_time[:, bound : bound + 1], later)[:, 0] for later in range(1, depth + 1)]
+        return list(dict.fromkeys(self._traced(reached, state, bound, last) for last in (0, -1)))
 
     def _by_time(self, costs: MeshCosts) -> Parts:
         """For each bound and end of a stage the first part that it reaches back to in time."""
@@ -131,29 +146,36 @@ class Sequences:
         np.copyto(found[:, :, :nowhere], first, where=first < np.arange(nowhere))
         return found
 
-    def _next(self, states: Integers, reached: Parts) -> tuple[Parts, Integers]:
-        """One stage more: the least over all options, and the states from which something can still be reached."""
-        level, nowhere = self.levels[-1], len(self.chain) + 1
-        found, touched = np.full_like(level, nowhere), np.zeros(len(level), dtype=np.bool_)
-        columns = np.arange(level.shape[1])
-        for room, step, own in zip(self.room, self.steps, reached, strict=True):
-            before = states[room[states]]
-            if len(before):
-                after = before + step
-                found[after] = np.minimum(found[after], own[columns, level[before]])
-                touched[after] = True
-        states = np.flatnonzero(touched)
-        return found, states[(found[states] < nowhere).any(axis=1)]
+    def _next(self, level: _Level, reached: Parts, found: Parts) -> _Level:
+        """One stage more: the least over all options, and the states from which something can still be reached.
 
-    def _traced(self, depth: int, state: int, bound: int, tie: int) -> tuple[Mesh, ...]:
+        *found* has room for all states; it is, and is left, without anything reached.
+        """
+        nowhere, columns = len(self.chain) + 1, np.arange(len(self.bounds))
+        touched: list[Integers] = []
+        for room, step, own in zip(self.room, self.steps, reached, strict=True):
+            fits = room[level.states]
+            after = level.states[fits] + step
+            found[after] = np.minimum(found[after], own[columns, level.first[fits]])
+            touched.append(after)
+        states = np.unique(np.concatenate(touched))
+        first = found[states]
+        found[states] = nowhere
+        some = (first < nowhere).any(axis=1)
+        return _Level(states[some], first[some])
+
+    def _traced(self, reached: Sequence[Parts], state: int, bound: int, tie: int) -> tuple[Mesh, ...]:
         """The stages that lead to a state, first to last; of equal options that at *tie*."""
-        found = []
-        for before, reaches in zip(self.levels[depth - 1 :: -1], self.reaches[depth - 1 :: -1], strict=True):
+        nowhere = len(self.chain) + 1
+        found: list[Mesh] = []
+        for before, own in zip(self.levels[len(reached) - 1 :: -1], reached[::-1], strict=True):
             possible = (self.units <= self.coordinates[state]).all(axis=1)
             chosen = np.flatnonzero(possible[self.group])
-            steps = self.steps[self.group[chosen]]
-            values = reaches[chosen, bound, before[state - steps, bound]]
+            states = state - self.steps[self.group[chosen]]
+            places = np.minimum(np.searchsorted(before.states, states), len(before.states) - 1)
+            ends = np.where(before.states[places] == states, before.first[places, bound], nowhere)
+            values = own[chosen, ends]
             pick = np.flatnonzero(values == values.min())[tie]
             found.append(self.options[int(chosen[pick])].costs.mesh)
-            state -= int(steps[pick])
+            state = int(states[pick])
         return tuple(found)

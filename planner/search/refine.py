@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from random import Random
 
 from whale.planner.search.devices import Mesh
@@ -59,25 +60,26 @@ def refined(
         stop: whether to end early.
     """
     best, known = start, {start.draft}
+    reached = {start.draft.meshes: start.seconds}  # with these meshes; what comes to no less is not looked at closely
     while True:
-        found: list[Scored] = []
+        found: dict[tuple[Mesh, ...], Scored] = {}
         for draft in _moves(meshes, best, batch, micro_batches, max_stages):
             if stop():
-                return min([best, *found], key=_seconds)
+                return min([best, *found.values()], key=_seconds)
             if draft in known:
                 continue
             known.add(draft)
-            scored = score_draft(meshes, draft, batch, below=NEAR * best.seconds)
+            below = min(NEAR * best.seconds, reached.get(draft.meshes, inf))
+            scored = score_draft(meshes, draft, batch, below=below)
             tried(scored)
-            if scored.fits and scored.seconds < NEAR * best.seconds:
-                found.append(scored)
-        found.sort(key=_seconds)
-        for scored in found[:MOST_CUT_EXACTLY]:
+            if scored.fits and scored.seconds < below:
+                found[draft.meshes], reached[draft.meshes] = scored, scored.seconds
+        for scored in sorted(found.values(), key=_seconds)[:MOST_CUT_EXACTLY]:
             exact = cut_exactly(meshes, scored, batch)
             if exact is not scored:
                 tried(exact)
-                found.append(exact)
-        better = min(found, key=_seconds, default=best)
+                found[exact.draft.meshes], reached[exact.draft.meshes] = exact, exact.seconds
+        better = min(found.values(), key=_seconds, default=best)
         if better.seconds >= best.seconds * (1 - GAIN):
             return best
         best = better
@@ -85,16 +87,19 @@ def refined(
 
 def disturbed(meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random) -> Scored:
     """A draft some random moves away, from which a descent may end elsewhere; the same if none is possible."""
-    found = scored
     for _ in range(DISTURBANCES):
-        draft = found.draft
-        sequences = _neighbours(meshes, found, max_stages)
-        sequence = sequences[draw.randrange(len(sequences))] if sequences else draft.meshes
-        if _is_legal(meshes, sequence, batch, draft.micro_batches):
-            for starts in quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)[:1]:
-                other = score_draft(meshes, replace(draft, meshes=sequence, starts=starts), batch)
-                found = other if other.fits else found
-    return found
+        sequences = _neighbours(meshes, scored, max_stages)
+        others = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
+        scored = next((other for other in others if other is not None and other.fits), scored)
+    return scored
+
+
+def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Scored | None:
+    """The draft on other meshes, if they are possible."""
+    if not _is_legal(meshes, sequence, batch, draft.micro_batches):
+        return None
+    cuts = quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)
+    return score_draft(meshes, replace(draft, meshes=sequence, starts=cuts[0]), batch) if cuts else None
 
 
 def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
@@ -110,7 +115,7 @@ def _moves(
     meshes: Meshes, scored: Scored, batch: int, micro_batches: Sequence[int], max_stages: int
 ) -> Iterator[Draft]:
     draft = scored.draft
-    yield from _shifted(meshes, draft)
+    yield from _shifted(meshes, scored, batch)
     hidden = max(1.0, _slowest(meshes, draft, batch) * batch / meshes.rows(batch, draft.micro_batches) / scored.seconds)
 
     def recut(sequence: tuple[Mesh, ...], count: int) -> Iterator[Draft]:
@@ -141,13 +146,13 @@ def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[M
     for stage in order[:MOST_REMESHED]:
         found += _other_degrees(meshes, draft, stage)
     for stage in order[:2]:
-        found += _given_devices(meshes, draft, stage)
+        found += _given_devices(meshes, scored, stage)
         found += _exchanged(draft, stage)
         found += _joined(draft, stage)
     if len(draft.meshes) < max_stages:
         found += _split(meshes, draft, order[0])
         found += _added(meshes, draft, order[0])
-    return list(dict.fromkeys(found))
+    return [sequence for sequence in dict.fromkeys(found) if sequence != draft.meshes]
 
 
 def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
@@ -161,20 +166,32 @@ def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
     return found
 
 
-def _shifted(meshes: Meshes, draft: Draft) -> Iterator[Draft]:
-    """Cuts moved by one part."""
+def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
+    """Cuts moved by one part, but to stages that would have more to do than the step takes."""
+    draft = scored.draft
+    count, rows = draft.micro_batches, meshes.rows(batch, draft.micro_batches)
+
+    def load(stage: int, first: int, last: int) -> float:
+        ahead, back, once, _ = meshes.costs(draft.meshes[stage], rows, count).seconds(first, last)
+        return batch / rows * (ahead + back) + once
+
     ends = (*draft.starts[1:], len(meshes.chain))
     for stage in range(1, len(draft.starts)):
-        for start in (draft.starts[stage] - 1, draft.starts[stage] + 1):
-            starts = (*draft.starts[:stage], start, *draft.starts[stage + 1 :])
-            if draft.starts[stage - 1] < start < ends[stage] and allowed(meshes, draft.meshes, starts):
-                yield replace(draft, starts=starts)
+        before, start, end = draft.starts[stage - 1], draft.starts[stage], ends[stage]
+        for moved, taker, parts in ((start - 1, stage, (start - 1, end)), (start + 1, stage - 1, (before, start + 1))):
+            if before < moved < end and load(taker, *parts) < scored.seconds:
+                starts = (*draft.starts[:stage], moved, *draft.starts[stage + 1 :])
+                if allowed(meshes, draft.meshes, starts):
+                    yield replace(draft, starts=starts)
 
 
-def _given_devices(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A tensor group's devices more for a stage, from those left over or from another stage; all that are left over; or
-    of another type instead."""
+def _given_devices(meshes: Meshes, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
+    """A tensor group's devices more for a stage, from those left over or from another stage (of those with equal meshes
+    the one that has least to do); all that are left over; or of another type instead."""
+    draft = scored.draft
     mesh = draft.meshes[stage]
+    by_load = sorted(range(len(draft.meshes)), key=lambda other: -scored.loads[other])
+    givers = {draft.meshes[other]: other for other in by_load if other != stage}
     used = [sum(other.counts[pool] for other in draft.meshes) for pool in range(len(meshes.pools))]
     left = [len(own.ranks) - count for own, count in zip(meshes.pools, used, strict=True)]
     yield _put(draft.meshes, {stage: Mesh(tuple(a + b for a, b in zip(mesh.counts, left, strict=True)), mesh.tensor)})
@@ -190,8 +207,8 @@ def _given_devices(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[M
             more = _with(mesh, pool, size)
             if used[pool] + size <= len(own.ranks):
                 yield _put(draft.meshes, {stage: more})
-            for giver, other in enumerate(draft.meshes):
-                if giver != stage and other.counts[pool] > size and (other.counts[pool] - size) % other.tensor == 0:
+            for other, giver in givers.items():
+                if other.counts[pool] > size and (other.counts[pool] - size) % other.tensor == 0:
                     yield _put(draft.meshes, {stage: more, giver: _with(other, pool, -size)})
 
 

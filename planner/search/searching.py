@@ -48,7 +48,7 @@ from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point
 from whale.planner.search.devices import Mesh, pools_of, with_more
 from whale.planner.search.drafts import Draft, Scored, best_cuts, cut_exactly, evenest_cuts, quick_cuts, score_draft
 from whale.planner.search.exact import is_small, walk
-from whale.planner.search.families import Family, families_of, fit_tensor_degrees
+from whale.planner.search.families import HELD, Family, families_of, fit_tensor_degrees
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Memo, Prices
@@ -85,8 +85,14 @@ MOST_SEQUENCES, MOST_CUT_EXACTLY = 16, 4
 NEAR = 1.1
 """Families that could at best come to so many times the best so far are dropped."""
 
-MOST_REFINED, RESTARTS = 2, 1
+MOST_REFINED, RESTARTS = 3, 3
 """Drafts from which a descent starts; and how often another one starts near the best, some random moves away."""
+
+MOST_STAGES_REFINED = 4_000
+"""Of all drafts that a descent scores."""
+
+MOST_LOOKED_AT = 3
+"""Of the largest numbers of micro-batches, by which it is found out whether anything fits after a change."""
 
 QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
 """For each change that is weighed where nothing fits, and for all, unless the time limit leaves less."""
@@ -193,7 +199,9 @@ class _Search:
         for _ in range(RESTARTS if self.best else 0):
             leading = self._leading(1)[0]
             if len(leading.draft.meshes) > 1 and not self._over():
-                self._refine(disturbed(self.meshes, leading, self.batch, max_stages, draw), micro_batches, max_stages)
+                start = disturbed(self.meshes, leading, self.batch, max_stages, draw)
+                self._note(start)
+                self._refine(start, micro_batches, max_stages)
         candidates = self._simulated()
         exact = is_small(self.meshes) and self._walked(candidates, micro_batches, max_stages)
         if not candidates and self._over():
@@ -217,9 +225,9 @@ class _Search:
         )
 
     def fits_at_all(self) -> bool:
-        """Whether a quick look finds a plan that fits."""
+        """Whether a quick look finds a plan that fits: micro-batches of few rows take least memory, or only one."""
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self._drafts(micro_batches, max_stages)
+        self._drafts(sorted({micro_batches[0], *micro_batches[-MOST_LOOKED_AT:]}), max_stages)
         if not self.best and is_small(self.meshes):
             found: list[Candidate] = []
             self._walked(found, micro_batches, max_stages, enough=1)
@@ -229,11 +237,11 @@ class _Search:
     # What is tried
 
     def _drafts(self, micro_batches: Sequence[int], max_stages: int) -> None:
+        matching = self.meshes.matching_micro_batches(self.batch)
+        dividing = [count for count in micro_batches if self.batch % count == 0]
         for schedule in self.settings.schedules:
             self._single_strategies(micro_batches, schedule, max_stages)
             self._single_stages(micro_batches, schedule)
-            dividing = [count for count in micro_batches if self.batch % count == 0]
-            matching = self.meshes.matching_micro_batches(self.batch)
             tried = {*_spread(dividing, MOST_MICRO_BATCHES), *(count for count in matching if count in micro_batches)}
             self._families(sorted(tried), schedule, max_stages)
             while self.best and not self._over():
@@ -262,14 +270,21 @@ class _Search:
         return min(most, self.settings.max_stages or most)
 
     def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
+        scored = 0
+
+        def note(one: Scored) -> None:
+            nonlocal scored
+            scored += len(one.draft.meshes)
+            self._note(one)
+
         refined(
             self.meshes,
             start,
             self.batch,
             micro_batches=micro_batches,
             max_stages=max_stages,
-            tried=self._note,
-            stop=self._over,
+            tried=note,
+            stop=lambda: self._over() or scored > MOST_STAGES_REFINED,
         )
 
     def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
@@ -310,7 +325,7 @@ class _Search:
         promising: list[tuple[float, Sequences, int, int]] = []
         near, solved = self._best_seconds(), 0
         wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
-        for reach, even, family in self._priced(micro_batches, schedule, max_stages):
+        for reach, paces, family in self._priced(micro_batches, schedule, max_stages):
             if self._over():
                 self._drop(family.name, "the time was up")
             elif reach > NEAR * near:
@@ -318,7 +333,7 @@ class _Search:
             elif solved >= MOST_FAMILIES * wider:
                 self._drop(family.name, f"not among the {MOST_FAMILIES * wider} that could reach most")
             else:
-                found = family.sequences(self.meshes, self.batch, schedule, even, NEAR * near)
+                found = family.sequences(self.meshes, self.batch, schedule, paces, NEAR * near)
                 promises = found.promises
                 if not promises:
                     self._drop(family.name, "no sequence of its meshes fits in memory")
@@ -332,17 +347,17 @@ class _Search:
 
     def _priced(
         self, micro_batches: Sequence[int], schedule: str, max_stages: int
-    ) -> list[tuple[float, float, Family]]:
-        """Families whose devices hold the model, with what they could reach, and equal stages of theirs; best first."""
+    ) -> list[tuple[float, tuple[float, float], Family]]:
+        """Families whose devices hold the model, with what they could reach and their paces; best first."""
         found = []
         for count in micro_batches:
             for family in families_of(self.meshes, self.batch, count, max_stages):
-                if family.part_held(self.meshes, self.batch) < 1:
-                    self._drop(family.name, "its devices do not hold the model")
+                if family.part_held(self.meshes, self.batch) < HELD:
+                    self._drop(family.name, "its devices do not hold the model", family.num)
                     self.lacking.append((family, family.micro_batches, schedule))
                 elif not self._over():
-                    even = family.even_seconds(self.meshes, self.batch)
-                    found.append((family.reach(even), even, family))
+                    paces = family.paces(self.meshes, self.batch)
+                    found.append((family.reach(*paces), paces, family))
         return sorted(found, key=lambda one: one[0])
 
     def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str) -> None:
@@ -422,9 +437,9 @@ class _Search:
     def _over(self) -> bool:
         return self.stopped() or time.monotonic() - self.began > self.settings.time_limit
 
-    def _drop(self, family: str, reason: str) -> None:
+    def _drop(self, family: str, reason: str, num: int = 1) -> None:
         key = (family, reason)
-        self.dropped[key] = self.dropped.get(key, 0) + 1
+        self.dropped[key] = self.dropped.get(key, 0) + num
 
     # The answer
 
@@ -485,31 +500,29 @@ class _Search:
         prices, num = self.meshes.prices, len(self.meshes.prices.cluster.devices)
         left = self.settings.time_limit - (time.monotonic() - self.began)
         until = time.monotonic() + min(REMEDIES_SECONDS, max(QUICK_LOOK_SECONDS, left))
+
+        def fits(prices: Prices, batch: int, settings: SearchSettings | None = None) -> bool:
+            return time.monotonic() < until and self._like(prices, batch, settings).fits_at_all()
+
         for pool in self.meshes.pools:
-            for times in MORE:
-                if time.monotonic() > until:
-                    return
-                more = with_more(prices.cluster, pool.type, times)
-                count = len(more.devices) - num
-                if times > 1 and count > num:
-                    break
-                if self._like(replace(prices, cluster=more), self.batch).fits_at_all():
-                    yield True, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
-                    break
+            larger = {times: replace(prices, cluster=with_more(prices.cluster, pool.type, times)) for times in MORE}
+            counts = {times: len(given.cluster.devices) - num for times, given in larger.items()}
+            some = [times for times in MORE if times == 1 or counts[times] <= num]
+            least = _least([larger[times] for times in some], lambda given: fits(given, self.batch))
+            if least is not None:
+                count = len(least.cluster.devices) - num
+                yield True, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
         if self.settings.micro_batches is not None and self.settings.micro_batches < self.batch:
-            freed = replace(self.settings, micro_batches=None)
-            other = self._like(prices, self.batch, freed)
+            other = self._like(prices, self.batch, replace(self.settings, micro_batches=None))
             if other.fits_at_all():
                 yield True, f"{min(other.best.values(), key=_seconds).draft.micro_batches} micro-batches"
-        for parts in (2, 4, 8):
-            if time.monotonic() > until:
-                return
-            if self.batch % parts == 0 and self._like(prices, self.batch // parts, None).fits_at_all():
-                yield True, f"a batch of {self.batch // parts}"
-                break
+        batches = [self.batch // parts for parts in (2, 4, 8) if self.batch % parts == 0]
+        batch = _least(batches, lambda given: fits(prices, given))
+        if batch is not None:
+            yield True, f"a batch of {batch}"
 
     def _like(self, prices: Prices, batch: int, settings: SearchSettings | None = None) -> _Search:
-        """Another search for a quick look."""
+        """Another search for a quick look: a plan that fits is enough."""
         settings = settings or self.settings
         if settings.micro_batches is not None and batch % settings.micro_batches:
             settings = replace(settings, micro_batches=None)
@@ -519,13 +532,21 @@ class _Search:
             chain=self.meshes.chain,
             exact_rows=self.meshes.exact_rows,
         )
-        return _Search(
+        look = _Search(
             meshes=meshes,
             batch=batch,
             settings=replace(settings, time_limit=QUICK_LOOK_SECONDS),
             tell=lambda _: None,
-            stopped=self.stopped,
+            stopped=lambda: self.stopped() or bool(look.best),
         )
+        return look
+
+
+def _least(values: Sequence[_T], fits: Callable[[_T], bool]) -> _T | None:
+    """The first of some changes, from small to large, that is enough, if the last one is."""
+    if not values or not fits(values[-1]):
+        return None
+    return values[bisect_left(values, True, hi=len(values) - 1, key=fits)]
 
 
 def _seconds(scored: Scored) -> float:

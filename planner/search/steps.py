@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
-
-import numpy as np
 
 from whale.ir.workload import StageWork, Workload
 
-__all__ = ["SETTLING", "Step", "in_flight", "long_step", "order_of_tasks"]
+__all__ = ["SETTLING", "Slot", "Step", "in_flight", "long_step", "slots_of"]
 
 SETTLING = 12
 """Micro-batches more than a pipeline has stages, after which it goes on evenly; where messages are slow that may be as
@@ -43,24 +40,39 @@ def in_flight(schedule: str, num_stages: int, stage: int, micro_batches: int) ->
     return micro_batches if schedule == "gpipe" else min(num_stages - stage, micro_batches)
 
 
-@lru_cache(maxsize=256)
-def order_of_tasks(num_stages: int, micro_batches: int, schedule: str) -> tuple[tuple[int, int, bool], ...]:
-    """(stage, micro-batch, whether forward), each after what it needs and after what its stage does before.
+class Slot(NamedTuple):
+    """What stages do in one of the slots into which a step is divided as if every task took as long as any other.
 
-    That is the order in time if every task took as long as any other.
-
-    >>> [("B", "F")[ahead] + str(index) for stage, index, ahead in order_of_tasks(2, 3, "1f1b") if stage == 0]
-    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    Attributes:
+        forwards, backwards: stages that do one.
+        last_forward, last_backward: the stage among them that does its last one, if it is among them.
     """
-    stage, index = (one.ravel() for one in np.indices((num_stages, micro_batches)))
-    if schedule == "gpipe":
-        ahead, back = stage + index, micro_batches + 2 * num_stages - stage + index
-    else:
-        ahead, back = stage + 2 * index, 2 * num_stages - stage - 1 + 2 * index
-    stages, indices = np.tile(stage, 2), np.tile(index, 2)
-    forwards = np.repeat([True, False], len(stage))
-    order = np.lexsort((stages, np.concatenate([ahead, back])))
-    return tuple(zip(stages[order].tolist(), indices[order].tolist(), forwards[order].tolist(), strict=True))
+
+    forwards: range
+    backwards: range
+    last_forward: int
+    last_backward: int
+
+
+def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slot]:
+    """All slots of a step. A micro-batch is handed from a stage to the next one from one slot to the next, so that what
+    a stage does depends on what its neighbour and itself did in slots before.
+
+    >>> done = [(slot.forwards, slot.backwards) for slot in slots_of(2, 3, "1f1b")]
+    >>> "".join("F" if 0 in forwards else "B" for forwards, backwards in done if 0 in forwards or 0 in backwards)
+    'FFBFBB'
+    """
+    each = 1 if schedule == "gpipe" else 2  # slots from a micro-batch to the next
+    turn = micro_batches + 2 * num_stages if schedule == "gpipe" else 2 * num_stages - 1
+    for slot in range(turn + each * (micro_batches - 1) + 1):
+        last_forward = slot - each * (micro_batches - 1)
+        last_backward = turn - slot + each * (micro_batches - 1)
+        yield Slot(
+            range(max(last_forward, slot % each), min(slot, num_stages - 1) + 1, each),
+            range(max(turn - slot, (turn - slot) % each), min(last_backward, num_stages - 1) + 1, each),
+            last_forward,
+            last_backward,
+        )
 
 
 def long_step(workload: Workload) -> Step:
@@ -93,6 +105,23 @@ class _Rank:
     done: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # when each micro-batch ended
     waits: list[tuple[float, float]] = field(default_factory=list)  # for others and for messages, at each backward
 
+    def runs(self, ahead: bool, share: float) -> None:
+        """A forward or a backward of its next micro-batch, of which it has a share of the rows, once what it consumes
+        is there."""
+        begin = issued = free = self.free
+        done = self.done[ahead]
+        for given in self.inputs[ahead]:
+            made = given.source.done[ahead][len(done)]
+            given.free = max(made, given.free) + given.seconds * share
+            if given.free + given.latency > begin:
+                begin, issued = given.free + given.latency, max(made, free)
+        self.pipeline += issued - free
+        self.transfer += begin - issued
+        self.free = begin + share * (self.forward if ahead else self.backward)
+        done.append(self.free)
+        if not ahead:
+            self.waits.append((self.pipeline, self.transfer))
+
     def goes_on(self, times: float, period: float, first: int, last: int) -> None:
         """So many micro-batches more, one each period; it waits as it did between two backwards."""
         more = times * max(0.0, period - self.forward - self.backward)
@@ -120,21 +149,14 @@ class _Pass:
 
     def step(self) -> Step:
         stages = [[self.ranks[index] for index in stage.ranks] for stage in self.workload.stages]
-        for stage, micro_batch, ahead in order_of_tasks(len(stages), self.count, self.workload.schedule):
-            share = self.workload.last_share if micro_batch == self.count - 1 else 1.0
-            for rank in stages[stage]:
-                begin = issued = free = rank.free
-                for given in rank.inputs[ahead]:
-                    made = given.source.done[ahead][micro_batch]
-                    given.free = max(made, given.free) + given.seconds * share
-                    if given.free + given.latency > begin:
-                        begin, issued = given.free + given.latency, max(made, free)
-                rank.pipeline += issued - free
-                rank.transfer += begin - issued
-                rank.free = begin + share * (rank.forward if ahead else rank.backward)
-                rank.done[ahead].append(rank.free)
-                if not ahead:
-                    rank.waits.append((rank.pipeline, rank.transfer))
+        last_share = self.workload.last_share
+        for slot in slots_of(len(stages), self.count, self.workload.schedule):
+            for stage in slot.forwards:
+                for rank in stages[stage]:
+                    rank.runs(True, last_share if stage == slot.last_forward else 1.0)
+            for stage in slot.backwards:
+                for rank in stages[stage]:
+                    rank.runs(False, last_share if stage == slot.last_backward else 1.0)
         times = self.workload.micro_batches - self.count
         if times:
             period = self._period(stages)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, permutations, product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from whale.planner.search.chain import Chain
 from whale.planner.search.devices import pools_of
 from whale.planner.search.drafts import pipeline_ends
 from whale.planner.search.evaluate import score
+from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
@@ -227,3 +229,14 @@ def test_drafts_end_when_the_simulator_says(
     forward, backward = zip(*times, strict=True)
     ends = pipeline_ends(forward, backward, [hop] * len(times), micro_batches, schedule)
     assert max(ends) == pytest.approx(simulate(workload).step_seconds, rel=1e-2)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_size=6, max_size=6)), min_size=1, max_size=3)
+)
+def test_no_order_of_stages_holds_more_than_is_said(types: list[tuple[int, list[int]]]) -> None:
+    nums = [num for num, _ in types]
+    orders = set(permutations([own for own, num in enumerate(nums) for _ in range(num)][:6], min(sum(nums), 6)))
+    most = max(sum(types[own][1][place] for place, own in enumerate(order)) for order in orders)
+    said = held_together([np.array([parts], dtype=float) for _, parts in types], nums)
+    assert said == most if len(types) < 3 and sum(nums) <= 6 else said >= most
