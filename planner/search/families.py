@@ -48,6 +48,9 @@ MOST_FREE = 64
 MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
+FEW_REPLICAS = 2
+"""Up to so many the family *replicas* has pipelines of all layers that leave devices idle: memory may want them."""
+
 LEAST_SHARE = 16
 """The smallest mesh of the family *matched* has that part of a pool."""
 
@@ -308,7 +311,8 @@ def _of_data_degree(
     quotas = np.array([np.array([quota for quota, _ in line])[at] for line, at in zip(lines, chosen, strict=True)])
     stages = quotas.sum(axis=0)
     together = np.sum([parts[at] for parts, at in zip(held, chosen, strict=True)], axis=0).min(axis=1)
-    possible = (stages > 1) & (stages <= max_stages)
+    deep = 2 * max_stages - 1 if data <= FEW_REPLICAS else max_stages  # idle devices, but as many cuts as there can be
+    possible = (stages > 1) & (stages <= max(deep, max_stages))
     enough, short = np.flatnonzero(possible & (together >= HELD)), np.flatnonzero(possible & (together < HELD))
     nearest = short[together[short].argsort()[-1:]]
     for place in (*enough.tolist(), *nearest.tolist()):
