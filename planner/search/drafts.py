@@ -149,12 +149,15 @@ def pipeline_ends(
     >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
     [15.0, 13.0]
     """
+    each, turns = max(forward) + max(backward), 1
+    if schedule != "gpipe":
+        windows = _Windows(forward, backward, hops)
+        slowest = np.unravel_index(windows.period.argmax(), windows.period.shape)
+        each, turns = float(windows.period[slowest]), int(windows.stages[slowest])
+    # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
     enough = min(micro_batches, len(forward) + SETTLING)
+    enough += (micro_batches - enough) % turns
     ends = _ends(forward, backward, hops, enough, schedule, last_share)
-    if schedule == "gpipe":
-        each = max(forward) + max(backward)
-    else:
-        each = float(_Windows(forward, backward, hops).period.max())
     return [end + (micro_batches - enough) * each for end in ends]
 
 

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.chains import card, chain, layer, machines
@@ -222,6 +222,7 @@ TIMES = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.5])
     st.sampled_from([0.0, 0.3, 2.0]),
     st.sampled_from(["1f1b", "gpipe"]),
 )
+@example([(0.5, 0.5), (0.5, 0.5)], 15, 0.3, "1f1b")
 def test_drafts_end_when_the_simulator_says(
     times: list[tuple[float, float]], micro_batches: int, hop: float, schedule: str
 ) -> None:
