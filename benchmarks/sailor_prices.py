@@ -37,7 +37,7 @@ class SailorPrices(Prices):
     def overhead_bytes(self) -> dict[str, float]:
         return {device.type.name: PROCESS_BYTES[True] for device in self.cluster.devices}
 
-    def state(self, parameters: float) -> StateBytes:
+    def state(self, parameters: float, frozen: float = 0.0) -> StateBytes:
         each = parameters * STATE_BYTES / 3
         return StateBytes(parameters=each, gradients=each, optimizer=each)
 
