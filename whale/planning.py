@@ -19,17 +19,15 @@ from whale.annotations import Annotation, annotate
 from whale.compiler import Compilation, Options, compile_model
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.identity import model_hash
-from whale.ir.cluster import Cluster
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
-from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.planner.planned import axis_role
 from whale.prediction import Costs, Part, Predicted, StageLayers, predict, stage_layers
 from whale.strategies.lowering import PlacedStage
 
-__all__ = ["Planned", "cut_into_stages", "make_plan"]
+__all__ = ["Planned", "make_plan", "stage_annotations"]
 
 MAX_ORDERS = 720
 """Orders of stages' devices that are tried: those of six unlike groups."""
@@ -52,33 +50,12 @@ class Planned:
     reasons: tuple[str, ...]
 
 
-def cut_into_stages(
-    profile: ModelProfile,
-    cluster: Cluster,
-    *,
-    batch: int,
-    micro_batches: int,
-    num_stages: int,
-    replicas: int,
-    precision: str,
-    schedule: str = "1f1b",
-) -> dict[str, tuple[str, ...]]:
-    """Annotations that cut an unmodified model into stages, each as long as its devices are fast, in *replicas*.
+def stage_annotations(profile: ModelProfile, cuts: Sequence[range]) -> dict[str, tuple[str, ...]]:
+    """Annotations that cut an unmodified model into stages of these layers.
 
     Raises:
-        UsageError: the numbers do not fit the cluster or the batch.
-        InfeasibleError: no cut fits in memory.
+        UsageError: a stage begins with a layer that has no module.
     """
-    cuts = pipeline_by_speed(
-        profile,
-        cluster,
-        batch=batch,
-        micro_batches=micro_batches,
-        num_stages=num_stages,
-        replicas=replicas,
-        precision=precision,
-        schedule=schedule,
-    )
     found: dict[str, tuple[str, ...]] = {}
     for layers in cuts:
         path = profile.paths[layers[0]] if profile.paths else ""

@@ -19,7 +19,7 @@ from whale_paper import ASSUMED, V100, ZOO, cluster_of
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.occupancy import brief_occupancy
-from whale.planning import cut_into_stages
+from whale.planner.by_speed import pipeline_by_speed
 from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial
 
@@ -81,7 +81,7 @@ def _pipeline(profile: ModelProfile, cluster: Cluster, batch: int, count: int, i
     size, micro_batch = len(cluster.devices), ASSUMED["BERT-large"].micro_batch or 1
     replicas = size // count
     micro_batches = batch // (replicas * micro_batch)
-    cut = cut_into_stages(
+    cuts = pipeline_by_speed(
         profile,
         cluster,
         batch=batch,
@@ -91,8 +91,8 @@ def _pipeline(profile: ModelProfile, cluster: Cluster, batch: int, count: int, i
         precision="fp32",
     )
     starts = [0]  # the first stage begins with the embeddings, and has a layer, or it would have no name
-    for path in list(cut)[1:]:
-        starts.append(max(starts[-1] + 1, int(path.split(".")[1])))
+    for layers in cuts[1:]:
+        starts.append(max(starts[-1] + 1, int(profile.paths[layers[0]].split(".")[1])))
     ends = [*(start - 1 for start in starts[1:]), sum(path.startswith("layers.") for path in profile.paths) - 1]
     stages: dict[str, str | list[str]] = {
         f"layers.[{start}-{end}]": [f"stage({replicas})", *nest] for start, end in zip(starts, ends, strict=True)

@@ -20,8 +20,9 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.occupancy import brief_occupancy, occupancy
+from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.simulate import simulate
-from whale.planning import Planned, cut_into_stages, make_plan
+from whale.planning import Planned, make_plan, stage_annotations
 from whale.prediction import Backward, Costs
 from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial
@@ -107,7 +108,8 @@ def test_the_profile_of_another_model_is_refused(profile: ModelProfile) -> None:
 
 def test_an_unmodified_model_is_cut_where_devices_are_done_together(profile: ModelProfile) -> None:
     machines = cluster(3, 1, memory_bytes=2**34)
-    cuts = cut_into_stages(profile, machines, batch=8, micro_batches=4, num_stages=2, replicas=1, precision="fp32")
+    layers = pipeline_by_speed(profile, machines, batch=8, micro_batches=4, num_stages=2, replicas=1, precision="fp32")
+    cuts = stage_annotations(profile, layers)
     first, second = cuts
     assert first == profile.paths[0]
     assert second in ("layers.1", "head")

@@ -99,9 +99,10 @@ def plan(
     from whale.annotations import module_scopes
     from whale.compiler import Options, main_dtype
     from whale.graph.capture import batch_rows
+    from whale.planner.by_speed import pipeline_by_speed
     from whale.planner.gantt import milliseconds
     from whale.planner.precision import BY_DTYPE
-    from whale.planning import cut_into_stages, make_plan
+    from whale.planning import make_plan, stage_annotations
     from whale.prediction import Costs
     from whale.strategies.profile import profile_model
 
@@ -119,7 +120,7 @@ def plan(
     if stages is not None:
         if scopes:
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
-        annotations = cut_into_stages(
+        cuts = pipeline_by_speed(
             profile,
             cluster,
             batch=rows,
@@ -129,6 +130,7 @@ def plan(
             precision=precision,
             schedule=schedule,
         )
+        annotations = stage_annotations(profile, cuts)
     note(f"compiling {loaded.name} for {len(cluster.devices)} devices")
     found = make_plan(
         loaded.model,
