@@ -593,11 +593,7 @@ def _bucketized(parts: Sequence[_Part]) -> list[tuple[str, ...]]:
     """The names of the parameters of each bucket."""
     blanks = [nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta")) for part in parts]
     names = {id(blank): part.name for blank, part in zip(blanks, parts, strict=True)}
-    return [tuple(names[id(p)] for p in bucket) for bucket in bucketize(blanks, capacity_bytes=BUCKET_BYTES)]
-
-
-BUCKET_BYTES = 4 * 2**20
-"""Capacity of a gradient bucket."""
+    return [tuple(names[id(p)] for p in bucket) for bucket in bucketize(blanks)]
 
 
 def local_tensors(

@@ -30,6 +30,7 @@ from whale.ir.profile import Interference, LayerKind, LinkCurve, MeasuredRate, M
 from whale.runtime import probe
 from whale.runtime.board import Board
 from whale.runtime.launch import World, groups
+from whale.runtime.reduce import BUCKET_BYTES
 from whale.strategies.layers import LayeredModel
 from whale.strategies.runnable import runnable_layers
 
@@ -75,7 +76,7 @@ class Sizes:
         return cls(
             matmul=(("float32", (128, 256, 512, 1024)), ("float64", (512,)), ("bfloat16", (512,))),
             copy=2**28,
-            messages=(2**10, 2**14, 2**18, 2**21, 2**24),
+            messages=(2**10, 2**14, 2**18, BUCKET_BYTES, 2**24),
         )
 
 
@@ -279,11 +280,12 @@ def _collective(
 def _interference(
     world: World, places: Sequence[Place], ranks: tuple[int, ...], two: tuple[Any, Any], sizes: Sequence[int]
 ) -> Item:
-    """What a large all-reduce does to the work beside it; told with the curve of the all-reduces."""
+    """What sums of buckets of gradients do to the work beside them; told with the curve of the all-reduces."""
+    bucket = max((size for size in sizes if size <= BUCKET_BYTES), default=sizes[0])
     is_it = _is_of(_identity(places, "all_reduce", ranks))
 
     def run(seconds: float) -> list[Any]:
-        slowdown, waiting, stretch = probe.interference(sizes[0], sizes[-1], two, device=world.device, seconds=seconds)
+        slowdown, waiting, stretch = probe.interference(sizes[0], bucket, two, device=world.device, seconds=seconds)
         each: list[Any] = [None] * len(ranks)
         dist.all_gather_object(each, slowdown, group=two[0])
         return [each, waiting, stretch]
@@ -302,7 +304,7 @@ def _interference(
         links = [curve.model_copy(update={"beside": beside}) if is_it(curve) else curve for curve in profile.links]
         return profile.model_copy(update={"links": tuple(links)})
 
-    name = f"work beside a large all_reduce among {_told(places, ranks)}"
+    name = f"work beside sums of gradients among {_told(places, ranks)}"
     return Item(name=name, ranks=ranks, known=known, run=run, merged=merged)
 
 

@@ -43,6 +43,15 @@ CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 MOST_OF_CORES = 0.8
 """Above this part of the machine's cores the scheduler, and no longer the quotas, decides how fast a device is."""
 
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+"""An emulated device keeps the memory that it has freed, as an accelerator's allocator does. glibc would give it back
+whenever the top of its heap happened to be free, and the same layer then take up to half as long again by page faults,
+or not, from one process to the next."""
+
 TAIL_LINES = 60
 _NAME = re.compile(r"whale-testbed-(\d+)-(\d+)-\d+")
 _counter = itertools.count()
@@ -217,6 +226,7 @@ class Testbed:
             "GLOO_SOCKET_IFNAME": network.INTERFACE,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            **KEEP_MEMORY,
         }
 
     def _failure(self, rank: _Rank, streams: _Streams) -> RankFailed:

@@ -44,9 +44,11 @@ WINDOW_SECONDS = 0.2
 MAX_WINDOWS = 9
 MIN_TURNS = 3
 MOST_LARGE = 64
-"""All-reduces that are on their way at the same time."""
-CHUNKS = 32
-"""Into which computation beside them is cut, so that it ends soon after they do."""
+"""All-reduces of a turn."""
+PIECES = 4
+"""Tensors of which a large all-reduce sums the elements, as a bucket of gradients does."""
+CHUNKS = 8
+"""Pieces of computation for each of them, so that the next begins soon after it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +217,10 @@ def interference(
     device: torch.device,
     seconds: float,
 ) -> tuple[float, float, float]:
-    """What large all-reduces do to the other work of their ranks meanwhile, and it to them: by how much a matrix
-    product on this one takes longer (1: twice as long), how many seconds longer a small all-reduce takes, and by how
-    much the large ones take longer while all ranks compute. Medians of some turns.
+    """What sums of buckets of gradients do to the other work of their ranks meanwhile, and it to them: by how much a
+    matrix product on this one takes longer (1: twice as long) while one such sum follows another, how many seconds
+    longer a small all-reduce takes, and by how much the large ones take longer while all ranks compute. Medians of
+    some turns.
 
     *groups* are two of these ranks: collectives of one group follow each other.
     """
@@ -229,57 +232,73 @@ def interference(
 
 
 class _Beside:
-    """Other work beside large all-reduces, turn by turn."""
+    """Other work beside large all-reduces, turn by turn.
+
+    A large one is what a bucket of gradients is: tensors are copied into one, which is summed, and copied back.
+    """
 
     def __init__(
         self, small_bytes: int, large_bytes: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: Any
     ) -> None:
         self.device, self.groups = device, groups
-        self.small, large = (torch.zeros(max(1, size // 4), device=device) for size in (small_bytes, large_bytes))
+        self.small = torch.zeros(max(1, small_bytes // 4), device=device)
+        self.pieces = [torch.zeros(max(1, large_bytes // 4 // PIECES), device=device) for _ in range(PIECES)]
         side = 256 if device.type == "cpu" else 2048
         self.left, self.right = (torch.randn(side, side, device=device) for _ in range(2))
         self.out = torch.empty_like(self.left)
         agree = _largest(groups[0], device)
-        self.large, self.products = [large], 1
-        self._wait(self._start())
-        once = agree(_wall(lambda: self._wait(self._start()), 1, device))
-        self.large = [large.clone() for _ in range(min(MOST_LARGE, ceil(8 * WINDOW_SECONDS / max(once, 1e-7))))]
+        self.products = 1
+        self._sum()
+        once = agree(_wall(self._sum, 1, device))
+        self.count = min(MOST_LARGE, ceil(WINDOW_SECONDS / max(once, 1e-7)))
         self._products()
-        # So few that a number of them end while the large ones are on their way.
-        self.products = max(1, int(once * len(self.large) / CHUNKS / self._products()))
+        self.products = max(1, int(once / CHUNKS / self._products()))
 
     def turn(self) -> tuple[float, float, float]:
         """By how much products take longer beside, how many seconds longer the small all-reduce, and by how much the
         large ones beside products."""
         self._meet()
-        alone = self._timed(lambda: [self._products() for _ in range(CHUNKS // 4)]) / (CHUNKS // 4)
+        chunks = self.count * CHUNKS // 2
+        alone = self._timed(self._products, chunks) / chunks
         self._meet()
-        free = self._timed(lambda: self._wait(self._start()))
+        free = self._timed(self._sum, self.count)
         met = self._meet()
-        works = self._start()
+        sums = [self._start() for _ in range(self.count)]
         self._small()
         waited = self._small() - met
-        self._wait(works)
+        for one in sums:
+            self._end(*one)
         self._meet()
-        count, taken, works = 0, 0.0, self._start()
-        while not all(work is None or work.is_completed() for work in works):
-            taken += self._products()
-            count += 1
-        self._wait(works)
-        return taken / max(count, 1) / alone - 1, waited, taken / free - 1
+        done = 0
+
+        def both() -> None:
+            nonlocal done
+            for _ in range(self.count):
+                total, work = self._start()
+                while work is not None and not work.is_completed():
+                    self._products()
+                    done += 1
+                self._end(total, work)
+
+        taken = self._timed(both)
+        return taken / max(done, 1) / alone - 1, waited, taken / free - 1
 
     def _meet(self) -> float:
         """Let all ranks meet; seconds of a small all-reduce after they have."""
         self._small()
         return self._small()
 
-    def _start(self) -> list[Any]:
-        return [dist.all_reduce(each, group=self.groups[1], async_op=True) for each in self.large]
+    def _start(self) -> tuple[Tensor, Any]:
+        total = torch.cat(self.pieces)
+        return total, dist.all_reduce(total, group=self.groups[1], async_op=True)
 
-    def _wait(self, works: Sequence[Any]) -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
+    def _end(self, total: Tensor, work: Any) -> None:
+        if work is not None:
+            work.wait()
+        torch._foreach_copy_(self.pieces, list(total.split(self.pieces[0].numel())))
+
+    def _sum(self) -> None:
+        self._end(*self._start())
         finish(self.device)
 
     def _small(self) -> float:
@@ -292,9 +311,10 @@ class _Beside:
 
         return self._timed(run)
 
-    def _timed(self, run: Callable[[], object]) -> float:
+    def _timed(self, run: Callable[[], object], repeats: int = 1) -> float:
         begin = time.perf_counter()
-        run()
+        for _ in range(repeats):
+            run()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # and not the stream of the large ones
         return time.perf_counter() - begin

@@ -21,7 +21,10 @@ from torch.nn import Parameter
 from whale.errors import ScheduleError, UsageError
 from whale.runtime.failure import Failures
 
-__all__ = ["Bucket", "Reducer", "bucketize"]
+__all__ = ["BUCKET_BYTES", "Bucket", "Reducer", "bucketize"]
+
+BUCKET_BYTES = 4 * 2**20
+"""Capacity of a bucket of gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,11 +214,10 @@ class Reducer:
         return [bucket.index for bucket in self.buckets]
 
 
-def bucketize(parameters: Sequence[Parameter], capacity_bytes: int = 25 * 2**20) -> list[tuple[Parameter, ...]]:
+def bucketize(parameters: Sequence[Parameter], capacity_bytes: int = BUCKET_BYTES) -> list[tuple[Parameter, ...]]:
     """Cut parameters, given in the order of the forward, into buckets in the order in which gradients become ready.
 
-    A parameter larger than the capacity is a bucket of its own, which needs no copy; frozen ones are left out. 25 MiB
-    is the default of torch's `DistributedDataParallel`.
+    A parameter larger than the capacity is a bucket of its own, which needs no copy; frozen ones are left out.
     """
     buckets: list[tuple[Parameter, ...]] = []
     current: list[Parameter] = []
