@@ -16,7 +16,7 @@ from typing import Literal
 
 from whale.ir.profile import Interference, LinkCurve
 
-__all__ = ["curves_between", "interference", "measured_seconds"]
+__all__ = ["curves_between", "interference", "measured_seconds", "moving_seconds"]
 
 SMALLEST_FITTED = 50e3
 """Bytes below which no fitted polynomial is asked: those of Sailor's artifact are negative below 8 kB to 200 kB."""
@@ -59,6 +59,22 @@ def interference(curves: Iterable[LinkCurve]) -> Interference | None:
         waiting=max(each.waiting for each in told),
         stretch=max(each.stretch for each in told),
     )
+
+
+def moving_seconds(curves: Iterable[LinkCurve], within: Literal["node", "nodes"], device_type: str) -> float:
+    """Seconds of its computation that a byte costs a device of some type while it is sent or received: what sums of
+    gradients cost it, of which each byte goes out and comes in 2 (n - 1) / n times in a ring of n (Patarasuk and Yuan,
+    2009). The most that any curve tells; 0 where none does.
+    """
+    found = [0.0]
+    for curve in curves:
+        beside = curve.beside
+        if curve.within != within or beside is None or not beside.bytes or device_type not in beside.types:
+            continue
+        slowdown = beside.slowdowns[beside.types.index(device_type)]
+        lost = measured_seconds(curve, beside.bytes) * (1 + beside.stretch) * slowdown / (1 + slowdown)
+        found.append(lost / (4 * (curve.ranks - 1) / curve.ranks * beside.bytes))
+    return max(found)
 
 
 @lru_cache(maxsize=4096)

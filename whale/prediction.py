@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,7 @@ from whale.ir.workload import (
 from whale.occupancy import Device, Occupancy, occupancy
 from whale.planner.communication import CommunicationCost, collective, send
 from whale.planner.compute import LayerSeconds, layer_seconds
+from whale.planner.curves import moving_seconds
 from whale.planner.estimate import relative_error
 from whale.planner.memory import framework_bytes, wasted_share
 from whale.planner.optimizers import Optimizer
@@ -370,17 +371,18 @@ def _workload(
     schedule: str,
 ) -> tuple[Workload, bool]:
     """The workload, and whether all its computation was measured."""
+    boundaries = _boundaries(compilation)
+    moving = _moving(costs, boundaries)
     works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
     backwards: dict[tuple[int, int], Backward] = {}
     for stage, own in zip(compilation.stages, layers, strict=True):
         spent = _spent(costs, own)
-        work, backward = _stage_work(costs, stage, spent, held)
+        work, backward = _stage_work(costs, stage, spent, held, moving)
         works.append(work)
         backwards |= {(stage.index, rank): one for rank, one in backward.items()}
         measured = measured and all(one.measured for one in spent.values())
         for rank, one in spent.items():
             update[rank] += one.update
-    boundaries = _boundaries(compilation)
     ranks = tuple(sorted(held))
     together = costs.collective("all_reduce", ranks, 16) if len(ranks) > 1 else 0.0
     workload = Workload(
@@ -458,7 +460,11 @@ class Backward:
 
 
 def _stage_work(
-    costs: Costs, stage: PlacedStage, spent: Mapping[int, _Spent], held: Mapping[int, Occupancy]
+    costs: Costs,
+    stage: PlacedStage,
+    spent: Mapping[int, _Spent],
+    held: Mapping[int, Occupancy],
+    moving: Mapping[tuple[str, int, int], float],
 ) -> tuple[StageWork, dict[int, Backward]]:
     ranks = stage.mesh.ranks
     actors = {held[rank].rank: held[rank] for rank in ranks}
@@ -469,6 +475,8 @@ def _stage_work(
         lines = [stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))]
         times = [_times(costs, calls, lines) for calls in made]
         ahead, back = (0.0, 0.0) if own.inside else map(_total, times)
+        ahead += moving.get(("forward", stage.index, rank), 0.0)
+        back += moving.get(("backward", stage.index, rank), 0.0)
         forward.append(own.forward + ahead)
         backward[rank] = Backward(seconds=own.backward + back, collectives=times[1])
         weights.append(min(own.weights, backward[rank].seconds))
@@ -487,6 +495,30 @@ def _stage_work(
         backward_peak_bytes=tuple(one.backward_peak for one in task_bytes),
     )
     return work, backward
+
+
+def _moving(costs: Costs, boundaries: Sequence[Boundary]) -> dict[tuple[str, int, int], float]:
+    """By direction, stage and rank the seconds of computation that its messages of a micro-batch cost it.
+
+    A message takes its time on the link beside the computation, and of the computation what moving its bytes costs.
+    """
+    devices, links = costs.cluster.devices, costs.profile.links
+    price = cache(lambda within, device_type: moving_seconds(links, within, device_type))
+    found: Counter[tuple[str, int, int]] = Counter()
+    for boundary in boundaries:
+        stages = (boundary.source_stage, boundary.target_stage)
+        for direction, transfers, (sender, receiver) in (
+            ("forward", boundary.forward, stages),
+            ("backward", boundary.backward, stages[::-1]),
+        ):
+            for transfer in transfers:
+                if transfer.source == transfer.target:
+                    continue
+                ends = [devices[transfer.source], devices[transfer.target]]
+                within = "node" if ends[0].node == ends[1].node else "nodes"
+                for stage, device in zip((sender, receiver), ends, strict=True):
+                    found[direction, stage, device.rank] += transfer.bytes * price(within, device.type.name)
+    return found
 
 
 _Calls = Mapping[tuple[str, int, int], int]

@@ -299,7 +299,11 @@ def _interference(
             name = places[rank].device_type
             slowdowns[name] = max(slowdown, slowdowns.get(name, 0.0))
         beside = Interference(
-            types=tuple(slowdowns), slowdowns=tuple(slowdowns.values()), waiting=found[1], stretch=found[2]
+            types=tuple(slowdowns),
+            slowdowns=tuple(slowdowns.values()),
+            bytes=bucket,
+            waiting=found[1],
+            stretch=found[2],
         )
         links = [curve.model_copy(update={"beside": beside}) if is_it(curve) else curve for curve in profile.links]
         return profile.model_copy(update={"links": tuple(links)})

@@ -19,6 +19,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
+from whale.ir.workload import Workload
 from whale.occupancy import brief_occupancy, occupancy
 from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.simulate import simulate
@@ -238,6 +239,39 @@ def test_computation_beside_a_reduction_is_slowed_as_measured(profile: ModelProf
     assert {one.slowdown for one in found.predicted.workload.reductions} == {(0.25, 1.5)}
     other = plan(profile, machines, {"": replicate()})
     assert {one.slowdown for one in other.predicted.workload.reductions} == {()}
+
+
+def test_moving_what_crosses_between_stages_costs_computation_of_both_ends(profile: ModelProfile) -> None:
+    machines = cluster(2, 1)
+    fast, slow = (device.type.name for device in machines.devices)
+
+    def found(**beside: Any) -> Workload:
+        curve = LinkCurve(
+            operation="all_reduce",
+            source=slow,
+            target=fast,
+            types=(slow, fast),
+            devices=2,
+            within="node",
+            sizes=(1e3, 1e6),
+            bandwidths=(1e8, 1e8),
+            beside=Interference(types=(fast, slow), slowdowns=(0.25, 1.0), **beside),
+        )
+        measured = profile.model_copy(update={"links": (curve,)})
+        layout = {"layers.0": stage(), "layers.1": stage()}
+        return plan(measured, machines, layout, micro_batches=2).predicted.workload
+
+    told, untold = found(bytes=1e6, stretch=1.0), found()
+    (crossing,) = (one for one in told.boundaries if (one.source_stage, one.target_stage) == (0, 1))
+    (ahead,), (back,) = crossing.forward, crossing.backward
+    assert ahead.bytes == back.bytes > 0
+    for one, other in zip(told.stages, untold.stages, strict=True):
+        # a sum of 1 MB takes 10 ms, and as long again while its ranks compute; in a ring of 2 it goes out and comes in
+        lost = 0.02 * {fast: 0.25 / 1.25, slow: 1.0 / 2.0}[machines.devices[one.ranks[0]].type.name]
+        price = lost / 2e6 * ahead.bytes
+        assert one.forward[0] - other.forward[0] == pytest.approx(price)
+        assert one.backward[0] - other.backward[0] == pytest.approx(price)
+        assert one.communication[0] - other.communication[0] == pytest.approx(2 * price)
 
 
 def test_a_backward_beside_a_reduction_waits_for_the_link_as_often_as_it_communicates() -> None:
