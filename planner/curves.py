@@ -22,6 +22,9 @@ SMALLEST_FITTED = 50e3
 """Bytes below which no fitted polynomial is asked: those of Sailor's artifact are negative below 8 kB to 200 kB."""
 LARGEST_FITTED = 2.0**34
 
+LEAST_RATE = 1.0
+"""Bytes per second below which a point is no measurement."""
+
 
 def measured_seconds(curve: LinkCurve, num_bytes: float) -> float:
     """Seconds of a message of so many bytes: between points interpolated in the logarithms, below the smallest the
@@ -84,13 +87,13 @@ def _points(curve: LinkCurve) -> tuple[tuple[float, ...], tuple[float, ...]]:
         points = [
             (size, size / bandwidth)
             for size, bandwidth in zip(curve.sizes, curve.bandwidths, strict=True)
-            if size > 0 and bandwidth > 0
+            if size > 0 and bandwidth >= LEAST_RATE
         ]
     else:
         steps = 160
         ratio = LARGEST_FITTED / SMALLEST_FITTED
         grid = [SMALLEST_FITTED * ratio ** (step / steps) for step in range(steps + 1)]
-        points = [(size, size / rate) for size in grid if (rate := _fitted(curve, size)) > 0]
+        points = [(size, size / rate) for size in grid if (rate := _fitted(curve, size)) >= LEAST_RATE]
     seconds: list[float] = []
     for _, taken in reversed(points):
         seconds.append(min(taken, seconds[-1]) if seconds else taken)

@@ -8,7 +8,7 @@ step without data. Nothing is allocated and no process group is needed.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -504,7 +504,7 @@ def _moving(costs: Costs, boundaries: Sequence[Boundary]) -> dict[tuple[str, int
     """
     devices, links = costs.cluster.devices, costs.profile.links
     price = cache(lambda within, device_type: moving_seconds(links, within, device_type))
-    found: Counter[tuple[str, int, int]] = Counter()
+    found: dict[tuple[str, int, int], float] = defaultdict(float)
     for boundary in boundaries:
         stages = (boundary.source_stage, boundary.target_stage)
         for direction, transfers, (sender, receiver) in (

@@ -223,9 +223,10 @@ class LayerKind(Record):
 class Interference(Record):
     """What the sum of a bucket of gradients, an all-reduce, does to the other work of its ranks while it is on its way.
 
-    ``bytes`` is the size of the bucket (0: not told). ``slowdowns`` say for each of the device ``types`` by how much computation takes longer (1: twice as long), copies
-    into the bucket and back included; ``waiting`` is how many seconds longer a small all-reduce of the same ranks
-    takes, which stands in the same queues; ``stretch`` by how much the sum itself takes longer while its ranks compute.
+    ``bytes`` is the size of the bucket (0: not told). ``slowdowns`` say for each of the device ``types`` by how much
+    computation takes longer (1: twice as long), copies into the bucket and back included; ``waiting`` is how many
+    seconds longer a small all-reduce of the same ranks takes, which stands in the same queues; ``stretch`` by how much
+    the sum itself takes longer while its ranks compute.
     """
 
     types: tuple[str, ...]
