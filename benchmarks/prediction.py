@@ -1,7 +1,7 @@
 """Does a step take what its plan predicts? Plans of a GPT and a ResNet on devices of two and three speeds and two rates
 of links, all on the testbed.
 
-    sudo python benchmarks/prediction.py --folder plans      # forty minutes, on a machine that does nothing else
+    sudo python benchmarks/prediction.py --folder plans      # over an hour, on a machine that does nothing else
     sudo python benchmarks/prediction.py --trial             # small models and quotas: only to see that it runs
 
 With ``--only`` and one folder it runs testbed by testbed: plans and results that the folder has are not made again.
