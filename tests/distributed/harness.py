@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from whale.runtime.launch import World, initialize
 
-
 PRELOADED = "tests.distributed.preloaded"
 """What the server that ranks are forked from has imported: a rank starts in milliseconds instead of seconds."""
 
