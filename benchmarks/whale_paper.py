@@ -374,9 +374,10 @@ def tables(folder: Path | None) -> list[str]:
     found.append(table("ResNet50 with a large classifier, samples/s", rows, 0))
     state = state_bytes(2048 * 1_000_000, precision=precision_named("fp32")).total / 2**30
     logits = 2 * ASSUMED["ResNet50"].batch * 1_000_000 * 4 / 2**30
+    framework = framework_bytes(device_types()[V100], 8) / 2**30
     found.append(
         f"Data parallel with 1,000,000 classes: the classifier's state takes {state:.1f} GiB, the logits and their "
-        f"gradient {logits:.1f}, and the framework {framework_bytes(8) / 2**30:.1f}, of 32: no room for the trunk.\n"
+        f"gradient {logits:.1f}, and the framework {framework:.1f}, of 32: no room for the trunk.\n"
     )
 
     bert, batch = models["BERT-large"], ASSUMED["BERT-large"].batch
