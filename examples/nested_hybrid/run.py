@@ -241,9 +241,11 @@ def main() -> None:
     parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
     options = parser.parse_args()
     if options.what == "testbed":
-        report(
-            "nested_hybrid", options, on_the_testbed(options), command="python examples/nested_hybrid/run.py testbed"
-        )
+        command = "python examples/nested_hybrid/run.py testbed"
+        name = "nested_hybrid"
+        if options.only:
+            name, command = f"{name}_{options.only}", f"{command} --only {options.only}"
+        report(name, options, on_the_testbed(options), command=command)
     elif options.what == "paper":
         from paper import compare
 
