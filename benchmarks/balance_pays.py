@@ -94,15 +94,16 @@ def main() -> None:
 def row(case: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     seconds, ideal, target = found["seconds"], found["ideal"], TARGETS[case]
     balanced, even, plain = (statistics.median(seconds[side]) if side in seconds else None for side in SIDES)
-    gain = _ratio(seconds["even"], seconds["balanced"])
+    gain = ratio(seconds["even"], seconds["balanced"])
     cells = [found["case"], f"{balanced:.3f} s", f"{even:.3f} s", f"{gain:.3f}", f"{ideal:.3f}", f"{gain / ideal:.1%}"]
     cells += [f"{target:.0%}", "yes" if gain >= target * ideal else "no"]
     if plain is None:
         return (*cells, "", "")
-    return (*cells, f"{plain:.3f} s", f"{_ratio(seconds['torch'], seconds['balanced']):.3f}")
+    return (*cells, f"{plain:.3f} s", f"{ratio(seconds['torch'], seconds['balanced']):.3f}")
 
 
-def _ratio(first: Sequence[float], second: Sequence[float]) -> float:
+def ratio(first: Sequence[float], second: Sequence[float]) -> float:
+    """The median of the ratios within a turn."""
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 

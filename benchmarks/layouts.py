@@ -1,4 +1,5 @@
-"""The models of the benchmark of predictions, annotated in every way that it runs them.
+"""The models of the benchmarks of predictions and of the search, annotated in every way that they run them; ``none``
+is for the search, which annotates them itself.
 
 whale plan --model benchmarks/layouts.py:gpt --set layout=pp4 ...
 """
@@ -22,6 +23,7 @@ def block(index: int) -> str:
 
 
 GPT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "none": {},
     "dp": {"": whale.replicate()},
     # 2:2:1:1, 3:2:1 and 2:1 are the speeds of the devices
     "pp4": {block(0): whale.stage(), block(3): whale.stage(), block(6): whale.stage(), block(7): whale.stage()},
@@ -34,6 +36,7 @@ WIDE_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp-pp": {block(0): [whale.stage(2), whale.split()], block(1): [whale.stage(2), whale.split()]},
 }
 RESNET_LAYOUTS: dict[str, dict[str, Any]] = {
+    "none": {},
     "dp": {"": whale.replicate()},
     "pp2": {"resnet.embedder": whale.stage(), "resnet.encoder.stages.2": whale.stage()},
 }

@@ -7,7 +7,7 @@ weight is not summed there. The loss is the mean of the micro-batches' losses on
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -50,17 +50,24 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
 
 
-def by_hand(model: nn.Module, layers: Sequence[int] = (2, 2), micro_batches: int = MICRO_BATCHES):
+def by_hand(
+    model: nn.Module,
+    layers: Sequence[int] = (2, 2),
+    micro_batches: int = MICRO_BATCHES,
+    *,
+    part: Callable[[nn.Module, int, int], nn.Module] = Part,
+    loss: Callable[[Tensor, Tensor], Tensor] = next_token_loss,
+):
     """This rank's stage, of so many layers as *layers* says for its rank, and the schedule that runs it."""
     rank, ends = dist.get_rank(), list(accumulate(layers, initial=0))
-    stage = PipelineStage(Part(model, ends[rank], ends[rank + 1]), rank, len(layers), torch.device("cpu"))
-    return stage.submod, Schedule1F1B(stage, micro_batches, loss_fn=next_token_loss)
+    stage = PipelineStage(part(model, ends[rank], ends[rank + 1]), rank, len(layers), torch.device("cpu"))
+    return stage.submod, Schedule1F1B(stage, micro_batches, loss_fn=loss)
 
 
 def step_by_hand(schedule: Schedule1F1B, whole: dict[str, Tensor]) -> None:
-    """One step: the first rank has the tokens, the last one the labels."""
+    """One step: the first rank has the tokens, or whatever is first in the batch, the last one the labels."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    inputs = (whole["input_ids"],) if rank == 0 else ()
+    inputs = (next(iter(whole.values())),) if rank == 0 else ()
     schedule.step(*inputs, **({"target": whole["labels"], "losses": []} if rank == last else {}))
 
 

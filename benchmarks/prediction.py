@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from between import noise, peak_of, time_in_turn
 from harness import report, table
 from live_bytes import living
 from testbed import Description, Testbed
+from torch import Tensor, nn
 
 import whale
 from whale.compiler import Options, compile_model
@@ -75,6 +76,10 @@ class Bed:
     cases: tuple[Case, ...]
     measured: tuple[tuple[str, str, str], ...]
     """Of models the tensor degrees, and for those the rows of micro-batches that the plans may have."""
+
+    @property
+    def title(self) -> str:
+        return f"{', '.join(f'{cores:g}' for cores in self.cores)} of a core, {self.rate}"
 
     def description(self, scale: float) -> Description:
         lines = ["[links]", f'inter_node = {{bandwidth = "{self.rate}"}}']
@@ -160,7 +165,7 @@ def row(bed: Bed, case: Case, found: Mapping[str, Any]) -> tuple[str, ...]:
 
     ratios = [ours / counted - 1 for ours, counted in zip(found["planned_bytes"], found["bytes"], strict=True)]
     return (
-        f"{', '.join(f'{cores:g}' for cores in bed.cores)} of a core, {bed.rate}",
+        bed.title,
         case.name,
         f"{found['predicted']:.3f} s",
         f"{found['seconds']:.3f} s",
@@ -192,10 +197,8 @@ def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping
         plans = {case.name: folder / f"{name}-{case.name}.plan.json" for case in bed.cases}
         if not all(plan.exists() for plan in plans.values()):
             for model, degrees, rows in bed.measured:
-                command = [*WHALE, "profile", *_model(model, trial), "--degrees", degrees, "--rows", rows, "--parallel"]
-                command += ["--time-limit", "120", "--cluster", str(cluster), "-o", str(profiles[model])]
-                for _ in range(1 if trial else 2):  # what there was no time for the first time
-                    testbed.run(command, timeout_seconds=600, environment=environment, show=False)
+                asked = ("--degrees", degrees, "--rows", rows)
+                make_profile(testbed, profiles[model], model, cluster, trial, asked, environment)
             for case in bed.cases:
                 make_plan(plans[case.name], case, cluster, profiles[case.model], trial, {**os.environ, **environment})
         arguments = ["--repeats", str(2 if trial else options.repeats), "--only", name, "--folder", str(folder)]
@@ -235,11 +238,16 @@ def predicted_from(profile: Path, case: Case, cluster: Path, folder: Path, trial
     plan = whale.Plan.load(folder / f"{cluster.stem}-{case.name}.plan.json")
     known = ModelProfile.load(profile)
     described = Cluster.load(cluster, catalog=device_types_with(known))
-    model, whole = getattr(layouts, case.model)(layout=case.layout, **(TRIAL[case.model] if trial else {}))
+    model, whole = build(case.model, trial, layout=case.layout)
     options = Options(micro_batches=case.micro_batches, plan=plan)
     compilation = compile_model(model, whole, described, options, device="cpu", training=True)
     costs = Costs(profile=known, cluster=described, precision="fp32", micro_batches=case.micro_batches)
     return predict(compilation, costs, schedule=plan.schedule).prediction.step_seconds
+
+
+def build(name: str, trial: bool, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of `layouts` and its batch."""
+    return getattr(layouts, name)(**settings, **(TRIAL[name] if trial else {}))
 
 
 def _model(model: str, trial: bool) -> list[str]:
@@ -249,6 +257,22 @@ def _model(model: str, trial: bool) -> list[str]:
         f"{LAYOUTS}:{model}",
         *(part for item in settings.items() for part in ("--set", "{}={}".format(*item))),
     ]
+
+
+def make_profile(
+    testbed: Testbed,
+    profile: Path,
+    model: str,
+    cluster: Path,
+    trial: bool,
+    asked: Sequence[str],
+    environment: Mapping[str, str],
+) -> None:
+    """``whale profile``, on the testbed; *asked*: which degrees and rows."""
+    command = [*WHALE, "profile", *_model(model, trial), *asked, "--parallel"]
+    command += ["--time-limit", "120", "--cluster", str(cluster), "-o", str(profile)]
+    for _ in range(1 if trial else 2):  # what there was no time for the first time
+        testbed.run(command, timeout_seconds=600, environment=environment, show=False)
 
 
 def make_plan(
@@ -298,7 +322,7 @@ def between_steps(
     repeats: int,
 ) -> tuple[ModelProfile, dict[str, list[float]]]:
     """Run steps and measure layers and all-reduces in turn: the profile with those, and the steps' seconds."""
-    model, whole = getattr(layouts, name)(**(TRIAL[name] if trial else {}))
+    model, whole = build(name, trial)
     cluster = Cluster.load(os.environ["CLUSTER"], catalog=device_types())
     known = ModelProfile.load(folder / f"{bed}-{name}.profile.json")
     wanted = [(_numbers(degrees), _numbers(rows)) for model, degrees, rows in BEDS[bed].measured if model == name]
@@ -311,10 +335,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def step_of(case: Case, plan: Path, trial: bool) -> Callable[[], object]:
     """A training step of a case, as planned."""
-    model, whole = getattr(layouts, case.model)(layout=case.layout, **(TRIAL[case.model] if trial else {}))
+    model, whole = build(case.model, trial, layout=case.layout)
     cluster = os.environ["CLUSTER"]
     parallel = whale.parallelize(model, whole, cluster=cluster, plan=plan, device="cpu", timeout_seconds=300)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
+    # as a group, which may be empty: a plan may leave a device idle
+    optimizer = torch.optim.AdamW([{"params": list(parallel.parameters())}], lr=1e-4)
 
     def step() -> None:
         parallel.train_step(**whole)
