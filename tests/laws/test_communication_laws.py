@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from whale.ir.cluster import Cluster, Link
@@ -121,6 +121,7 @@ def test_reducing_in_nodes_first_is_never_slower_over_slow_links_between_them(
     st.floats(1, 1e3),
     st.integers(1, 8),
 )
+@example(coefficients=[1.2e-308], maximum=0.0, num_bytes=2.0**31, times=7.0, devices=1)  # seconds overflow
 def test_no_curve_makes_more_bytes_quicker(
     coefficients: list[float], maximum: float, num_bytes: float, times: float, devices: int
 ) -> None:
