@@ -23,6 +23,8 @@ from whale.planner.search.steps import in_flight
 from whale.searching import Choice, Trial, compile_candidate, search_plans
 
 SINGLE = ("data", "tensor", "pipeline")
+MOST_DRAWS = 2_000
+"""Of random plans; small clusters may have fewer that fit than are wanted."""
 
 
 def searched(profile: ModelProfile, cluster: Cluster, batch: int, trial: Trial) -> dict[str, Choice]:
@@ -62,7 +64,7 @@ def drawn(
 
 def _random_plans(prices: Prices, trial: Trial, seen: set[object]) -> Iterator[Choice]:
     numbers = random.Random(0)
-    while True:
+    for _ in range(MOST_DRAWS):
         candidate = draw(prices, numbers)
         try:
             choice = compile_candidate(candidate, prices.profile, prices.cluster, batch=prices.batch, trial=trial)

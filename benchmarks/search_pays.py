@@ -1,7 +1,7 @@
 """Does the search pay? The plan that it finds for a GPT and a ResNet that nobody has annotated, on three testbeds of
 unlike devices, against every single strategy, against random plans, and against torch's own parallelism.
 
-    sudo python benchmarks/search_pays.py --folder pays      # an hour, on a machine that does nothing else
+    sudo python benchmarks/search_pays.py --folder pays      # on a machine that does nothing else
     sudo python benchmarks/search_pays.py --trial            # small models and quotas: only to see that it runs
 
 ``whale profile`` measures the testbed; the search is that of ``whale search``. A single strategy is the best plan that

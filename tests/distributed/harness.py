@@ -1,6 +1,6 @@
 """Real ranks for tests: processes that stay and run one function after another, with gloo between them.
 
-A module starts its ranks once, in a fixture, because starting costs a second; whatever goes wrong, all processes are
+A module starts its ranks once, in a fixture, and they meet once; whatever goes wrong, all processes are
 gone when `Ranks` closes. The store is the parent's, as under torchrun it is the agent's, so it outlives a rank that
 fails.
 """
