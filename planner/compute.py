@@ -124,7 +124,8 @@ def layer_seconds_by_rows(
             Megatron's, which fuses pointwise operators and has the vendor's attention.
         recompute: what the backward computes again.
         sequence_parallel: whether the tensor group also divides what is not split.
-        expert_degree: devices over which experts are divided.
+        expert_degree: devices over which experts are divided, each with its own *rows* of all else: as the profile has
+            it, or if it does not, with the weights of the experts divided.
         optimizer: as `whale.planner.optimizers` knows it, run by torch in the number type of the run; None: a fused
             Adam that may have master weights.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
@@ -142,12 +143,12 @@ def layer_seconds_by_rows(
         found = [_measured_seconds(times, tensor_degree, one, recompute, adding) for one in rows]
         if times.includes_communication or not kind.variants:
             return found
-    variant = variant_of(kind, tensor_degree)
-    if times is None:
-        if kind.measured and not variant.forward and not variant.backward:
-            raise UsageError(_unmeasured(kind, device))
-        fused = attention_is_fused(device, number) if fused_attention is None else fused_attention
-        parameters = variant.parameters - variant.expert_parameters * (1 - 1 / expert_degree)
+    fused = attention_is_fused(device, number) if fused_attention is None else fused_attention
+    moved = MASTER_BYTES[number.mixed] if optimizer is None else costs_of(optimizer).moved * number.element_bytes
+
+    def modelled(variant: LayerVariant) -> list[LayerSeconds]:
+        degree = expert_degree if variant.expert_degree == 1 else 1
+        parameters = variant.parameters - variant.expert_parameters * (1 - 1 / degree)
         priced = _Priced(
             variant=variant,
             device=device,
@@ -156,11 +157,18 @@ def layer_seconds_by_rows(
             fused=fused,
             eager=eager,
             sequence_parallel=sequence_parallel,
-            expert_degree=expert_degree,
+            expert_degree=degree,
         )
         added = parameters * ACCUMULATE_BYTES if accumulate and not fused else 0.0
-        moved = MASTER_BYTES[number.mixed] if optimizer is None else costs_of(optimizer).moved * number.element_bytes
-        found = priced.seconds(recompute, added, parameters / optimizer_shards * moved)
+        return priced.seconds(recompute, added, parameters / optimizer_shards * moved)
+
+    variant = variant_of(kind, tensor_degree, expert_degree)
+    if times is None:
+        if kind.measured and not variant.forward and not variant.backward:
+            raise UsageError(_unmeasured(kind, device))
+        found = modelled(variant)
+    elif variant.expert_degree > 1:  # nobody has measured that
+        found = list(map(_by_the_model, found, modelled(variant_of(kind, 1)), modelled(variant)))
     return [
         replace(
             one,
@@ -257,12 +265,16 @@ def _unmeasured(kind: LayerKind, device: DeviceType) -> str:
     )
 
 
-def variant_of(kind: LayerKind, tensor_degree: int) -> LayerVariant:
-    """The variant of that tensor degree.
+def variant_of(kind: LayerKind, tensor_degree: int, expert_degree: int = 1) -> LayerVariant:
+    """The variant of that tensor degree; of an expert degree where there is one for it, else with whole experts.
 
     Raises:
         UsageError: there is none; the message names those that exist.
     """
+    degrees = (tensor_degree, expert_degree)
+    split = next((one for one in kind.expert_variants if (one.tensor_degree, one.expert_degree) == degrees), None)
+    if split is not None:
+        return split
     found = next((variant for variant in kind.variants if variant.tensor_degree == tensor_degree), None)
     if found is None:
         known = sorted({variant.tensor_degree for variant in kind.variants})
@@ -328,6 +340,25 @@ def _measured_seconds(
         weights=backward / 2,
         update=_at(times, times.update, rows) * share,
         measured=True,
+    )
+
+
+def _by_the_model(measured: LayerSeconds, whole: LayerSeconds, split: LayerSeconds) -> LayerSeconds:
+    """What was measured of a layer with whole experts as it should be with experts that are split: as many times longer
+    as by the model of both."""
+
+    def as_many(name: str) -> float:
+        known: float = getattr(whole, name)
+        found: float = getattr(measured, name) * (getattr(split, name) / known if known else 1.0)
+        return found
+
+    backward = as_many("backward")
+    return replace(
+        measured,
+        forward=as_many("forward"),
+        backward=backward,
+        weights=min(backward, as_many("weights")),
+        update=as_many("update"),
     )
 
 

@@ -259,11 +259,12 @@ def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precis
     )
 
 
-def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, precision: Precision) -> Affine:
+def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision) -> Affine:
     """What one micro-batch keeps of a layer from its forward to its backward, by its rows: all that autograd does."""
     if not kind.variants:
         return _bytes(kind.activations or Amount(), precision.element_bytes)
-    sizes = [_bytes(value.size, precision.element_bytes) for value in variant_of(kind, tensor_degree).saved]
+    saved = variant_of(kind, tensor_degree, expert_degree).saved
+    sizes = [_bytes(value.size, precision.element_bytes) for value in saved]
     return Affine(sum(size.fixed for size in sizes), sum(size.per_row for size in sizes))
 
 
@@ -273,7 +274,9 @@ def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
     return max(0, MESSAGES - held) * entering + (held + MESSAGES - 1) * leaving
 
 
-def run_working_bytes(kind: LayerKind, *, tensor_degree: int = 1, precision: Precision, one_by_one: int = 0) -> Largest:
+def run_working_bytes(
+    kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision, one_by_one: int = 0
+) -> Largest:
     """What a layer needs besides while it runs, forward or backward, by its rows: the gradient of a weight before it is
     added to the others included; or the optimizer, if it takes *one_by_one* so many tensors of the size of a parameter.
 
@@ -282,10 +285,10 @@ def run_working_bytes(kind: LayerKind, *, tensor_degree: int = 1, precision: Pre
     nothing = Affine(0.0, 0.0)
     if not kind.variants:
         return Largest((nothing,))
-    variant, size = variant_of(kind, tensor_degree), precision.element_bytes
+    variant, size = variant_of(kind, tensor_degree, expert_degree), precision.element_bytes
     found = tuple(_bytes(amount, size) for amount in variant.working)
     if not found:
         found = working_bytes(kind, tensor_degree=tensor_degree, precision=precision, fused_attention=True).amounts
-    kept = run_kept_bytes(kind, tensor_degree=tensor_degree, precision=precision)
+    kept = run_kept_bytes(kind, tensor_degree=tensor_degree, expert_degree=expert_degree, precision=precision)
     stepping = Affine(one_by_one * variant.largest * size - kept.fixed, -kept.per_row)  # what is kept is gone by then
     return Largest((nothing, *found, stepping))

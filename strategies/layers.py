@@ -21,15 +21,17 @@ from whale.graph.chain import Chain, chain_of
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
+from whale.graph.refusals import module_of
 from whale.graph.values import Value, operands, resolve, value_shape
-from whale.ir.placement import REPLICATE
-from whale.ir.virtual_device import MeshAxis, VirtualDevice
+from whale.ir.placement import REPLICATE, shard
+from whale.ir.virtual_device import MeshAxis, RegionRole, VirtualDevice
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.layout import Layout, Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, layout_axes, place_stage, place_time
-from whale.strategies.sharding import Prices
+from whale.strategies.regions import is_within
+from whale.strategies.sharding import GLOO, Prices
 from whale.strategies.ungroup import ungroup
 
 __all__ = ["LayeredModel", "at_rows", "default_dtype", "layered"]
@@ -49,47 +51,54 @@ class LayeredModel:
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
     like: LayeredModel | None = None
-    _placed: dict[tuple[int, int], PlacedStage] = field(default_factory=dict)
+    _placed: dict[tuple[int, int, tuple[str, ...]], PlacedStage] = field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
         """The graph, with one layer of each kind."""
         return self.chain.captured
 
-    def place(self, kind: int, degree: int) -> PlacedStage:
-        """A kind of layer with its operators split over *degree* devices.
+    def place(self, kind: int, degree: int, experts: tuple[str, ...] = ()) -> PlacedStage:
+        """A kind of layer with its operators split over *degree* devices; with *experts*, module paths, only those in
+        these are split, and the others divide the rows.
 
         Raises:
             InfeasibleError: the layer cannot be split over so many.
         """
-        if (kind, degree) not in self._placed and self.like is not None:
-            self._placed[kind, degree] = _translated(self.like.place(kind, degree), self.like, self)
-        elif (kind, degree) not in self._placed:
+        key = (kind, degree, experts)
+        if key not in self._placed and self.like is not None:
+            self._placed[key] = _translated(self.like.place(*key), self.like, self)
+        elif key not in self._placed:
             graph = self.chain.partition.stages[kind]
             outputs: tuple[Any, ...] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
             mutated = zip(self.captured.mutated, map(resolve, outputs[1:]), strict=True)
             loss = resolve(outputs[0])
+            rows = {v: self._in_rows(v) for v in (*graph.received, *graph.sent)}
             whole = (REPLICATE,) * (2 if degree > 1 else 1)
+            received = {v: p if experts else whole for v in graph.received if (p := rows[v])}
             problem = StageProblem(
                 task_graph=graph,
                 mesh=_mesh(kind, degree),
-                roles=dict.fromkeys(graph.nodes, ("split",) if degree > 1 else ()),
+                roles={node: _roles(node, degree, experts) for node in graph.nodes},
                 rows=self.rows,
                 time=self.time,
                 loss=loss if self.chain.partition.stage_of[loss[0]] == kind else None,
                 mutated={name: v for name, v in mutated if self.chain.partition.stage_of.get(v[0]) == kind},
-                fixed=dict.fromkeys(filter(self._has_rows, graph.received), whole) | self._shared(kind, degree),
+                fixed=received | ({} if experts else self._shared(kind, degree)),
                 sent="whole",
+                leaving={v: p for v in graph.sent if experts and (p := rows[v])},
             )
-            self._placed[kind, degree] = place_stage(
-                self.captured, self.analysis, self.chain.partition, problem, prices=MEGATRON, report=Report()
+            prices = GLOO if experts else MEGATRON
+            self._placed[key] = place_stage(
+                self.captured, self.analysis, self.chain.partition, problem, prices=prices, report=Report()
             )
-        return self._placed[kind, degree]
+        return self._placed[key]
 
-    def _has_rows(self, value: Value) -> bool:
-        """Whether a value has the rows of the batch; others, such as relative positions, need not be whole."""
-        leaf = self.analysis.batch_leaf
-        return any(self.analysis.shardable(value, leaf, dim) for dim in range(len(value_shape(value))))
+    def _in_rows(self, value: Value) -> Placements:
+        """How a value is placed whose rows the devices of a group divide; empty for others, such as relative positions,
+        which need not be whole."""
+        leaf, dims = self.analysis.batch_leaf, range(len(value_shape(value)))
+        return next(((REPLICATE, shard(dim, leaf)) for dim in dims if self.analysis.shardable(value, leaf, dim)), ())
 
     def _shared(self, kind: int, degree: int) -> dict[Value, Placements]:
         """How later layers store the parameters that this one reads too."""
@@ -101,10 +110,18 @@ class LayeredModel:
                     found[value] = self.place(later.index, degree).stored[value]
         return found
 
-    def program(self, kind: int, degree: int, rows: int) -> LocalProgram:
+    def program(self, kind: int, degree: int, rows: int, experts: tuple[str, ...] = ()) -> LocalProgram:
         """What the first device of the group runs of a kind of layer, for one of ``rows``."""
-        stage, micro_batch = self.place(kind, degree), self.rows.index(rows)
+        stage, micro_batch = self.place(kind, degree, experts), self.rows.index(rows)
         return at_micro_batch(lower(self.captured, self.analysis, stage, 0, micro_batch), stage, 0, micro_batch)
+
+
+def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRole, ...]:
+    """What the devices of a group do with an operator."""
+    if degree == 1:
+        return ()
+    is_split = not experts or any(is_within(module_of(node), path) for path in experts)
+    return ("split",) if is_split else ("replicate",)
 
 
 def _mesh(kind: int, degree: int) -> VirtualDevice:

@@ -43,7 +43,8 @@ class StageProblem:
     """A stage to place: its operators, its mesh, and the role of each operator on each mesh axis.
 
     ``fixed`` says how some parameters and received values must be stored. The gradients of ``shared`` parameters are
-    summed with other stages'. ``sent`` says whether values may leave in parts.
+    summed with other stages'. ``sent`` says whether values may leave in parts, ``leaving`` how some of them must on the
+    axes of the mesh.
     """
 
     task_graph: TaskGraph
@@ -56,6 +57,7 @@ class StageProblem:
     fixed: Mapping[Value, Placements] = field(default_factory=dict)
     shared: frozenset[Value] = frozenset()
     sent: Literal["any", "whole"] = "any"
+    leaving: Mapping[Value, Placements] = field(default_factory=dict)
 
 
 def batch_placeholders(captured: Captured) -> list[fx.Node]:
@@ -91,7 +93,7 @@ def place_stage(
     stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
     roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
     along = cut_along(captured, analysis, mesh, roles)
-    outputs: dict[Value, str] = dict.fromkeys(problem.task_graph.sent, problem.sent)
+    outputs: dict[Value, str | Placement] = dict.fromkeys(problem.task_graph.sent, problem.sent)
     outputs |= dict.fromkeys(problem.mutated.values(), "whole")
     if problem.loss is not None:
         outputs[problem.loss] = "sum"
@@ -115,7 +117,7 @@ def place_stage(
                 parameters=parameters,
                 free=free - parameters,
                 received=frozenset(received),
-                outputs=outputs,  # type: ignore[arg-type]
+                outputs=outputs | {v: p[axis + 1] for v, p in problem.leaving.items()},  # type: ignore[arg-type]
                 local_bytes=local_bytes,
                 prices=prices,
                 fixed={v: p[axis + 1] for v, p in problem.fixed.items()},
@@ -137,6 +139,8 @@ def place_stage(
         report.uncut += _uncut(analysis, nodes, chosen, along, axis)
     choices = {n: tuple(c) for n, c in chosen.items()}
     final = {v: tuple(p) for v, p in stored.items()}
+    sent = {v: _leaving(choices, final, v) for v in problem.task_graph.sent}
+    sent |= {v: (*sent[v][:1], *placements[1:]) for v, placements in problem.leaving.items()}
     return PlacedStage(
         index=problem.task_graph.index,
         mesh=mesh,
@@ -145,7 +149,7 @@ def place_stage(
         choices=choices,
         stored=final,
         received=received,
-        sent={v: _leaving(choices, final, v) for v in problem.task_graph.sent},
+        sent=sent,
         loss=problem.loss,
         loss_placements=_loss_placements(choices, problem.loss),
         mutated=problem.mutated,

@@ -7,7 +7,8 @@ Knows no prices, no clusters and no plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from whale.errors import CaptureError, InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves
+from whale.graph.chain import Layer
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
@@ -24,7 +26,14 @@ from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Kept, KernelRun, Trace, trace
 from whale.strategies.layers import LayeredModel, default_dtype, layered
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.regions import PRODUCTS, attention_cores, expert_matrices, expert_operators, expert_ways
+from whale.strategies.regions import (
+    PRODUCTS,
+    attention_cores,
+    expert_matrices,
+    expert_modules,
+    expert_operators,
+    expert_ways,
+)
 
 __all__ = ["profile_model"]
 
@@ -43,6 +52,7 @@ def profile_model(
     batch: Batch,
     *,
     tensor_degrees: Sequence[int] = (1, 2, 4, 8),
+    expert_degrees: Sequence[int] = (),
     loss_fn: Callable[..., Any] | None = None,
     name: str | None = None,
     captured: Captured | None = None,
@@ -50,13 +60,13 @@ def profile_model(
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
 
     A tensor degree over which the model cannot be split, or at which its costs follow no law, is left out; ``refused``
-    of the profile says why. With *captured*, a capture of the training model as it is, the profile is of a run in the
-    model's own number type.
+    of the profile says why. Where a layer has experts, they alone are split at *expert_degrees*, if that is possible.
+    With *captured*, a capture of the training model as it is, the profile is of a run in the model's own number type.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
     """
-    models = _captured(model, batch, loss_fn, captured)
+    models = _captured(model, batch, ROWS, loss_fn, captured)
     first = models[ROWS[0]]
     costs = [_KindCosts(models, kind) for kind in range(len(first.chain.names))]
     refused: dict[int, str] = {}
@@ -73,24 +83,33 @@ def profile_model(
     for layer in reversed(layers):
         outputs[layer.kind] = _sum(costs, first, layer.crossing)
     nexts = _next_kinds([layer.kind for layer in layers])
+    sent = [not all(costs[other].keeps_input for other in nexts[position]) for position in range(len(costs))]
     kinds = []
     for position, kind in enumerate(costs):
-        keeps_input = all(costs[other].keeps_input for other in nexts[position])
         variants = []
         for degree in legal:
             try:
-                variants.append(kind.variant(degree, sent=not keeps_input))
+                variants.append(kind.variant(degree, sent=sent[position]))
             except _NoLaw as error:
                 if degree == 1:
                     raise
                 refused.setdefault(degree, str(error))
         kinds.append(LayerKind(name=first.chain.names[position], variants=tuple(variants), output=outputs[position]))
     kinds = [_without(kind, refused) for kind in kinds]
+    experts = [_experts(first, kind) for kind in range(len(kinds))]
+    ways = sorted({*expert_degrees} - {1})
+    if ways and any(experts):
+        rows = sorted({way * count for way in ways for count in ROWS})
+        more = _captured(model, batch, rows, loss_fn, captured)
+        for position, modules in enumerate(experts):
+            split = _expert_variants(_KindCosts(more, position), modules, ways, sent=sent[position]) if modules else ()
+            kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     return ModelProfile(
         name=name or type(model).__name__,
         model_hash=first.hash,
         layers=tuple(layer.kind for layer in layers),
         paths=tuple(layer.path for layer in layers),
+        experts=_expert_paths(layers, experts) if any(experts) else (),
         kinds=tuple(kinds),
         precision=_precision(model),
         row_tokens=_row_tokens(batch),
@@ -98,6 +117,38 @@ def profile_model(
         tied=_tied(model, first),
         refused=tuple(refused.items()),
     )
+
+
+def _experts(model: LayeredModel, kind: int) -> tuple[str, ...]:
+    """The modules of a kind's experts, in the first layer of the kind."""
+    return expert_modules(model.captured, model.analysis, model.chain.partition.stages[kind].nodes)
+
+
+def _expert_paths(layers: Sequence[Layer], experts: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Of each layer the modules of its experts: they own the same parameters, by order, as in the first of its kind."""
+    owners = [[name.rpartition(".")[0] for name in layer.parameters] for layer in layers]
+    firsts: dict[int, list[str]] = {}
+    for layer, own in zip(layers, owners, strict=True):
+        firsts.setdefault(layer.kind, own)
+    return tuple(
+        tuple(own[firsts[layer.kind].index(module)] for module in experts[layer.kind])
+        for layer, own in zip(layers, owners, strict=True)
+    )
+
+
+def _expert_variants(
+    costs: _KindCosts, modules: tuple[str, ...], degrees: Sequence[int], *, sent: bool
+) -> Iterator[LayerVariant]:
+    """A kind of layer at the expert degrees that are possible."""
+    for degree in degrees:
+        with suppress(InfeasibleError, _NoLaw):
+            costs.measure(degree, modules)
+            yield costs.variant(degree, modules, sent=sent)
+
+
+def _whole_rows(degree: int, experts: tuple[str, ...]) -> list[int]:
+    """Rows of a micro-batch of which a device has `ROWS`."""
+    return [rows * (degree if experts else 1) for rows in ROWS]
 
 
 class _NoLaw(UsageError):
@@ -111,15 +162,19 @@ def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:
 
 
 def _captured(
-    model: nn.Module, batch: Batch, loss_fn: Callable[..., Any] | None, captured: Captured | None
+    model: nn.Module,
+    batch: Batch,
+    rows: Sequence[int],
+    loss_fn: Callable[..., Any] | None,
+    captured: Captured | None,
 ) -> Mapping[int, LayeredModel]:
     """The model with the stand-in for its number type; as it is where it cannot be converted, or is captured."""
     if captured is not None:
-        return layered(model, batch, ROWS, loss_fn=loss_fn, captured=captured)
+        return layered(model, batch, rows, loss_fn=loss_fn, captured=captured)
     try:
-        return layered(model, batch, ROWS, dtype=STAND_IN, loss_fn=loss_fn)
+        return layered(model, batch, rows, dtype=STAND_IN, loss_fn=loss_fn)
     except CaptureError:
-        return layered(model, batch, ROWS, loss_fn=loss_fn)
+        return layered(model, batch, rows, loss_fn=loss_fn)
 
 
 def _precision(model: nn.Module) -> str:
@@ -175,20 +230,22 @@ class _KindCosts:
 
     def __init__(self, models: Mapping[int, LayeredModel], kind: int) -> None:
         self.models, self.kind = models, kind
-        self.name = models[ROWS[0]].chain.names[kind]
-        self.dtype = _main_dtype(models[ROWS[0]])
-        self.traces: dict[int, list[Trace]] = {}
+        first = next(iter(models.values()))
+        self.name = first.chain.names[kind]
+        self.dtype = _main_dtype(first)
+        self.traces: dict[tuple[int, tuple[str, ...]], list[Trace]] = {}
 
-    def measure(self, degree: int) -> None:
-        """Trace the layer split over so many devices."""
+    def measure(self, degree: int, experts: tuple[str, ...] = ()) -> None:
+        """Trace the layer split over so many devices, or with only its *experts* split."""
         with default_dtype(self.dtype):  # as it was captured: what a model makes as it goes has no other hint
-            self.traces[degree] = [self._trace(model, degree, rows) for rows, model in self.models.items()]
+            self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in _whole_rows(degree, experts)]
 
-    def _trace(self, model: LayeredModel, degree: int, rows: int) -> Trace:
+    def _trace(self, rows: int, degree: int, experts: tuple[str, ...]) -> Trace:
+        model = self.models[rows]
         return trace(
             model.captured,
-            model.place(self.kind, degree),
-            model.program(self.kind, degree, rows),
+            model.place(self.kind, degree, experts),
+            model.program(self.kind, degree, rows, experts),
             model.rows.index(rows),
             self.dtype,
         )
@@ -196,7 +253,7 @@ class _KindCosts:
     @property
     def keeps_input(self) -> bool:
         """Whether autograd keeps what the layer receives."""
-        return any(kept.received for kept in self.traces[1][0].kept)
+        return any(kept.received for kept in self.traces[1, ()][0].kept)
 
     def sent(self, value: Value) -> Amount:
         """The whole size of a value that leaves the layer."""
@@ -211,25 +268,26 @@ class _KindCosts:
             sizes.append(Traffic(elements=count) if same else Traffic(bytes=count * tensor.element_size()))
         return self._amount(sizes)
 
-    def variant(self, degree: int, *, sent: bool) -> LayerVariant:
-        """The layer's costs at a tensor degree. *sent* says whether what it sends is kept here, not by who reads it."""
-        first = self.models[ROWS[0]]
-        stage, traces = first.place(self.kind, degree), self.traces[degree]
-        experts = expert_operators(stage.nodes)
-        exchanges = self._exchanges([t.forward for t in traces], stage)
-        regions = _Regions(attention_cores(first.captured.graph), experts)
-        trainable, whole_experts, largest, frozen = _parameters(first, stage)
+    def variant(self, degree: int, experts: tuple[str, ...] = (), *, sent: bool) -> LayerVariant:
+        """The layer's costs as it was measured. *sent* says whether what it sends is kept here, not by who reads it."""
+        first = self.models[_whole_rows(degree, experts)[0]]
+        stage, traces = first.place(self.kind, degree, experts), self.traces[degree, experts]
+        exchanges = () if experts else self._exchanges([t.forward for t in traces], stage)
+        regions = _Regions(attention_cores(first.captured.graph), expert_operators(stage.nodes))
+        trainable, of_experts, largest, frozen = _parameters(first, stage, in_parts=bool(experts))
+        group: Literal["tensor", "expert"] = "expert" if experts else "tensor"
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
         return LayerVariant(
-            tensor_degree=degree,
+            tensor_degree=1 if experts else degree,
+            expert_degree=degree if experts else 1,
             forward=self._kernels([t.forward for t in traces], regions),
             backward=self._kernels([t.backward for t in traces], regions),
-            forward_communications=self._communications([t.forward_calls for t in traces]) + exchanges,
-            backward_communications=self._communications([t.backward_calls for t in traces]) + exchanges[::-1],
+            forward_communications=self._communications([t.forward_calls for t in traces], group) + exchanges,
+            backward_communications=self._communications([t.backward_calls for t in traces], group) + exchanges[::-1],
             saved=saved,
             working=self._working([t.alive for t in traces], saved),
             parameters=trainable,
-            expert_parameters=whole_experts,
+            expert_parameters=of_experts,
             buffers=frozen,
             largest=largest,
         )
@@ -271,7 +329,9 @@ class _KindCosts:
             for same in self._rows_alike(runs, "kernels")
         )
 
-    def _communications(self, runs: Sequence[Sequence[CollectiveCall]]) -> tuple[Communication, ...]:
+    def _communications(
+        self, runs: Sequence[Sequence[CollectiveCall]], group: Literal["tensor", "expert"]
+    ) -> tuple[Communication, ...]:
         found = []
         for same in self._rows_alike(runs, "collectives"):
             name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = same[0].op
@@ -281,7 +341,7 @@ class _KindCosts:
                 size = self._amount([Traffic(elements=count) for count in sizes])
             else:
                 size = self._amount([Traffic(bytes=count * kind.itemsize) for count in sizes])
-            found.append(Communication(kind=name, size=size))
+            found.append(Communication(kind=name, group=group, size=size))
         return tuple(found)
 
     def _exchanges(self, runs: Sequence[Sequence[KernelRun]], stage: PlacedStage) -> tuple[Communication, ...]:
@@ -387,9 +447,9 @@ def _exchanged(call: CollectiveCall) -> int:
     return sum(prod(shape) for shape in call.shapes)
 
 
-def _parameters(model: LayeredModel, stage: PlacedStage) -> tuple[int, int, int, int]:
-    """Elements on one device: trainable, those of experts among them, the most of one, and what is kept but not
-    trained."""
+def _parameters(model: LayeredModel, stage: PlacedStage, *, in_parts: bool) -> tuple[int, int, int, int]:
+    """Elements on one device: trainable, those of experts among them (or all that are in parts), the most of one, and
+    what is kept but not trained."""
     captured = model.captured
     at = (0, *stage.mesh.coordinates(0))
     trainable = of_experts = largest = 0
@@ -401,7 +461,8 @@ def _parameters(model: LayeredModel, stage: PlacedStage) -> tuple[int, int, int,
             if needs_grad(value):
                 trainable += count
                 largest = max(largest, count)
-                of_experts += count if value in matrices else 0
+                is_part = any(placement.kind == "S" for placement in placements[1:])
+                of_experts += count if (is_part if in_parts else value in matrices) else 0
             else:
                 frozen[value] = count
     for node in stage.nodes:

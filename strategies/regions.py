@@ -1,7 +1,7 @@
 """Which operators of a graph belong to the core of an attention, and which to the experts of a mixture.
 
 The core of an attention is what lies between queries, keys and values and the context: a fused operator, or a product,
-a softmax and a product, and what stands between them. Knows graphs only.
+a softmax and a product, and what stands between them. Knows graphs and axis rules only.
 """
 
 from __future__ import annotations
@@ -11,10 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from whale.graph.values import Value, operands, resolve
+from whale.graph.capture import Captured
+from whale.graph.refusals import module_of
+from whale.graph.values import Value, operands, resolve, value_tensor
 from whale.runtime.experts import grouped_product
+from whale.strategies.analysis import Analysis
 
-__all__ = ["PRODUCTS", "attention_cores", "expert_matrices", "expert_operators", "expert_ways"]
+__all__ = [
+    "PRODUCTS",
+    "attention_cores",
+    "expert_matrices",
+    "expert_modules",
+    "expert_operators",
+    "expert_ways",
+    "is_within",
+]
 
 aten = torch.ops.aten
 
@@ -27,6 +38,8 @@ _BETWEEN = {
     aten._to_copy.default, aten.reshape.default, aten.expand.default, aten.tanh.default, aten.dropout.default,
     aten.clone.default, aten.slice.Tensor,
 }  # fmt: skip
+_MOST = 0.5
+"""Of a layer's parameters, what experts have at least."""
 
 
 def attention_cores(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -88,8 +101,49 @@ def expert_matrices(nodes: Sequence[fx.Node]) -> frozenset[Value]:
     found = set()
     for node in nodes:
         if node.target is grouped_product:
-            value = operands(node)[1]
-            while value[0].op != "placeholder" and len(value[0].all_input_nodes) == 1:
-                value = resolve(value[0].all_input_nodes[0])
-            found.add(value)
+            found.add(_source(operands(node)[1]))
     return frozenset(found)
+
+
+def expert_modules(captured: Captured, analysis: Analysis, nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The modules whose own parameters are matrices of experts, one for each, in order of use.
+
+    Those are what rows are multiplied with one by one, and what a batched product reads along the axis of its batch;
+    and they are most of what the layer has, of which the modules are not all.
+    """
+    stacks = expert_matrices(nodes) | {value for node in nodes for value in _stacks(analysis, node)}
+    parameters = dict.fromkeys(v for node in nodes for v in operands(node) if v[0].name in captured.parameters)
+    stacks &= parameters.keys()
+    sizes = {value: value_tensor(value).numel() for value in parameters}
+    if not stacks or sum(map(sizes.__getitem__, stacks)) < _MOST * sum(sizes.values()):
+        return ()
+    names = [captured.parameters[v[0].name] for v in parameters if v in stacks]
+    found = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    outside = [node for node in nodes if not any(is_within(module_of(node), path) for path in found)]
+    return found if all(found) and any(v in parameters for node in outside for v in operands(node)) else ()
+
+
+def is_within(path: str, module: str) -> bool:
+    """Whether a module is another, or lies in it.
+
+    >>> is_within("layers.0.experts.up", "layers.0.experts"), is_within("layers.10", "layers.1")
+    (True, False)
+    """
+    return path == module or path.startswith(f"{module}.")
+
+
+def _stacks(analysis: Analysis, node: fx.Node) -> Iterable[Value]:
+    """What a product reads along an axis of its batch, as it came into the layer."""
+    if node.target not in PRODUCTS and node.target is not aten.einsum.default:
+        return
+    sources = [_source(value) for value in analysis.ops[node].operands]
+    for axis in analysis.rules[node].axes:
+        if len(axis.inputs) > 1 and axis.outputs:
+            yield from (sources[operand] for operand in axis.inputs if value_tensor(sources[operand]).dim() > 2)
+
+
+def _source(value: Value) -> Value:
+    """What a value is in another layout or number type."""
+    while value[0].op != "placeholder" and len(value[0].all_input_nodes) == 1:
+        value = resolve(value[0].all_input_nodes[0])
+    return value

@@ -69,7 +69,7 @@ class AxisProblem:
     parameters: frozenset[Value]
     free: frozenset[Value]
     received: frozenset[Value]
-    outputs: Mapping[Value, Literal["sum", "whole", "any"]]
+    outputs: Mapping[Value, Literal["sum", "whole", "any"] | Placement]
     local_bytes: Callable[[Value], int]
     prices: Prices = field(default_factory=Prices)
     fixed: Mapping[Value, Placement] = field(default_factory=dict)
@@ -376,6 +376,10 @@ class _Solver:
         for value, available in state:
             want = self.problem.outputs.get(value)
             if want is None:
+                continue
+            if isinstance(want, Placement):
+                target = _tuple(want)
+                total += min((self.bridge(p, target, self.describe(value)) for p in available), default=0.0)
                 continue
             kinds = {p[0] for p in available}
             nbytes, grad = self.describe(value)[:2]

@@ -106,7 +106,8 @@ def model_(
     from whale.strategies.profile import profile_model
 
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
-    made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees or (1, 2, 4, 8), name=loaded.name)
+    degrees = degrees or (1, 2, 4, 8)
+    made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name)
     if output is not None:
         write_profile(made, output)
     click.echo(made.dumps() if as_json else format_profile(made, kernels=kernels), nl=not as_json)

@@ -133,18 +133,21 @@ class LayerVariant(Record):
 
     Attributes:
         tensor_degree: devices over which its matrices are split.
+        expert_degree: devices over which only its experts are split, while each runs all else on its own rows of a
+            micro-batch: those of which amounts are a function then.
         forward, backward: kernels in the order in which they run; none where all that is known was measured.
         forward_communications, backward_communications: in their order.
         saved: what is kept of each micro-batch between forward and backward.
         working: what it needs beside that while it runs, forward or backward: at a number of rows the largest of
             these; none where it is not known.
         parameters: elements of trainable parameters on a device; ``expert_parameters`` are those of experts among
-            them, whole (no expert parallelism).
+            them, whole where ``expert_degree`` is 1.
         buffers: elements that are kept and not trained.
         largest: elements of the largest of the parameters.
     """
 
     tensor_degree: Annotated[int, Field(ge=1)]
+    expert_degree: Annotated[int, Field(ge=1)] = 1
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
     forward_communications: tuple[Communication, ...] = ()
@@ -206,6 +209,7 @@ class LayerKind(Record):
     Attributes:
         name: the path of the first of them, such as ``transformer.h.0``.
         variants: by ascending tensor degree; degree 1 is always there, unless all that is known was measured.
+        expert_variants: by ascending expert degree; none of layers without experts.
         measured: times on device types; where there are any for a device they are used instead of prices of kernels.
         output: what the layer hands to the next one, whole.
         parameters, activations: elements of all its parameters and bytes that it keeps for each row, where only totals
@@ -214,6 +218,7 @@ class LayerKind(Record):
 
     name: str
     variants: tuple[LayerVariant, ...] = ()
+    expert_variants: tuple[LayerVariant, ...] = ()
     measured: tuple[MeasuredTimes, ...] = ()
     output: Amount = Amount()
     parameters: NonNegative | None = None
@@ -286,6 +291,7 @@ class ModelProfile(FileRecord):
         model_hash: of the captured graph (empty for imported profiles); a plan made from this profile names it.
         layers: for each layer of the chain, in order, the position of its kind in ``kinds``.
         paths: for each layer its module path (empty where it has none): what a plan's cuts refer to.
+        experts: for each layer the module paths of its experts, which may be split by themselves.
         kinds: the different layers.
         precision: the number type in which ``measured`` times were taken and the model was captured.
         row_tokens: tokens in a row of the batch (1 where a row is a sample).
@@ -305,6 +311,7 @@ class ModelProfile(FileRecord):
     model_hash: str = ""
     layers: tuple[Count, ...]
     paths: tuple[str, ...] = ()
+    experts: tuple[tuple[str, ...], ...] = ()
     kinds: tuple[LayerKind, ...]
     precision: str = "float32"
     row_tokens: Annotated[int, Field(ge=1)] = 1
@@ -329,6 +336,7 @@ class ModelProfile(FileRecord):
             if max(positions, default=-1) >= count:
                 raise ValueError(f"{name} refers to position {max(positions)}, but there are only {count} {what}")
         _check_length("paths", self.paths, "layers", self.layers, may_be_empty=True)
+        _check_length("experts", self.experts, "layers", self.layers, may_be_empty=True)
         for name, figures in self.device_types.items():
             for figure, value in figures.items():
                 if figure not in DEVICE_FIGURES or value <= 0:
