@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -71,10 +71,12 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank has of a layer: the rows of a micro-batch, and the fraction of what is split."""
+    """What a rank has of a layer: the rows of a micro-batch, the fraction of what is split, and over how many ranks
+    only its experts are."""
 
     rows: int
     fraction: float
+    expert: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,7 @@ class Costs:
                 kind,
                 device,
                 tensor_degree=degree,
+                expert_degree=part.expert,
                 rows=part.rows,
                 precision=self.precision,
                 eager=True,
@@ -218,33 +221,40 @@ def stage_layers(compilation: Compilation, profile: ModelProfile) -> list[StageL
     return [
         StageLayers(
             layers=tuple(position for position, _ in members),
-            parts=_parts(compilation, stage, [node for _, node in members]),
+            parts=_parts(compilation, profile, stage, members),
         )
         for stage, members in zip(compilation.stages, found, strict=True)
     ]
 
 
-def _parts(compilation: Compilation, stage: PlacedStage, nodes: Sequence[Any]) -> dict[int, tuple[Part, ...]]:
-    """What each rank has of the layers of these operators, by the roles of their regions."""
+def _parts(
+    compilation: Compilation, profile: ModelProfile, stage: PlacedStage, members: Sequence[tuple[int, Any]]
+) -> dict[int, tuple[Part, ...]]:
+    """What each rank has of layers, each with its first operator, by the roles of their regions."""
     spot, scopes = compilation.assignment.stages[stage.index], compilation.partition.stages[stage.index].scopes
-    roles = [spot.roles.of(scopes[node]) for node in nodes]
+    by_path = {module_of(node) or "": spot.roles.of(scopes[node]) for node in stage.nodes} if profile.experts else {}
+    roles = []
+    for layer, node in members:
+        own, modules = spot.roles.of(scopes[node]), profile.experts[layer] if profile.experts else ()
+        roles.append((own, next((by_path[module] for module in modules if module in by_path), own)))
     shares = [stage.mesh.axis_shares(axis) for axis in range(len(stage.mesh.axes))]
     sums = [sum(own) for own in shares]
 
-    def part(role: Sequence[object], coordinates: Sequence[int]) -> Part:
-        rows, fraction = max(compilation.rows), 1.0
-        for axis, (one, at) in enumerate(zip(role, coordinates, strict=True)):
+    def part(role: Sequence[object], of_experts: Sequence[object], coordinates: Sequence[int]) -> Part:
+        rows, fraction, expert = max(compilation.rows), 1.0, 1
+        for axis, (one, other, at) in enumerate(zip(role, of_experts, coordinates, strict=True)):
             if one == "replicate":
                 rows = unit_shares(rows, stage.layout.axes[axis + 1])[at]
+                expert *= stage.mesh.shape[axis] if other == "split" else 1
             else:
                 fraction *= shares[axis][at] / sums[axis]
-        return Part(rows=rows, fraction=fraction)
+        return Part(rows=rows, fraction=fraction, expert=expert)
 
     found = {}
     for rank in stage.mesh.ranks:
         coordinates = stage.mesh.coordinates(rank)
-        own = {role: part(role, coordinates) for role in dict.fromkeys(roles)}
-        found[rank] = tuple(own[role] for role in roles)
+        parts = {both: part(*both, coordinates) for both in dict.fromkeys(roles)}
+        found[rank] = tuple(parts[both] for both in roles)
     return found
 
 
@@ -430,7 +440,7 @@ def _spent(costs: Costs, own: StageLayers) -> dict[int, _Spent]:
 def _spent_on(costs: Costs, layers: Sequence[int], rank: int, parts: Sequence[Part]) -> _Spent:
     kinds = [costs.profile.layers[layer] for layer in layers]
     spent = [costs.layer(kind, rank, part) for kind, part in zip(kinds, parts, strict=True)]
-    whole = [Part(rows=max(1, part.rows), fraction=part.fraction) for part in parts]
+    whole = [replace(part, rows=max(1, part.rows)) for part in parts]
     return _Spent(
         forward=sum(one.forward for one in spent),
         backward=sum(one.backward for one in spent),

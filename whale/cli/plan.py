@@ -114,7 +114,9 @@ def plan(
         note(f"profiling {loaded.name}")
         split = any(scope.strategy.kind == "split" for path in scopes.values() for scope in path)
         degrees = [degree for degree in (1, 2, 4, 8) if degree == 1 or (split and degree <= len(cluster.devices))]
-        profile = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name)
+        profile = profile_model(
+            loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name
+        )
     precision = BY_DTYPE[main_dtype(loaded.model)]
     annotations = None
     if stages is not None:
