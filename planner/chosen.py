@@ -1,8 +1,8 @@
 """What the search chose, as a plan that the executor runs: annotations by module path, ranks, axes and shares.
 
 The first layer of a stage is annotated with ``stage(n)`` and the others follow it by the flow of data; where something
-is split, every module that computes is told so, in as few keys as it takes. It chooses nothing, and knows a model only
-as a list of which module computes in which stage.
+is split, every module that computes is told so, in as few keys as it takes; where experts are split, they alone are. It
+chooses nothing, and knows a model only as a list of which module computes in which stage.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool) -> 
         axes.append(PlanAxis(name="replicate", size=stage.data, role="replicate", shares=rows))
     if stage.tensor > 1:
         axes.append(PlanAxis(name="split", size=stage.tensor, role="split", shares=shares))
+    if stage.expert > 1:
+        axes.append(PlanAxis(name="split", size=stage.expert, role="split"))
     return PlanStage(ranks=stage.ranks, axes=tuple(axes))
 
 
@@ -80,7 +82,10 @@ def split_shares(stage: StageChoice, cluster: Cluster, dtype: str) -> tuple[floa
 
 
 def annotations_of(
-    stages: Sequence[StageChoice], anchors: Sequence[str], places: Iterable[tuple[str, int]]
+    stages: Sequence[StageChoice],
+    anchors: Sequence[str],
+    places: Iterable[tuple[str, int]],
+    experts: Sequence[Sequence[str]] = (),
 ) -> dict[str, tuple[str, ...]]:
     """The annotations with which a model without any becomes these stages.
 
@@ -88,6 +93,7 @@ def annotations_of(
         stages: in the order of the pipeline.
         anchors: the module with which each stage begins.
         places: for what the model computes, the path of the module and the stage.
+        experts: of each layer, the modules of its experts.
 
     Raises:
         UsageError: a stage begins with no module, or with one that another stage needs too.
@@ -100,9 +106,10 @@ def annotations_of(
     >>> annotations_of(two, ["embed", "layers.2"], places)
     {'embed': ('stage(1)',), 'layers.2': ('stage(2)', 'split(2)'), 'head': ('split(2)',), 'layers.3': ('split(2)',)}
     """
+    of_experts = {path: _nest_of_experts(one) for one in stages for path in _experts_of(one, experts)}
     if len(stages) == 1:
         nest = _nest(stages[0])
-        return {"": nest} if nest else {}
+        return ({"": nest} if nest else {}) | _folded(of_experts)
     for index, anchor in enumerate(anchors):
         if not anchor or anchor in anchors[:index]:
             raise UsageError(
@@ -113,11 +120,21 @@ def annotations_of(
         anchor: (f"stage({len(stage.ranks)})", *_nest(stage)) for anchor, stage in zip(anchors, stages, strict=True)
     }
     rest = _nests(stages, list(places), set(anchors))
-    return found | _folded(rest)
+    return found | _folded(rest | of_experts)
+
+
+def _experts_of(stage: StageChoice, experts: Sequence[Sequence[str]]) -> list[str]:
+    """The modules of experts that a stage splits."""
+    return [path for layer in experts[stage.first : stage.last] for path in layer] if stage.expert > 1 else []
+
+
+def _nest_of_experts(stage: StageChoice) -> tuple[str, ...]:
+    data = (f"replicate({stage.data})",) if stage.data > 1 else ()
+    return (*data, f"split({stage.expert})")
 
 
 def _nest(stage: StageChoice) -> tuple[str, ...]:
-    data = (f"replicate({stage.data})",) if stage.data > 1 else ()
+    data = tuple(f"replicate({degree})" for degree in (stage.data, stage.expert) if degree > 1)
     return (*data, f"split({stage.tensor})") if stage.tensor > 1 else data
 
 

@@ -1,14 +1,15 @@
 """What a user has annotated, as constraints of the search: annotate what you know, and the rest is searched for.
 
 A ``stage`` keeps its layers together, apart from those of the stage before it; ``replicate(n)`` and ``split(n)`` fix
-the degrees of the stages that hold their layers. What cannot be said of whole layers is refused. It knows scopes by
-module path, no module.
+the degrees of the stages that hold their layers, ``split(n)`` of experts the expert degree. What else cannot be said of
+whole layers is refused. It knows scopes by module path, no module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from math import prod
 
 from whale.errors import UsageError
 from whale.ir.strategy import Scope, ScopePath, Strategy, cut_at_stage
@@ -17,12 +18,13 @@ from whale.planner.search import Degrees, Fixed
 __all__ = ["fixed_by", "is_kept"]
 
 
-def fixed_by(scopes: Mapping[str, ScopePath], paths: Sequence[str]) -> Fixed:
+def fixed_by(scopes: Mapping[str, ScopePath], paths: Sequence[str], experts: Sequence[Sequence[str]] = ()) -> Fixed:
     """The constraints that annotations are.
 
     Args:
         scopes: of annotated modules by path, as `whale.annotations.module_scopes` returns them.
         paths: the module of each layer of the chain.
+        experts: of each layer, the modules of its experts.
 
     Raises:
         UsageError: an annotation of less than a layer, of layers that do not follow each other, or of a kind that the
@@ -34,8 +36,9 @@ def fixed_by(scopes: Mapping[str, ScopePath], paths: Sequence[str]) -> Fixed:
     >>> fixed.starts, fixed.uncut, [(one.first, one.last, one.data, one.tensor) for one in fixed.degrees]
     ((), ((1, 3),), [(1, 2, None, 4)])
     """
+    modules = {path for layer in experts for path in layer}
     for path in scopes:
-        if path and not any(layer == path or layer.startswith(f"{path}.") for layer in paths):
+        if path and path not in modules and not any(layer == path or layer.startswith(f"{path}.") for layer in paths):
             inside = next((layer for layer in paths if layer and path.startswith(f"{layer}.")), None)
             what = f"lies within the layer {inside}" if inside else "is no layer of the profile"
             raise UsageError(
@@ -54,10 +57,12 @@ def fixed_by(scopes: Mapping[str, ScopePath], paths: Sequence[str]) -> Fixed:
                 )
             uncut.append((own[0], own[-1] + 1))
     degrees = []
-    for (data, tensor), members in groupby(range(len(paths)), key=lambda layer: _degrees(told[layer])):
-        if data is not None or tensor is not None:
+    pairs = zip(told, experts or [()] * len(paths), strict=True)
+    all_degrees = [_all_degrees(own, scopes, its_experts) for own, its_experts in pairs]
+    for (data, tensor, expert), members in groupby(range(len(paths)), key=all_degrees.__getitem__):
+        if (data, tensor, expert) != (None, None, None):
             own = list(members)
-            degrees.append(Degrees(first=own[0], last=own[-1] + 1, data=data, tensor=tensor))
+            degrees.append(Degrees(first=own[0], last=own[-1] + 1, data=data, tensor=tensor, expert=expert))
     starts = tuple(first for first, _ in uncut[1:])  # what comes before the first stage may join it
     return Fixed(starts=starts, uncut=tuple(uncut), degrees=tuple(degrees))
 
@@ -79,6 +84,26 @@ def _stage(path: ScopePath) -> Scope | None:
     return cut.stage
 
 
+def _all_degrees(
+    path: ScopePath, scopes: Mapping[str, ScopePath], experts: Sequence[str]
+) -> tuple[int | None, int | None, int | None]:
+    """The data, tensor and expert degree that the nests of a layer and of its experts fix; None: open."""
+    inside = next((scopes[module] for module in experts if module in scopes), None)
+    if inside is None:
+        data, tensor = _degrees(path)
+        return data, tensor, 1 if experts and (data, tensor) != (None, None) else None
+    own, inner = cut_at_stage(path).inner, cut_at_stage(inside).inner
+    kinds = [scope.strategy.kind for scope in inner]
+    if {scope.strategy.kind for scope in own} - {"replicate"} or kinds not in (["split"], ["replicate", "split"]):
+        nests = (" > ".join(str(scope.strategy) for scope in one) or "nothing" for one in (own, inner))
+        raise UsageError(
+            f"{next(nests)}, and for the experts in it {next(nests)}: the search knows experts that are split, or "
+            "split inside of replicate, where all else is replicated"
+        )
+    expert = inner[-1].strategy.degree
+    return inner[0].strategy.degree if len(inner) > 1 else None if expert else 1, 1, expert
+
+
 def _degrees(path: ScopePath) -> tuple[int | None, int | None]:
     """The data and tensor degree that a nest fixes; None: open."""
     cut = cut_at_stage(path)
@@ -86,12 +111,13 @@ def _degrees(path: ScopePath) -> tuple[int | None, int | None]:
     along = next((scope.strategy for scope in cut.inner if scope.strategy.dim is not None), None)
     if along is not None:
         raise UsageError(f"{along}: the search knows no split along a dim; plan it with whale plan, or leave dim out")
-    if kinds not in ([], ["replicate"], ["split"], ["replicate", "split"]):
+    if kinds not in ([], ["split"], ["replicate", "split"]) and set(kinds) != {"replicate"}:
         nest = " > ".join(str(scope.strategy) for scope in cut.inner)
         raise UsageError(f"{nest}: the search knows replicate, split, and split inside of replicate")
-    degree = {scope.strategy.kind: scope.strategy.degree for scope in cut.inner}
-    data, tensor = degree.get("replicate"), degree.get("split")
-    if kinds == ["replicate"] and data is None:  # on all devices of the stage, and so split on none
+    tensor = next((scope.strategy.degree for scope in cut.inner if scope.strategy.kind == "split"), None)
+    replicas = [scope.strategy.degree for scope in cut.inner if scope.strategy.kind == "replicate"]
+    data = prod(filter(None, replicas)) if replicas and None not in replicas else None
+    if set(kinds) == {"replicate"} and data is None:  # on all devices of the stage, and so split on none
         tensor = 1
     if kinds == ["split"] and tensor is None:
         data = 1

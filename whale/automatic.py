@@ -5,6 +5,7 @@ Rank 0 searches, because a search that is limited by time may end otherwise else
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,13 @@ from whale.searching import search_plans
 from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial, take_scopes
 
-__all__ = ["automatic_plan", "tensor_degrees"]
+__all__ = ["automatic_plan", "expert_degrees", "tensor_degrees"]
 
 ROOM = 0.8
 """Of a device's memory, what a module with its states may take: gradients to be added, and drivers, want the rest."""
+
+MOST_EXPERT_DEGREES = 64
+"""Up to so many devices powers of two are expert degrees; more have experts in common only if all of a type do."""
 
 PATIENCE_SECONDS = 900.0
 """For how long ranks wait for rank 0 to capture a model, to search and to compile."""
@@ -73,6 +77,7 @@ def automatic_plan(
             model,
             batch,
             tensor_degrees=tensor_degrees(cluster, model),
+            expert_degrees=expert_degrees(cluster),
             loss_fn=loss_fn,
             name=name,
             captured=trial.captured,
@@ -82,7 +87,7 @@ def automatic_plan(
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
             eager=True,
-            fixed=fixed_by(scopes, profile.paths),
+            fixed=fixed_by(scopes, profile.paths, profile.experts),
         )
         return search_plans(profile, cluster, batch=rows, settings=settings, trial=trial).best.plan.dumps()
 
@@ -105,3 +110,15 @@ def tensor_degrees(cluster: Cluster, model: nn.Module, *, optimizer: Optimizer =
     while whole <= sum(memory) and max(sizes) > ROOM * found[-1] * max(memory) and 2 * found[-1] <= num:
         found.append(2 * found[-1])
     return tuple(found)
+
+
+def expert_degrees(cluster: Cluster) -> tuple[int, ...]:
+    """The expert degrees that are worth profiling, where there are experts: powers of two, all devices of a type, all.
+
+    >>> expert_degrees(Cluster.homogeneous(12))
+    (2, 4, 8, 12)
+    """
+    num = len(cluster.devices)
+    powers = (1 << power for power in range(1, min(num, MOST_EXPERT_DEGREES).bit_length()))
+    of_types = Counter(device.type.name for device in cluster.devices).values()
+    return tuple(sorted({*powers, *of_types, num} - {1}))

@@ -295,9 +295,9 @@ class _Writer:
         first = stages[0]
         anchors[0] = next((path for path in paths[first.first : first.last] if path), "")
         if self.trial is not None and len(stages) > 1 and all(anchors):
-            return annotations_of(stages, anchors, self.trial.places(anchors))
+            return annotations_of(stages, anchors, self.trial.places(anchors), self.profile.experts)
         places = [(paths[layer], index) for index, one in enumerate(stages) for layer in range(one.first, one.last)]
-        return annotations_of(stages, anchors, [(path, stage) for path, stage in places if path])
+        return annotations_of(stages, anchors, [one for one in places if one[0]], self.profile.experts)
 
 
 def _lacking(prediction: Prediction) -> str:

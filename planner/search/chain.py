@@ -17,6 +17,8 @@ __all__ = ["Chain"]
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
+Degree = tuple[int | None, int | None, int | None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
@@ -25,12 +27,12 @@ class Chain:
     Attributes:
         bounds: the first layer of each part, and the number of layers.
         starts: parts that must begin a stage.
-        degrees: for each part (data, tensor) where they are decided, else None.
+        degrees: for each part (data, tensor, expert) where they are decided, else None.
     """
 
     bounds: tuple[int, ...]
     starts: frozenset[int] = frozenset()
-    degrees: tuple[tuple[int | None, int | None], ...] = ()
+    degrees: tuple[Degree, ...] = ()
 
     @classmethod
     def of(cls, paths: Sequence[str], num_layers: int, fixed: Fixed | None) -> Chain:
@@ -42,12 +44,13 @@ class Chain:
             cuts -= set(range(first + 1, last))
         bounds = (*sorted(cuts), num_layers)
         position = {bound: index for index, bound in enumerate(bounds)}
-        degrees: list[tuple[int | None, int | None]] = []
+        degrees: list[Degree] = []
         for first, last in pairwise(bounds):
             own = [one for one in fixed.degrees if one.first < last and first < one.last]
             data = next((one.data for one in own if one.data is not None), None)
             tensor = next((one.tensor for one in own if one.tensor is not None), None)
-            degrees.append((data, tensor))
+            expert = next((one.expert for one in own if one.expert is not None), None)
+            degrees.append((data, tensor, expert))
         starts = frozenset(position[start] for start in fixed.starts)
         return cls(bounds=bounds, starts=starts, degrees=tuple(degrees))
 
@@ -68,12 +71,15 @@ class Chain:
         if not self._decided:
             return self.last_start
         found = self.last_start.copy()
-        for part, data, tensor in self._decided:
-            if data not in (None, mesh.data) or tensor not in (None, mesh.tensor):
+        for part, degrees in self._decided:
+            data, tensor, expert = degrees
+            whole = mesh.data * (mesh.expert if expert is None else 1)  # of what is no expert there are more replicas
+            fits = data in (None, mesh.data, whole)
+            if not fits or tensor not in (None, mesh.tensor) or expert not in (None, mesh.expert):
                 found[part + 1 :] = np.maximum(found[part + 1 :], part + 1)
         return found
 
     @cached_property
-    def _decided(self) -> list[tuple[int, int | None, int | None]]:
+    def _decided(self) -> list[tuple[int, Degree]]:
         """Parts whose degrees are decided, with these."""
-        return [(part, *degrees) for part, degrees in enumerate(self.degrees) if degrees != (None, None)]
+        return [(part, degrees) for part, degrees in enumerate(self.degrees) if any(one is not None for one in degrees)]

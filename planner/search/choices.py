@@ -30,9 +30,11 @@ class StageChoice:
 
     Attributes:
         first, last: its layers, [first, last) of the profile's chain.
-        ranks: row-major over data x tensor, ascending along both.
-        data, tensor: degrees; their product is the number of ranks.
+        ranks: row-major over data x tensor x expert, ascending along all.
+        data, tensor: degrees.
         rows: of a micro-batch, for each data slice; a slice may have none.
+        expert: degree; the product of the three is the number of ranks, and one of tensor and expert is 1. The ranks of
+            an expert group divide the rows of a data slice, and only their experts are split.
     """
 
     first: int
@@ -41,14 +43,25 @@ class StageChoice:
     data: int
     tensor: int
     rows: tuple[int, ...]
+    expert: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of a data slice."""
+        return self.tensor * self.expert
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Data, tensor, expert."""
+        return self.data, self.tensor, self.expert
 
     def slice(self, index: int) -> tuple[int, ...]:
-        """The ranks of a data slice: a tensor group.
+        """The ranks of a data slice: a tensor group, or an expert group.
 
         >>> StageChoice(first=0, last=1, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(1, 1)).slice(1)
         (2, 3)
         """
-        return self.ranks[index * self.tensor : (index + 1) * self.tensor]
+        return self.ranks[index * self.size : (index + 1) * self.size]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +161,7 @@ class Degrees:
     last: int
     data: int | None = None
     tensor: int | None = None
+    expert: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

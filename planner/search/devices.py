@@ -47,19 +47,28 @@ class Pool:
 
 
 class Mesh(NamedTuple):
-    """A stage's devices: how many of each pool, and the tensor degree; the rest of them is the data degree."""
+    """A stage's devices: how many of each pool, and the tensor or expert degree; the rest of them is the data degree.
+
+    An expert group is a data slice too: its devices divide the rows among them, and their experts.
+    """
 
     counts: tuple[int, ...]
     tensor: int
+    expert: int = 1
+
+    @property
+    def size(self) -> int:
+        """Devices of a data slice."""
+        return self.tensor * self.expert
 
     @property
     def data(self) -> int:
         """Data slices."""
-        return sum(self.counts) // self.tensor
+        return sum(self.counts) // self.size
 
 
 class Slice(NamedTuple):
-    """Tensor groups of a mesh that are alike: their devices by pool, and how many groups."""
+    """Data slices of a mesh that are alike: their devices by pool, and how many groups."""
 
     counts: tuple[int, ...]
     num: int
@@ -79,14 +88,14 @@ def pools_of(cluster: Cluster, speed: str = "float32") -> tuple[Pool, ...]:
 
 
 def slices_of(mesh: Mesh) -> tuple[Slice, ...]:
-    """The tensor groups of a mesh: the devices in the order of the pools, cut into groups.
+    """The data slices of a mesh: the devices in the order of the pools, cut into groups.
 
     >>> slices_of(Mesh((3, 3), 2))
     (Slice(counts=(2, 0), num=1), Slice(counts=(1, 1), num=1), Slice(counts=(0, 2), num=1))
     """
     found: list[Slice] = []
     own = [0] * len(mesh.counts)
-    free = mesh.tensor
+    free = mesh.size
 
     def close(num: int) -> None:
         if num and found and found[-1].counts == tuple(own):
@@ -95,36 +104,36 @@ def slices_of(mesh: Mesh) -> tuple[Slice, ...]:
             found.append(Slice(tuple(own), num))
 
     for pool, count in enumerate(mesh.counts):
-        taken = min(count, free) if free < mesh.tensor else 0
+        taken = min(count, free) if free < mesh.size else 0
         own[pool] += taken
         free, count = free - taken, count - taken
         if free == 0:
             close(1)
-            own, free = [0] * len(mesh.counts), mesh.tensor
-        whole, rest = divmod(count, mesh.tensor)
+            own, free = [0] * len(mesh.counts), mesh.size
+        whole, rest = divmod(count, mesh.size)
         if whole:
-            own[pool] = mesh.tensor
+            own[pool] = mesh.size
             close(whole)
             own = [0] * len(mesh.counts)
         if rest:
             own[pool] = rest
-            free = mesh.tensor - rest
+            free = mesh.size - rest
     return tuple(found)
 
 
 def lay_out(pools: Sequence[Pool], meshes: Sequence[Mesh]) -> list[list[tuple[int, ...]]]:
-    """The tensor groups of each stage as ranks, ascending within a group and from group to group at every place.
+    """The data slices of each stage as ranks, ascending within a group and from group to group at every place.
 
     Groups of large degrees choose first, so that small ones do not split nodes that they need whole.
     """
     free = [[list(node) for node in pool.nodes] for pool in pools]
     found: list[list[tuple[int, ...]]] = [[] for _ in meshes]
-    for stage in sorted(range(len(meshes)), key=lambda stage: (-meshes[stage].tensor, stage)):
+    for stage in sorted(range(len(meshes)), key=lambda stage: (-meshes[stage].size, stage)):
         groups: list[list[int]] = []
         for part in slices_of(meshes[stage]):
             for _ in range(part.num):
                 groups.append([rank for pool, count in enumerate(part.counts) for rank in _take(free[pool], count)])
-        found[stage] = _ascending(groups, meshes[stage].tensor)
+        found[stage] = _ascending(groups, meshes[stage].size)
     return found
 
 
@@ -141,12 +150,12 @@ def _take(nodes: list[list[int]], count: int) -> list[int]:
     return taken
 
 
-def _ascending(groups: Sequence[Sequence[int]], tensor: int) -> list[tuple[int, ...]]:
+def _ascending(groups: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
     ordered = sorted(tuple(sorted(group)) for group in groups)
     if all(a < b for one, other in pairwise(ordered) for a, b in zip(one, other, strict=True)):
         return ordered
     ranks = sorted(rank for group in ordered for rank in group)
-    return [tuple(ranks[start : start + tensor]) for start in range(0, len(ranks), tensor)]
+    return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
 
 
 def with_more(cluster: Cluster, type_: DeviceType, times: int) -> Cluster:

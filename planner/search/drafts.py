@@ -70,7 +70,7 @@ class Draft:
         """In short: degrees of the stages, those that repeat with their number."""
         runs: list[list[object]] = []
         for mesh in self.meshes:
-            text = f"{mesh.data}x{mesh.tensor}"
+            text = f"{mesh.data}x{mesh.tensor}" if mesh.expert == 1 else f"{mesh.data}x{mesh.expert} experts"
             if runs and runs[-1][0] == text:
                 runs[-1][1] = int(str(runs[-1][1])) + 1
             else:
@@ -366,7 +366,7 @@ def _group(costs: MeshCosts, micro_batches: int) -> Group:
     kept = np.max([np.diff(one.kept) / room for one, room in zip(costs.slices, rooms, strict=True)], axis=0)
     working = np.max([one.working / room for one, room in zip(costs.slices, rooms, strict=True)], axis=0)
     return Group(
-        name=f"{costs.mesh.counts} / {costs.mesh.tensor}",
+        name=" / ".join(map(str, costs.mesh)),
         seconds=tuple(np.where(barred, BARRED_SECONDS, np.diff(sums)).tolist()),
         fixed_bytes=tuple((np.diff(costs.slices[0].fixed) / min(rooms)).tolist()),
         kept_bytes=tuple(kept.tolist()),

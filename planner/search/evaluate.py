@@ -113,9 +113,9 @@ def _check(prices: Prices, stages: Sequence[StageChoice]) -> None:
         cuts = ", ".join(f"[{stage.first}, {stage.last})" for stage in stages) or "none"
         raise UsageError(f"stages take the layers 0 to {num_layers - 1} one after the other, unlike {cuts}")
     for index, stage in enumerate(stages):
-        if stage.data * stage.tensor != len(stage.ranks) or len(stage.rows) != stage.data:
+        if stage.data * stage.size != len(stage.ranks) or len(stage.rows) != stage.data:
             raise UsageError(
-                f"stage {index} has a mesh of {stage.data} x {stage.tensor} with {len(stage.ranks)} ranks and rows for "
+                f"stage {index} has a mesh of {stage.data} x {stage.size} with {len(stage.ranks)} ranks and rows for "
                 f"{len(stage.rows)} data slices"
             )
         if sum(stage.rows) != sum(stages[0].rows) or min(stage.rows) < 0 or not any(stage.rows):
@@ -126,6 +126,10 @@ def _check(prices: Prices, stages: Sequence[StageChoice]) -> None:
         if stage.tensor not in prices.tensor_degrees:
             known = ", ".join(map(str, prices.tensor_degrees)) or "none"
             raise UsageError(f"stage {index}: {prices.profile.name} has no tensor degree {stage.tensor}, only {known}")
+        if stage.expert not in (1, *prices.expert_degrees) or 1 not in (stage.tensor, stage.expert):
+            known = ", ".join(map(str, prices.expert_degrees)) or "none"
+            what = f"{stage.expert} at tensor degree {stage.tensor}"
+            raise UsageError(f"stage {index}: {prices.profile.name} has no expert degree {what}, only {known}")
     twice = next((rank for rank, count in used.items() if count > 1), None)
     wrong = next((rank for rank in used if not 0 <= rank < len(prices.cluster.devices)), None)
     if twice is not None or wrong is not None:
@@ -142,7 +146,7 @@ class _Kind:
 
     Attributes:
         index: of that slice in its stage.
-        rank: of its device with least memory, which stands for the tensor group.
+        rank: of its device with least memory, which stands for all of the slice.
     """
 
     group: TensorGroup
@@ -181,7 +185,10 @@ class _Plan:
 
     @classmethod
     def of_stages(cls, prices: Prices, stages: Sequence[StageChoice], micro_batches: int, schedule: str) -> _Plan:
-        groups = [[prices.group(stage.slice(index), stage.data) for index in range(stage.data)] for stage in stages]
+        groups = [
+            [prices.group(stage.slice(index), stage.data, stage.expert) for index in range(stage.data)]
+            for stage in stages
+        ]
         pairs = tuple(tuple(_pairs(prices.cluster, *both)) for both in pairwise(stages))
         looks: list[list[set[tuple[object, ...]]]] = [[set() for _ in stage.rows] for stage in stages]
         for boundary, found in enumerate(pairs):
@@ -310,7 +317,8 @@ class _Plan:
         whole = self.prices.output_bytes(here.last - 1, rows)
         found = []
         for (source, kind), (target, other) in (ends, ends[::-1]):
-            size = self.prices.handed(whole, len(source), len(target))
+            in_rows = other.group.expert > 1
+            size = self.prices.handed(whole, len(source), len(target), in_rows=in_rows)
             hop = self.prices.hop(source, target, other.group, size, whole)
             transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
             link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)
@@ -323,14 +331,14 @@ class _Plan:
         prices, size = self.prices, self.prices.gradient_bytes
         apart = [(readers, shared) for readers, shared in prices.profile.tied if len(self._owners(readers)) > 1]
         for index, stage in enumerate(self.stages):
-            dense, experts = prices.parameters(self.layers(index), stage.tensor)
+            dense, experts = prices.parameters(self.layers(index), stage.tensor, stage.expert)
             dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
-            group = stage.ranks[:: stage.tensor]
-            amounts = [max(0.0, dense) * size, experts * size]
-            seconds = sum(prices.all_reduce(group, stage.tensor, amount) for amount in amounts)
+            sums = [(stage.tensor, max(0.0, dense) * size), (stage.size, experts * size)]  # in how many parts it is
+            seconds = sum(prices.all_reduce(stage.ranks[::parts], parts, amount) for parts, amount in sums)
+            whole = sum(amount for _, amount in sums)
             if seconds:
                 ranks = tuple(kind.rank for kind in self.kinds[index])
-                yield Reduction(ranks=ranks, stages=(index,), bytes=round(sum(amounts)), seconds=seconds)
+                yield Reduction(ranks=ranks, stages=(index,), bytes=round(whole), seconds=seconds)
         for readers, shared in apart:
             owners = self._owners(readers)
             degree = min(self.stages[index].tensor for index in owners)
@@ -355,7 +363,7 @@ class _Plan:
         if not self.prices.eager:
             return 0.0
         owners = [(self._owners(readers), shared) for readers, shared in self.prices.profile.tied]
-        meshes = [(stage.rows, stage.tensor) for stage in self.stages]
+        meshes = [(stage.rows, *stage.degrees) for stage in self.stages]
         unlike = [shared for own, shared in owners if index in own and len({meshes[one] for one in own}) > 1]
         return sum(unlike) * (1 - 1 / self.stages[index].tensor)
 
@@ -365,12 +373,14 @@ class _Plan:
             prices, layers = self.prices, self.layers(index)
             held = in_flight(self.schedule, len(self.stages), index, self.micro_batches)
             more = self._whole(index)
-            state = prices.state_of(layers, stage.tensor) + prices.state(more)
-            step = round(prices.step_bytes(sum(prices.parameters(layers, stage.tensor)) + more))
+            degrees = stage.tensor, stage.expert
+            state = prices.state_of(layers, *degrees) + prices.state(more)
+            step = round(prices.step_bytes(sum(prices.parameters(layers, *degrees)) + more))
             for kind, cost in zip(own, costs, strict=True):
                 device = self.prices.cluster.devices[kind.rank]
-                entering = prices.handed_bytes(stage.first - 1, kind.rows) if index else 0.0
-                leaving = prices.handed_bytes(stage.last - 1, kind.rows) if index < len(self.stages) - 1 else 0.0
+                rows = kind.group.whole_rows(kind.rows) / stage.expert
+                entering = prices.handed_bytes(stage.first - 1, rows) if index else 0.0
+                leaving = prices.handed_bytes(stage.last - 1, rows) if index < len(self.stages) - 1 else 0.0
                 kept = held * round(cost.kept) + round(message_bytes(entering, leaving, held))
                 working = round(cost.working)
                 wasted = round((kept + working) * prices.wasted)
@@ -395,7 +405,7 @@ def _pairs(cluster: Cluster, here: StageChoice, there: StageChoice) -> Iterator[
     while True:
         rows = min(left, wanted)
         if rows:
-            a, b = here.ranks[source * here.tensor], there.ranks[target * there.tensor]
+            a, b = here.ranks[source * here.size], there.ranks[target * there.size]
             yield _Pair(source, target, rows, cluster.devices[a].node == cluster.devices[b].node)
         left, wanted = left - rows, wanted - rows
         if not left:
@@ -409,7 +419,7 @@ def _pairs(cluster: Cluster, here: StageChoice, there: StageChoice) -> Iterator[
 
 
 def cost_of(prices: Prices, layers: range, group: TensorGroup, rows: int, micro_batches: int) -> LayerPrice:
-    """A micro-batch through layers on a tensor group."""
+    """A micro-batch through layers on a data slice."""
     kinds = Counter(prices.profile.layers[index] for index in layers)
     found = [(count, prices.layer(kind, group, rows, micro_batches)) for kind, count in kinds.items()]
     backward = sum(count * price.backward for count, price in found)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,10 +124,10 @@ class _Walk:
     def __post_init__(self) -> None:
         self.totals = tuple(len(pool.ranks) for pool in self.meshes.pools)
         self.choices = [
-            Mesh(counts, degree)
+            Mesh(counts, *division)
             for counts in product(*(range(total + 1) for total in self.totals))
-            for degree in self.meshes.prices.tensor_degrees
-            if any(counts) and sum(counts) % degree == 0
+            for division in self.meshes.all_divisions
+            if any(counts) and sum(counts) % prod(division) == 0
         ]
         self.work = work_of_parts(self.meshes, self.batch, [self.count])
 
@@ -206,12 +206,13 @@ class _Walk:
         prices, bounds = self.meshes.prices, self.meshes.chain.bounds
         layers = range(bounds[first], bounds[end])
         samples, data_group = self.meshes.sample(mesh)
+        degrees = mesh.tensor, mesh.expert
         groups = [group for group, num in samples for _ in range(num)]
         rows = fastest_rows(prices, layers, groups, self.meshes.rows(self.batch, self.count), self.count, held)
         busy = once = 0.0
         forward = backward = inf
-        dense, experts = prices.parameters(layers, mesh.tensor)
-        state, fits = prices.state_of(layers, mesh.tensor).total, True
+        dense, experts = prices.parameters(layers, *degrees)
+        state, fits = prices.state_of(layers, *degrees).total, True
         for group, share in dict.fromkeys(zip(groups, rows, strict=True)):
             cost = cost_of(prices, layers, group, share, self.count)
             busy, once = max(busy, cost.forward + cost.backward), max(once, cost.update)
@@ -222,6 +223,6 @@ class _Walk:
             fits = fits and need + overhead <= group.memory_bytes
         tied = sum(shared / mesh.tensor for _, shared in prices.profile.tied)
         size = prices.gradient_bytes
-        sync = prices.all_reduce(data_group, mesh.tensor, max(0.0, dense - tied) * size)
-        sync += prices.all_reduce(data_group, mesh.tensor, experts * size)
+        sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size)
+        sync += prices.all_reduce(data_group, mesh.size, experts * size)
         return _Cost(busy, forward, backward, sync + once, fits)

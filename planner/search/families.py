@@ -2,11 +2,11 @@
 
 A cluster of thousands of devices has more sequences of meshes than can be looked at, but few kinds of good ones:
 
-- *any*: each stage takes any units of each pool, one type or mixed, at any tensor degree; pools are cut into few units
-  (16 of one type, 8 each of two, 4 of three), so pipelines are short;
+- *any*: each stage takes any units of each pool, one type or mixed, at any tensor or expert degree; pools are cut into
+  few units (16 of one type, 8 each of two, 4 of three), so pipelines are short;
 - *matched*: each stage is of one type, with as many devices as divide the rows of a micro-batch evenly;
-- *replicas*: all stages have the same data degree, and each type its own tensor degree: pipelines of any depth, in
-  which a stage is of one type;
+- *replicas*: all stages have the same data degree, and each type its own tensor or expert degree: pipelines of any
+  depth, in which a stage is of one type;
 - *alike*: all stages have the same mesh, of all types: data slices are uneven, stages equal.
 
 Pure data, tensor and pipeline parallelism are members of these. The families of a number of micro-batches are tried in
@@ -25,10 +25,10 @@ import numpy as np
 
 from whale.planner.search.costs import Array
 from whale.planner.search.devices import Mesh, Pool
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.meshes import Division, Meshes
 from whale.planner.search.quota import Option, Sequences
 
-__all__ = ["HELD", "Family", "any_meshes", "families_of", "fit_tensor_degrees", "held_together"]
+__all__ = ["HELD", "Family", "any_meshes", "families_of", "fit_divisions", "held_together"]
 
 Sized = tuple[tuple[int, ...], Mesh]
 """A mesh with the units of each dimension that it takes."""
@@ -188,20 +188,20 @@ def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
     return bound
 
 
-def fit_tensor_degrees(meshes: Meshes, counts: Sequence[int]) -> list[int]:
-    """The tensor degrees for a mesh of these counts: a group lies within a node or takes whole nodes, and is of one
-    type, but in small meshes."""
+def fit_divisions(meshes: Meshes, counts: Sequence[int]) -> list[Division]:
+    """The tensor and expert degrees for a mesh of these counts: a group lies within a node or takes whole nodes, and is
+    of one type, but in small meshes."""
     used = [(pool, count) for pool, count in zip(meshes.pools, counts, strict=True) if count]
-    fit = [meshes.degrees(pool) for pool, _ in used]
+    fit = [meshes.divisions(pool) for pool, _ in used]
+    prices, small = meshes.prices, len(used) > 1 and sum(counts) <= MOST_MIXED
     return [
-        degree
-        for degree in meshes.prices.tensor_degrees
-        if (all(degree in own for own in fit) and all(count % degree == 0 for _, count in used))
+        division
+        for division in meshes.all_divisions
+        if (all(division in own for own in fit) and all(count % prod(division) == 0 for _, count in used))
         or (
-            len(used) > 1
-            and sum(counts) <= MOST_MIXED
-            and sum(counts) % degree == 0
-            and all(meshes.prices.knows(pool.type, degree, meshes.largest_node) for pool, _ in used)
+            small
+            and sum(counts) % prod(division) == 0
+            and all(prices.knows(pool.type, division[0], meshes.largest_node) for pool, _ in used)
         )
     ]
 
@@ -237,12 +237,12 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
         if parts > 1 and not free:
             continue
         counts = tuple(number * unit for number, unit in zip(own, units, strict=True))
-        for degree in fit_tensor_degrees(meshes, counts) if any(own) else ():
-            mesh = Mesh(counts, degree)
+        for division in fit_divisions(meshes, counts) if any(own) else ():
+            mesh = Mesh(counts, *division)
             share = -(-rows // mesh.data)
             pool = next(index for index, count in enumerate(counts) if count)
             alone = sum(map(bool, counts)) == 1
-            if mesh.data <= rows and not (alone and meshes.too_large(pool, degree, share)):
+            if mesh.data <= rows and not (alone and meshes.too_large(pool, division, share)):
                 chosen.append((own, mesh))
     deepest = max_stages if len(pools) == 1 else min(max_stages, DEEPEST["any"])
     return _family("any", meshes, micro_batches, chosen, quotas, deepest)
@@ -250,12 +250,12 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
 
 def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
     """The family *matched*: stages of one type whose data slices all have the same rows r, which divide a micro-batch
-    of R: at tensor degree t a stage takes t R / r devices. So counts need not be searched."""
+    of R: at tensor or expert degree t a stage takes t R / r devices. So counts need not be searched."""
     pools = meshes.pools
-    found: list[list[tuple[int, int]]] = []
+    found: list[list[tuple[int, Division]]] = []
     for pool in pools:
         divisors = [share for share in MATCHED_ROWS if rows % share == 0]
-        sizes = {(degree * rows // share, degree) for share in divisors for degree in meshes.degrees(pool)}
+        sizes = {(prod(one) * rows // share, one) for share in divisors for one in meshes.divisions(pool)}
         most = len(pool.ranks)
         found.append(sorted(one for one in sizes if most <= LEAST_SHARE * one[0] and one[0] <= most))
     units = [gcd(*(size for size, _ in own)) or 1 for own in found]
@@ -263,9 +263,9 @@ def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> 
     if prod(quota + 1 for quota in quotas) > MOST_STATES:
         return None
     chosen = [
-        (_single(index, size // units[index], len(pools)), Mesh(_single(index, size, len(pools)), degree))
+        (_single(index, size // units[index], len(pools)), Mesh(_single(index, size, len(pools)), *division))
         for index, own in enumerate(found)
-        for size, degree in own
+        for size, division in own
     ]
     return _family("matched", meshes, micro_batches, chosen, quotas, min(max_stages, DEEPEST["matched"]))
 
@@ -274,18 +274,18 @@ def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) ->
     pools = meshes.pools
     most = max(len(pool.ranks) for pool in pools)
     data_degrees = [degree for degree in _degrees(most) if degree <= rows]
-    choices = [meshes.degrees(pool) for pool in pools]
+    choices = [meshes.divisions(pool) for pool in pools]
     for data in data_degrees:
         share = -(-rows // data)
         fitting = [
-            [degree for degree in own if not meshes.too_large(index, degree, share)]
+            [division for division in own if not meshes.too_large(index, division, share)]
             for index, own in enumerate(choices)
         ]
         yield from _of_data_degree(meshes, rows, micro_batches, max_stages, data, fitting)
 
 
 def _of_data_degree(
-    meshes: Meshes, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[int]]
+    meshes: Meshes, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[Division]]
 ) -> Iterator[Family | None]:
     """Of the family *replicas* those of a data degree; pools without a tensor degree are left out.
 
@@ -294,15 +294,16 @@ def _of_data_degree(
     pools = meshes.pools
     lines: list[list[tuple[int, Mesh | None]]] = []  # for each pool how many stages it may make, on which mesh
     held: list[Array] = []  # what these hold together at most, of each kind of layer (second axis)
-    for index, (pool, degrees) in enumerate(zip(pools, choices, strict=True)):
-        usable = [degree for degree in degrees if data * degree <= len(pool.ranks)]
+    for index, (pool, divisions) in enumerate(zip(pools, choices, strict=True)):
+        usable = [division for division in divisions if data * prod(division) <= len(pool.ranks)]
         line: list[tuple[int, Mesh | None]] = []
         parts: list[Array] = []
-        for degree in usable:
-            mesh, quota = Mesh(_single(index, data * degree, len(pools)), degree), len(pool.ranks) // (data * degree)
+        for division in usable:
+            size = data * prod(division)
+            mesh, quota = Mesh(_single(index, size, len(pools)), *division), len(pool.ranks) // size
             line.append((quota, mesh))
             parts.append(meshes.parts_held(mesh, rows, micro_batches)[1][:, min(quota, max_stages) - 1])
-        if not degrees or len(usable) < len(degrees):
+        if not divisions or len(usable) < len(divisions):
             line.append((0, None))
             parts.append(np.zeros(len(meshes.layer_counts)))
         lines.append(line)
@@ -329,10 +330,10 @@ def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> It
         return
     for depth in _degrees(gcd(*nums)):
         counts = tuple(num // depth for num in nums)
-        for degree in fit_tensor_degrees(meshes, counts):
-            mesh = Mesh(counts, degree)
+        for division in fit_divisions(meshes, counts):
+            mesh = Mesh(counts, *division)
             share = -(-rows // mesh.data)
-            if all(meshes.too_large(index, degree, share) for index in range(len(nums))):
+            if all(meshes.too_large(index, division, share) for index in range(len(nums))):
                 continue
             if mesh.data <= rows and depth <= max_stages:
                 yield _family("alike", meshes, micro_batches, [((1,), mesh)], (depth,), depth)
@@ -376,13 +377,13 @@ def _dimension(units: Sequence[int]) -> int:
 
 
 def _extremes(chosen: Sequence[Sized]) -> list[Sized]:
-    """Of the meshes of one dimension the smallest and the largest of each tensor degree."""
-    found: dict[tuple[int, int], tuple[Sized, Sized]] = {}
+    """Of the meshes of one dimension the smallest and the largest of each tensor and expert degree."""
+    found: dict[tuple[int, int, int], tuple[Sized, Sized]] = {}
     for one in chosen:
         units, mesh = one
         used = [index for index, number in enumerate(units) if number]
         if len(used) == 1:
-            key = used[0], mesh.tensor
+            key = used[0], mesh.tensor, mesh.expert
             least, most = found.get(key, (one, one))
             found[key] = min(least, one), max(most, one)
     return list(dict.fromkeys(one for both in found.values() for one in both))

@@ -12,7 +12,7 @@ from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
 from whale.planner.balance import Worker, fastest_shares
 from whale.planner.search.choices import Candidate, StageChoice
-from whale.planner.search.devices import lay_out
+from whale.planner.search.devices import Mesh, lay_out
 from whale.planner.search.drafts import Draft
 from whale.planner.search.evaluate import cost_of, score
 from whale.planner.search.meshes import Meshes
@@ -27,10 +27,11 @@ def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
     bounds = meshes.chain.bounds
     ends = (*draft.starts[1:], len(meshes.chain))
     stages = []
-    for index, (mesh, groups) in enumerate(zip(draft.meshes, lay_out(meshes.pools, draft.meshes), strict=True)):
-        layers = range(bounds[draft.starts[index]], bounds[ends[index]])
+    every = [range(bounds[first], bounds[end]) for first, end in zip(draft.starts, ends, strict=True)]
+    chosen = [_needed(meshes.prices, mesh, layers) for mesh, layers in zip(draft.meshes, every, strict=True)]
+    for index, (mesh, layers, groups) in enumerate(zip(chosen, every, lay_out(meshes.pools, chosen), strict=True)):
         held = in_flight(draft.schedule, len(draft.meshes), index, draft.micro_batches)
-        priced = [meshes.prices.group(ranks, mesh.data) for ranks in groups]
+        priced = [meshes.prices.group(ranks, mesh.data, mesh.expert) for ranks in groups]
         rows = fastest_rows(
             meshes.prices, layers, priced, meshes.rows(batch, draft.micro_batches), draft.micro_batches, held
         )
@@ -42,15 +43,22 @@ def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
                 data=mesh.data,
                 tensor=mesh.tensor,
                 rows=rows,
+                expert=mesh.expert,
             )
         )
     return score(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule, batch=batch)
 
 
+def _needed(prices: Prices, mesh: Mesh, layers: range) -> Mesh:
+    """The mesh of a stage; without experts there is nothing that expert groups would split."""
+    experts = prices.profile.experts
+    return mesh if mesh.expert == 1 or any(experts[layer] for layer in layers) else mesh._replace(expert=1)
+
+
 def fastest_rows(
     prices: Prices, layers: range, groups: Sequence[TensorGroup], rows: int, micro_batches: int, held: int
 ) -> tuple[int, ...]:
-    """Rows of a micro-batch for each of a stage's tensor groups.
+    """Rows of a micro-batch for each of a stage's data slices.
 
     Args:
         prices: of layers.
@@ -63,7 +71,7 @@ def fastest_rows(
     if len(set(groups)) == 1:
         share, rest = divmod(rows, len(groups))
         return tuple(share + (index < rest) for index in range(len(groups)))
-    state = prices.state_of(layers, groups[0].degree).total
+    state = prices.state_of(layers, groups[0].tensor, groups[0].expert).total
     known: dict[TensorGroup, Worker] = {}
     for group in groups:
         if group not in known:

@@ -22,7 +22,7 @@ from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
 from whale.planner.search.devices import Mesh, Pool, slices_of
 from whale.planner.search.prices import Prices, TensorGroup
 
-__all__ = ["MOST_SAMPLED", "Array", "Meshes"]
+__all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes"]
 
 MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
@@ -33,8 +33,16 @@ EXACT_ROWS = 4
 FACTORS = (1, 2, 3, 4, 6, 8)
 """Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
 
+Division = tuple[int, int]
+"""The tensor and the expert degree of a data slice, one of which is 1."""
+
 Sample = tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]
 """Tensor groups with their number, and ranks of a data group."""
+
+
+def _lies_well(degree: int, pool: Pool) -> bool:
+    """Whether a group of so many devices lies within a node or takes whole ones."""
+    return degree <= pool.per_node or degree % pool.per_node == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +59,11 @@ class Meshes:
     _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
-    _syncs: dict[Mesh, tuple[float, float]] = field(default_factory=dict, init=False)
-    _needs: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
-    _most_rows: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
+    _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
+    _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
+    _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
     _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
-    _parameters: dict[int, tuple[Array, Array, Array]] = field(default_factory=dict, init=False)
+    _parameters: dict[tuple[int, int], tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
 
     # Rows of a micro-batch
 
@@ -95,6 +103,21 @@ class Meshes:
         """Tensor degrees of groups of a pool's devices: within a node or of whole nodes, where times are known."""
         return self._degrees[pool.type.name]
 
+    def divisions(self, pool: Pool) -> tuple[Division, ...]:
+        """Ways to form data slices of a pool's devices, by tensor and by expert degree; such as `degrees`."""
+        usual = self.degrees(pool)
+        return tuple(
+            (tensor, expert)
+            for tensor, expert in self.all_divisions
+            if (tensor in usual if expert == 1 else _lies_well(expert, pool))
+        )
+
+    @cached_property
+    def all_divisions(self) -> tuple[Division, ...]:
+        """All that there are for groups of any devices, those by tensor degree first."""
+        prices = self.prices
+        return (*((one, 1) for one in prices.tensor_degrees), *((1, one) for one in prices.expert_degrees))
+
     @cached_property
     def largest_node(self) -> int:
         """Devices of the node that has most."""
@@ -106,8 +129,7 @@ class Meshes:
             pool.type.name: tuple(
                 degree
                 for degree in self.prices.tensor_degrees
-                if (degree <= pool.per_node or degree % pool.per_node == 0)
-                and self.prices.knows(pool.type, degree, pool.per_node)
+                if _lies_well(degree, pool) and self.prices.knows(pool.type, degree, pool.per_node)
             )
             for pool in self.pools
         }
@@ -124,21 +146,20 @@ class Meshes:
         slices = tuple(
             self.slice_costs(group, count, micro_batches) for group, count in self._shared(groups, rows, micro_batches)
         )
-        latency, pace = self._sync(mesh, data_group)
+        latency, summed = self._sums(mesh, data_group)
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
             tables = np.stack([one.of_kinds for one in slices])
             slowest = tables[(tables[:, 0] + tables[:, 1]).argmax(axis=0), :, np.arange(tables.shape[2])]
             forward, backward, _ = slowest.T @ self._counts
             update = tables[:, 2].max(axis=0) @ self._counts
-        gradients = self._parameters_of(mesh.tensor)[0] * self.prices.gradient_bytes
         return MeshCosts(
             mesh=mesh,
             allowed=self.chain.allows(mesh),
             slices=slices,
             forward=forward,
             backward=backward,
-            once=update + pace * gradients,
+            once=update + summed,
             latency=latency,
             hop=max(slices, key=lambda one: one.rows).hop,
         )
@@ -159,10 +180,10 @@ class Meshes:
                 backward=backward,
                 update=update,
                 hop=np.concatenate([[0.0], table[5][last_layers], [0.0]]),
-                fixed=self._parameters_of(group.degree)[1],
-                step=self._parameters_of(group.degree)[2],
+                fixed=self._parameters_of(group.tensor, group.expert)[2],
+                step=self._parameters_of(group.tensor, group.expert)[3],
                 kept=kept,
-                handed=self._handed(rows),
+                handed=self._handed(rows / group.expert),
                 working=np.maximum.reduceat(table[4][self._layers], starts),
                 room=group.memory_bytes - overhead,
             )
@@ -171,10 +192,12 @@ class Meshes:
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
         """Forward, backward, update, kept, working and sending on (rows) of each kind of layer (columns), interpolated
         between numbers of rows that are powers of two."""
+        rows = group.whole_rows(rows)
         key = (group.kind, rows, self.prices.adding(micro_batches))
         if key not in self._tables:
-            below = 1 << (rows.bit_length() - 1) if rows else 0
-            if rows <= self.exact_rows or rows == below:
+            own = rows // group.expert
+            below = group.expert << (own.bit_length() - 1) if rows else 0
+            if own <= self.exact_rows or rows == below:
                 kinds = range(len(self.prices.profile.kinds))
                 priced = [self.prices.layer(kind, group, rows, micro_batches) for kind in kinds]
                 hops = [self._hop(kind, group, rows) for kind in kinds]
@@ -191,11 +214,11 @@ class Meshes:
             self._tables[key] = found
         return self._tables[key]
 
-    def too_large(self, pool: int, tensor: int, rows: int) -> bool:
+    def too_large(self, pool: int, division: Division, rows: int) -> bool:
         """Whether some layer alone does not fit on devices of a pool with so many rows of a micro-batch."""
-        key = (pool, tensor)
+        key = (pool, *division)
         if key not in self._most_rows:
-            state, kept, kept_each, working, working_each, _ = self._amounts(pool, tensor)
+            state, kept, kept_each, working, working_each, _ = self._amounts(*key)
             room = self._room(pool) - state - kept - working
             most = np.where(room < 0, -1.0, room / np.maximum(kept_each + working_each, 1e-9))
             self._most_rows[key] = float(most.min())
@@ -207,12 +230,13 @@ class Meshes:
         used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
         share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
         most = min(micro_batches, len(self.chain))
-        key = (used, mesh.tensor, share, most)
+        key = (used, mesh.tensor, mesh.expert, share, most)
         if key not in self._parts:
             held = np.minimum(np.arange(1, len(self.chain) + 1), most)
             found = []
             for pool in used:
-                state, kept, kept_each, working, working_each, nums = self._amounts(pool, mesh.tensor)[:, :, None]
+                amounts = self._amounts(pool, mesh.tensor, mesh.expert)
+                state, kept, kept_each, working, working_each, nums = amounts[:, :, None]
                 room = self._room(pool) - working - share * working_each
                 found.append(room / np.maximum(state + held * (kept + share * kept_each), 1.0))
             parts = np.floor(np.maximum(np.min(found, axis=0), 0.0) + 1e-9) / nums
@@ -223,17 +247,20 @@ class Meshes:
         type_ = self.pools[pool].type
         return type_.memory_bytes - self.prices.overhead_bytes[type_.name]
 
-    def _amounts(self, pool: int, tensor: int) -> Array:
+    def _amounts(self, pool: int, tensor: int, expert: int) -> Array:
         """Bytes (rows) of each kind of layer (columns): of its states; of what it keeps, at least and for each row;
         of what it works with, likewise; and how many such layers there are."""
-        key = (pool, tensor)
+        key = (pool, tensor, expert)
         if key not in self._needs:
             prices, type_, found = self.prices, self.pools[pool].type, []
             for kind, num in self.layer_counts.items():
-                one, two = ([of(kind, type_, tensor, rows) for of in (prices.kept, prices.working)] for rows in (1, 2))
+                one, two = (
+                    [of(kind, type_, tensor, rows, expert) for of in (prices.kept, prices.working)] for rows in (1, 2)
+                )
                 amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]
                 by_rows = [prices.waste * amount for pair in amounts for amount in pair]
-                state = prices.state(sum(prices.parameters_of(kind, tensor)), prices.frozen_of(kind, tensor)).total
+                own, frozen = prices.parameters_of(kind, tensor, expert), prices.frozen_of(kind, tensor, expert)
+                state = prices.state(sum(own), frozen).total
                 found.append((state, *by_rows, num))
             self._needs[key] = np.array(found).T
         return self._needs[key]
@@ -248,7 +275,7 @@ class Meshes:
                 ranks = [
                     rank for pool, count in zip(self.pools, part.counts, strict=True) for rank in pool.ranks[:count]
                 ]
-                group = self.prices.group(sorted(ranks), mesh.data)
+                group = self.prices.group(sorted(ranks), mesh.data, mesh.expert)
                 counted[group] = counted.get(group, 0) + part.num
                 main = next(index for index, count in enumerate(part.counts) if count)
                 step = part.counts[main]
@@ -295,16 +322,36 @@ class Meshes:
                 given[index], room[index] = given[index] + 1, groups[index][1]
         return [(group, count) for (group, _), count in zip(groups, most, strict=True)]
 
-    def _sync(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, float]:
-        """The sum of gradients over the data group as seconds, and seconds a byte."""
-        if mesh not in self._syncs:
-            much = float(self._parameters_of(mesh.tensor)[0][-1]) * self.prices.gradient_bytes
-            if len(data_group) < 2 or not much:
-                return 0.0, 0.0
-            times = [self.prices.all_reduce(data_group, mesh.tensor, size) for size in (much, much / 8)]
+    def _sums(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, Array]:
+        """The sums of gradients: seconds however few they are, and seconds up to each part. In expert groups all
+        devices sum what is whole on each, and those of the same place their experts."""
+        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+        if mesh.expert == 1:
+            return self._summed(mesh, data_group, mesh.tensor, dense + experts)
+        whole = self._summed(mesh, self.dense_group(mesh), 1, dense)
+        parts = self._summed(mesh, data_group, mesh.expert, experts)
+        return whole[0] + parts[0], whole[1] + parts[1]
+
+    def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
+        """Ranks as those have them that sum what no experts are: of expert groups all devices."""
+        if mesh.expert == 1:
+            return self.sample(mesh)[1]
+        nums = (min(count, MOST_SAMPLED) for count in mesh.counts)
+        return tuple(rank for pool, num in zip(self.pools, nums, strict=True) for rank in pool.ranks[:num])
+
+    def _summed(self, mesh: Mesh, ranks: Sequence[int], num_alike: int, elements: Array) -> tuple[float, Array]:
+        """One of *num_alike* sums over these ranks, of so many elements up to each part."""
+        size = elements * self.prices.gradient_bytes
+        much = float(size[-1])
+        if len(ranks) < 2 or not much:
+            return 0.0, np.zeros(len(size))
+        key = (mesh, num_alike)
+        if key not in self._syncs:
+            times = [self.prices.all_reduce(ranks, num_alike, part) for part in (much, much / 8)]
             pace = max(0.0, (times[0] - times[1]) / (much * 7 / 8))
-            self._syncs[mesh] = max(0.0, times[1] - pace * much / 8), pace
-        return self._syncs[mesh]
+            self._syncs[key] = max(0.0, times[1] - pace * much / 8), pace
+        latency, pace = self._syncs[key]
+        return latency, pace * size
 
     def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
         """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
@@ -313,11 +360,11 @@ class Meshes:
         if not target:
             return 0.0
         whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
-        size = self.prices.handed(whole, group.degree, group.degree)
+        size = self.prices.handed(whole, group.degree, group.degree, in_rows=group.expert > 1)
         hop = self.prices.hop(group.ranks, target, group, size, whole)
         return 2 * (hop.latency + size / hop.bandwidth)
 
-    def _handed(self, rows: int) -> Array:
+    def _handed(self, rows: float) -> Array:
         """Bytes that a stage which ends there hands on, where it holds them."""
         found = np.zeros(len(self.chain) + 1)
         if self.prices.eager:
@@ -338,17 +385,19 @@ class Meshes:
 
     # Over the chain
 
-    def _parameters_of(self, degree: int) -> tuple[Array, Array, Array]:
-        """Sums up to each part of a device's elements of parameters, of its bytes of states, and of what its
-        optimizer takes besides while it steps."""
-        if degree not in self._parameters:
+    def _parameters_of(self, tensor: int, expert: int) -> tuple[Array, Array, Array, Array]:
+        """Sums up to each part of a device's elements of parameters, dense ones and those of experts, of its bytes of
+        states, and of what its optimizer takes besides while it steps."""
+        key = (tensor, expert)
+        if key not in self._parameters:
             prices, kinds = self.prices, range(len(self.prices.profile.kinds))
-            elements = [sum(prices.parameters_of(kind, degree)) for kind in kinds]
-            states = [prices.state(elements[kind], prices.frozen_of(kind, degree)).total for kind in kinds]
+            dense, experts = zip(*(prices.parameters_of(kind, *key) for kind in kinds), strict=True)
+            elements = list(map(sum, zip(dense, experts, strict=True)))
+            states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
             steps = [prices.step_bytes(number) for number in elements]
-            found = np.array([elements, states, steps]) @ self._counts
-            self._parameters[degree] = found[0], found[1], found[2]
-        return self._parameters[degree]
+            found = np.array([dense, experts, states, steps]) @ self._counts
+            self._parameters[key] = found[0], found[1], found[2], found[3]
+        return self._parameters[key]
 
     @cached_property
     def _layers(self) -> Integers:

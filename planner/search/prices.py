@@ -79,7 +79,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorGroup:
-    """Devices that share a layer's matrices. Groups that cost alike are one object.
+    """Devices that share a layer's matrices, or only those of its experts. Groups that cost alike are one object.
 
     Attributes:
         kind: a number; groups of the same number cost alike, on whatever cluster.
@@ -88,6 +88,7 @@ class TensorGroup:
         shape: where it lies.
         sharing: how many such groups communicate at the same time over the same adapters.
         memory_bytes: of its smallest device.
+        expert: the degree over which experts alone are split, and rows divided; else 1.
     """
 
     kind: int
@@ -96,11 +97,21 @@ class TensorGroup:
     shape: Shape
     sharing: int
     memory_bytes: int
+    expert: int = 1
 
     @property
     def degree(self) -> int:
         """Its devices."""
         return len(self.ranks)
+
+    @property
+    def tensor(self) -> int:
+        """The degree over which all matrices are split."""
+        return self.degree // self.expert
+
+    def whole_rows(self, rows: int) -> int:
+        """Rows of a micro-batch with which each of its devices has as many as the one that has most."""
+        return -(-rows // self.expert) * self.expert
 
 
 class Memo:
@@ -143,9 +154,9 @@ class Prices:
     batch: int = 0
     memo: Memo = field(default_factory=Memo)
     _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
-    _within: dict[tuple[int, tuple[int, ...]], TensorGroup] = field(default_factory=dict, init=False)
+    _within: dict[tuple[int, tuple[int, ...], int], TensorGroup] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
-    _bytes: dict[tuple[int, str, int], tuple[Affine, Largest]] = field(default_factory=dict, init=False)
+    _bytes: dict[tuple[int, str, int, int], tuple[Affine, Largest]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -213,6 +224,17 @@ class Prices:
         refused = {degree for degree, _ in self.profile.refused}
         return tuple(sorted((common or set()) - refused))
 
+    @cached_property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """The degrees over which all experts can be split by themselves, as Whale runs it, ascending."""
+        known = [
+            {variant.expert_degree for variant in kind.expert_variants}
+            for kind in self.profile.kinds
+            if kind.expert_variants or any(variant.expert_parameters for variant in kind.variants)
+        ]
+        usable = known and self.eager and self.profile.experts and 1 in self.tensor_degrees
+        return tuple(sorted(set.intersection(*known))) if usable else ()
+
     def knows(self, type_: DeviceType, degree: int, per_node: int) -> bool:
         """Whether layers have times on groups of so many devices of a type, of which a node has *per_node*.
 
@@ -234,28 +256,35 @@ class Prices:
 
     # Groups
 
-    def group(self, ranks: Sequence[int], num_alike: int) -> TensorGroup:
-        """The tensor group of these ranks, one of *num_alike* in its stage."""
+    def group(self, ranks: Sequence[int], num_alike: int, expert: int = 1) -> TensorGroup:
+        """The tensor group of these ranks, one of *num_alike* in its stage, or with an expert degree their expert
+        group."""
         own, places = tuple(ranks), self._places
         node = places[own[0]][0]
         if all(places[rank][0] == node for rank in own):  # where they lie there is all that matters
-            key = (self._kinds_of_nodes[node], tuple(places[rank][1] for rank in own))
+            key = (self._kinds_of_nodes[node], tuple(places[rank][1] for rank in own), expert)
             if key not in self._within:
-                self._within[key] = self._group(own, num_alike)
+                self._within[key] = self._group(own, num_alike, expert)
             return self._within[key]
-        return self._group(own, num_alike)
+        return self._group(own, num_alike, expert)
 
-    def _group(self, own: tuple[int, ...], num_alike: int) -> TensorGroup:
+    def _group(self, own: tuple[int, ...], num_alike: int, expert: int) -> TensorGroup:
         shape = self.shape(own)
         sharing = self.sharing(own, num_alike)
         types = {self.cluster.devices[rank].type.name: self.cluster.devices[rank].type for rank in own}
         ordered = tuple(types[name] for name in sorted(types))
         known = self.memo.kinds_of_groups
-        kind = known.setdefault((shape, sharing, ordered), len(known))
+        kind = known.setdefault((shape, sharing, ordered, expert), len(known))
         if kind not in self._groups:
             memory = min(type_.memory_bytes for type_ in ordered)
             self._groups[kind] = TensorGroup(
-                kind=kind, ranks=own, types=ordered, shape=shape, sharing=sharing, memory_bytes=memory
+                kind=kind,
+                ranks=own,
+                types=ordered,
+                shape=shape,
+                sharing=sharing,
+                memory_bytes=memory,
+                expert=expert,
             )
         return self._groups[kind]
 
@@ -320,6 +349,7 @@ class Prices:
         *micro_batches* of a step."""
         if not rows:
             return NOTHING._replace(update=self.layer(kind, group, 1, micro_batches).update)
+        rows = group.whole_rows(rows)
         times = micro_batches if self._accumulates[kind] else 1
         key = (kind, group.kind, rows, times)
         found = self.memo.layers.get(key)
@@ -337,7 +367,8 @@ class Prices:
         return [any(times.accumulation for times in kind.measured) for kind in self.profile.kinds]
 
     def _price(self, kind: int, group: TensorGroup, rows: int, micro_batches: int) -> LayerPrice:
-        spent = [self._seconds(kind, type_, group.degree, rows, micro_batches) for type_ in group.types]
+        degrees = group.tensor, group.expert
+        spent = [self._seconds(kind, type_, degrees, rows, micro_batches) for type_ in group.types]
         slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
         forward = sum(self._collective_of(one, group) for one in slowest.forward_collectives)
         backward = sum(self._collective_of(one, group) for one in slowest.backward_collectives)
@@ -347,27 +378,30 @@ class Prices:
             backward=slowest.backward + exposed[1],
             weights=slowest.weights,
             communication=sum(exposed),
-            kept=max(self.kept(kind, type_, group.degree, rows) for type_ in group.types),
-            working=max(self.working(kind, type_, group.degree, rows) for type_ in group.types),
-            update=max(self._seconds(kind, type_, group.degree, 1, micro_batches).update for type_ in group.types),
+            kept=max(self.kept(kind, type_, group.tensor, rows, group.expert) for type_ in group.types),
+            working=max(self.working(kind, type_, group.tensor, rows, group.expert) for type_ in group.types),
+            update=max(self._seconds(kind, type_, degrees, 1, micro_batches).update for type_ in group.types),
             measured=slowest.measured,
         )
 
-    def computation(self, kind: int, type_: DeviceType, degree: int, rows: int) -> tuple[float, float]:
+    def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
         """Seconds forward and backward of a step's only micro-batch through a layer on one device of a group of
-        *degree*, without its collectives."""
-        spent = self._seconds(kind, type_, degree, rows, 1)
+        *degree*, or of an *expert* degree, without its collectives."""
+        spent = self._seconds(kind, type_, (degree, expert), rows, 1)
         return spent.forward, spent.backward
 
-    def _seconds(self, kind: int, type_: DeviceType, degree: int, rows: int, micro_batches: int) -> LayerSeconds:
-        known, key = self.memo.seconds, (kind, type_, degree, micro_batches)
+    def _seconds(
+        self, kind: int, type_: DeviceType, degrees: tuple[int, int], rows: int, micro_batches: int
+    ) -> LayerSeconds:
+        known, key, rows = self.memo.seconds, (kind, type_, degrees, micro_batches), -(-rows // degrees[1])
         if (*key, rows) not in known:
             wanted = _usual_rows(rows)
             found = layer_seconds_by_rows(
                 self.profile.kinds[kind],
                 type_,
                 wanted,
-                tensor_degree=degree,
+                tensor_degree=degrees[0],
+                expert_degree=degrees[1],
                 precision=self.precision.name,
                 eager=self.eager,
                 optimizer=self.optimizer if self.eager else None,
@@ -376,24 +410,25 @@ class Prices:
             known.update(((*key, count), one) for count, one in zip(wanted, found, strict=True))
         return known[*key, rows]
 
-    def kept(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
+    def kept(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> float:
         """Bytes that a micro-batch keeps of a layer on a device."""
-        return self._amounts(kind, type_, degree)[0](rows)
+        return self._amounts(kind, type_, degree, expert)[0](rows / expert)
 
-    def working(self, kind: int, type_: DeviceType, degree: int, rows: int) -> float:
+    def working(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> float:
         """Bytes that a layer works with on a device besides."""
-        return self._amounts(kind, type_, degree)[1](rows)
+        return self._amounts(kind, type_, degree, expert)[1](rows / expert)
 
-    def _amounts(self, kind: int, type_: DeviceType, degree: int) -> tuple[Affine, Largest]:
-        """What is kept and worked with, by the rows."""
-        key = (kind, type_.name, degree)
+    def _amounts(self, kind: int, type_: DeviceType, degree: int, expert: int) -> tuple[Affine, Largest]:
+        """What is kept and worked with, by the rows of a device."""
+        key = (kind, type_.name, degree, expert)
         if key not in self._bytes:
             given, precision = self.profile.kinds[kind], self.precision
             if self.eager:
                 one_by_one = costs_of(self.optimizer).one_by_one if type_.is_processor else 0
+                how: dict[str, Any] = {"tensor_degree": degree, "expert_degree": expert, "precision": precision}
                 self._bytes[key] = (
-                    run_kept_bytes(given, tensor_degree=degree, precision=precision),
-                    run_working_bytes(given, tensor_degree=degree, precision=precision, one_by_one=one_by_one),
+                    run_kept_bytes(given, **how),
+                    run_working_bytes(given, **how, one_by_one=one_by_one),
                 )
             else:
                 fused = attention_is_fused(type_, precision)
@@ -404,7 +439,7 @@ class Prices:
         return self._bytes[key]
 
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
-        if one.group != "tensor" or group.degree == 1:
+        if one.group != ("tensor" if group.expert == 1 else "expert") or group.degree == 1:
             return 0.0
         return one.num * self.collective(one.kind, group.ranks, one.bytes, group.sharing, group.shape)
 
@@ -415,23 +450,23 @@ class Prices:
 
     # What is stored and summed
 
-    def parameters(self, layers: Iterable[int], degree: int) -> tuple[float, float]:
+    def parameters(self, layers: Iterable[int], degree: int, expert: int = 1) -> tuple[float, float]:
         """Elements of parameters of *layers* on a device: dense, and of experts. Tied ones count once."""
         positions = set(layers)
         dense = experts = 0.0
         for kind, count in Counter(self.profile.layers[index] for index in positions).items():
-            own, of_experts = self.parameters_of(kind, degree)
+            own, of_experts = self.parameters_of(kind, degree, expert)
             dense, experts = dense + count * own, experts + count * of_experts
         for readers, shared in self.profile.tied:
             dense -= max(0, len(positions.intersection(readers)) - 1) * shared / degree
         return max(0.0, dense), experts
 
-    def parameters_of(self, index: int, degree: int) -> tuple[float, float]:
+    def parameters_of(self, index: int, degree: int, expert: int = 1) -> tuple[float, float]:
         """Elements of parameters of a kind of layer on a device: dense, and of experts."""
         kind = self.profile.kinds[index]
         if not kind.variants:
             return (kind.parameters or 0.0) / degree, 0.0
-        variant = variant_of(kind, degree)
+        variant = variant_of(kind, degree, expert)
         return variant.parameters - variant.expert_parameters, variant.expert_parameters
 
     def state(self, parameters: float, frozen: float = 0.0) -> StateBytes:
@@ -441,16 +476,16 @@ class Prices:
             return run_state_bytes(parameters, frozen=frozen, precision=self.precision, optimizer=self.optimizer)
         return state_bytes(parameters, precision=self.precision)
 
-    def frozen_of(self, index: int, degree: int) -> float:
+    def frozen_of(self, index: int, degree: int, expert: int = 1) -> float:
         """Elements that a kind of layer has on a device and does not train."""
         kind = self.profile.kinds[index]
-        return variant_of(kind, degree).buffers if kind.variants else 0.0
+        return variant_of(kind, degree, expert).buffers if kind.variants else 0.0
 
-    def state_of(self, layers: Iterable[int], degree: int) -> StateBytes:
+    def state_of(self, layers: Iterable[int], degree: int, expert: int = 1) -> StateBytes:
         """Bytes of weights, gradients and optimizer states of *layers* on a device."""
         positions = list(layers)
-        frozen = sum(self.frozen_of(self.profile.layers[index], degree) for index in positions)
-        return self.state(sum(self.parameters(positions, degree)), frozen)
+        frozen = sum(self.frozen_of(self.profile.layers[index], degree, expert) for index in positions)
+        return self.state(sum(self.parameters(positions, degree, expert)), frozen)
 
     def step_bytes(self, parameters: float) -> float:
         """What the optimizer's step takes besides, where it goes through lists of parameters."""
@@ -489,12 +524,15 @@ class Prices:
             self.memo.collectives[key] = cost.seconds
         return self.memo.collectives[key]
 
-    def handed(self, whole: float, source: int, target: int) -> int:
-        """Bytes that a device sends when its group of *source* devices hands *whole* to one of *target*.
+    def handed(self, whole: float, source: int, target: int, *, in_rows: bool = False) -> int:
+        """Bytes that a device sends when its group of *source* devices hands *whole* to one of *target*, or, if that is
+        more, that one of these receives; *in_rows* if each of these gets only rows of its own.
 
         As Whale runs it each device of the target gets all of it, from the devices of the source in turn; Megatron
         sends parts, which the target gathers.
         """
+        if in_rows:
+            return round(whole / min(source, target))
         return round(whole * max(1.0, target / source) if self.eager else whole / min(source, target))
 
     def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:

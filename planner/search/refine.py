@@ -17,7 +17,7 @@ from random import Random
 
 from whale.planner.search.devices import Mesh
 from whale.planner.search.drafts import Draft, Scored, allowed, cut_exactly, quick_cuts, score_draft
-from whale.planner.search.families import fit_tensor_degrees
+from whale.planner.search.families import fit_divisions
 from whale.planner.search.meshes import Meshes
 
 __all__ = ["disturbed", "refined"]
@@ -29,7 +29,7 @@ MOST_CUT_EXACTLY = 3
 """Of the moves from a draft."""
 
 MOST_REMESHED = 6
-"""Stages of which other tensor degrees are tried, those that have most to do first."""
+"""Stages of which other degrees are tried, those that have most to do first."""
 
 DISTURBANCES = 2
 """Random moves before another descent."""
@@ -104,7 +104,7 @@ def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int)
 
 def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
     rows = meshes.rows(batch, micro_batches)
-    return all(sum(mesh.counts) % mesh.tensor == 0 and mesh.data <= rows for mesh in sequence)
+    return all(sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows for mesh in sequence)
 
 
 def _seconds(scored: Scored) -> float:
@@ -186,7 +186,7 @@ def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
 
 
 def _given_devices(meshes: Meshes, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A tensor group's devices more for a stage, from those left over or from another stage (of those with equal meshes
+    """A data slice's devices more for a stage, from those left over or from another stage (of those with equal meshes
     the one that has least to do); all that are left over; or of another type instead."""
     draft = scored.draft
     mesh = draft.meshes[stage]
@@ -194,35 +194,37 @@ def _given_devices(meshes: Meshes, scored: Scored, stage: int) -> Iterator[tuple
     givers = {draft.meshes[other]: other for other in by_load if other != stage}
     used = [sum(other.counts[pool] for other in draft.meshes) for pool in range(len(meshes.pools))]
     left = [len(own.ranks) - count for own, count in zip(meshes.pools, used, strict=True)]
-    yield _put(draft.meshes, {stage: Mesh(tuple(a + b for a, b in zip(mesh.counts, left, strict=True)), mesh.tensor)})
+    whole = tuple(a + b for a, b in zip(mesh.counts, left, strict=True))
+    yield _put(draft.meshes, {stage: mesh._replace(counts=whole)})
     for giver, count in enumerate(mesh.counts):
         for taker, free in enumerate(left):
-            for size in dict.fromkeys((1, mesh.tensor, min(count, free))):
+            for size in dict.fromkeys((1, mesh.size, min(count, free))):
                 if giver != taker and 0 < size <= min(count, free):
                     yield _put(draft.meshes, {stage: _with(_with(mesh, giver, -size), taker, size)})
     for pool, own in enumerate(meshes.pools):
-        for size in dict.fromkeys((mesh.tensor, _even_share(mesh, pool))):
+        for size in dict.fromkeys((mesh.size, _even_share(mesh, pool))):
             if not size:
                 continue
             more = _with(mesh, pool, size)
             if used[pool] + size <= len(own.ranks):
                 yield _put(draft.meshes, {stage: more})
             for other, giver in givers.items():
-                if other.counts[pool] > size and (other.counts[pool] - size) % other.tensor == 0:
+                if other.counts[pool] > size and (other.counts[pool] - size) % other.size == 0:
                     yield _put(draft.meshes, {stage: more, giver: _with(other, pool, -size)})
 
 
 def _even_share(mesh: Mesh, pool: int) -> int:
-    """A quarter more of the devices of a pool that a mesh has, in whole tensor groups."""
-    return mesh.counts[pool] // 4 // mesh.tensor * mesh.tensor
+    """A quarter more of the devices of a pool that a mesh has, in whole data slices."""
+    return mesh.counts[pool] // 4 // mesh.size * mesh.size
 
 
 def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
     mesh = draft.meshes[stage]
-    for degree in fit_tensor_degrees(meshes, mesh.counts):
-        if degree != mesh.tensor:
-            yield _put(draft.meshes, {stage: Mesh(mesh.counts, degree)})
-            alike = {index: Mesh(mesh.counts, degree) for index, other in enumerate(draft.meshes) if other == mesh}
+    for division in fit_divisions(meshes, mesh.counts):
+        changed = Mesh(mesh.counts, *division)
+        if changed != mesh:
+            yield _put(draft.meshes, {stage: changed})
+            alike = {index: changed for index, other in enumerate(draft.meshes) if other == mesh}
             yield _put(draft.meshes, alike)
 
 
@@ -238,24 +240,24 @@ def _joined(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
         return
     one, other = draft.meshes[stage : stage + 2]
     counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
-    for degree in dict.fromkeys((one.tensor, other.tensor)):
-        if all(count % degree == 0 for count in counts):
-            yield (*draft.meshes[:stage], Mesh(counts, degree), *draft.meshes[stage + 2 :])
+    for mesh in dict.fromkeys((one._replace(counts=counts), other._replace(counts=counts))):
+        if all(count % mesh.size == 0 for count in counts):
+            yield (*draft.meshes[:stage], mesh, *draft.meshes[stage + 2 :])
 
 
 def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """The devices that are left over as a stage of their own before a stage and after it."""
     used = [sum(mesh.counts[pool] for mesh in draft.meshes) for pool in range(len(meshes.pools))]
     left = tuple(len(own.ranks) - count for own, count in zip(meshes.pools, used, strict=True))
-    for degree in fit_tensor_degrees(meshes, left) if any(left) else ():
+    for division in fit_divisions(meshes, left) if any(left) else ():
         for place in (stage, stage + 1):
-            yield (*draft.meshes[:place], Mesh(left, degree), *draft.meshes[place:])
+            yield (*draft.meshes[:place], Mesh(left, *division), *draft.meshes[place:])
 
 
 def _split(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A stage as two: in halves, or by types."""
     mesh = draft.meshes[stage]
-    half = tuple(count // 2 // mesh.tensor * mesh.tensor for count in mesh.counts)
+    half = tuple(count // 2 // mesh.size * mesh.size for count in mesh.counts)
     parts = [(half, tuple(count - part for count, part in zip(mesh.counts, half, strict=True)))]
     for pool, count in enumerate(mesh.counts):
         own = tuple(count if index == pool else 0 for index in range(len(mesh.counts)))
@@ -265,15 +267,15 @@ def _split(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...
         if any(one) and any(other):
             yield (
                 *draft.meshes[:stage],
-                Mesh(one, mesh.tensor),
-                Mesh(other, mesh.tensor),
+                mesh._replace(counts=one),
+                mesh._replace(counts=other),
                 *draft.meshes[stage + 1 :],
             )
 
 
 def _with(mesh: Mesh, pool: int, size: int) -> Mesh:
     counts = tuple(count + size if index == pool else count for index, count in enumerate(mesh.counts))
-    return Mesh(counts, mesh.tensor)
+    return mesh._replace(counts=counts)
 
 
 def _put(meshes: Sequence[Mesh], changes: dict[int, Mesh]) -> tuple[Mesh, ...]:

@@ -1,9 +1,10 @@
 """The search itself: from a profile and a cluster to the quickest plans that fit.
 
 Objective: the least step time of a plan, as simulated. A plan is a chain of stages: contiguous layers; devices of one
-or several types; a mesh of data x tensor on them, each stage its own; rows of a micro-batch for each data slice; the
-same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every device holds
-its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is fixed stays.
+or several types; a mesh of data x (tensor or expert) on them, each stage its own; rows of a micro-batch for each data
+slice; the same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every
+device holds its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is
+fixed stays.
 Not in the space, because no executor runs it: unlike pipelines side by side, sharded states (ZeRO), recomputation.
 
 Method, for clusters of any size:
@@ -48,7 +49,7 @@ from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point
 from whale.planner.search.devices import Mesh, pools_of, with_more
 from whale.planner.search.drafts import Draft, Scored, best_cuts, cut_exactly, evenest_cuts, quick_cuts, score_draft
 from whale.planner.search.exact import is_small, walk
-from whale.planner.search.families import HELD, Family, families_of, fit_tensor_degrees
+from whale.planner.search.families import HELD, Family, families_of, fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Memo, Prices
@@ -305,7 +306,7 @@ class _Search:
                     self._draft(sequence, count, schedule)
 
     def _single_stages(self, micro_batches: Sequence[int], schedule: str) -> None:
-        """One stage on all devices, or on those of some types, at each tensor degree, for few micro-batches."""
+        """One stage on all devices, or on those of some types, at each degree, for few micro-batches."""
         every = [len(pool.ranks) for pool in self.meshes.pools]
         chosen = (
             product((True, False), repeat=len(every)) if len(every) <= MOST_TYPES_CHOSEN else [(True,) * len(every)]
@@ -313,8 +314,8 @@ class _Search:
         some = [tuple(num * own for num, own in zip(every, which, strict=True)) for which in chosen if any(which)]
         few = [count for count in micro_batches if count <= FEW_MICRO_BATCHES]
         for counts in some:
-            for degree, count in product(fit_tensor_degrees(self.meshes, counts), few):
-                mesh = Mesh(counts, degree)
+            for division, count in product(fit_divisions(self.meshes, counts), few):
+                mesh = Mesh(counts, *division)
                 if self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)[0][:, 0].min() < 1:
                     self._drop("1 stages", "its devices do not hold the model")
                     self.lacking.append(((mesh,), count, schedule))

@@ -1,10 +1,10 @@
 """What a row of a micro-batch may find itself on: the kinds of data slices that a stage may have, and what parts of the
 chain take there, from below.
 
-A kind is a device type, a tensor degree and a number of rows; beyond a few rows a range of them, which takes what the
-fewest take and as few devices as if all had the most. Groups are priced where their devices are next to each other in a
-node. Between numbers of rows that are priced a layer is taken to need no less a row than at the nearer of both. The
-bound is made of these; they know no stages.
+A kind is a device type, a tensor or expert degree and a number of rows; beyond a few rows a range of them, which takes
+what the fewest take and as few devices as if all had the most. Groups are priced where their devices are next to each
+other in a node. Between numbers of rows that are priced a layer is taken to need no less a row than at the nearer of
+both. The bound is made of these; they know no stages.
 """
 
 from __future__ import annotations
@@ -39,10 +39,16 @@ MOST_MIXED = 16
 
 
 class _Group(NamedTuple):
-    """Devices of a type (a pool, by position) that share a layer's matrices."""
+    """Devices of a type (a pool, by position) that share a layer's matrices, or those of its experts."""
 
     pool: int
-    degree: int
+    tensor: int
+    expert: int
+
+    @property
+    def degree(self) -> int:
+        """Its devices."""
+        return self.tensor * self.expert
 
 
 class _Times(NamedTuple):
@@ -108,24 +114,25 @@ class Slices:
             of_kinds = [np.array([np.broadcast_to(one, len(ranges)) for one in row], dtype=float) for row in values]
             return np.concatenate([counts @ one for one in of_kinds], axis=1)
 
-        type_, degree = (np.repeat(values, len(ranges)) for values in zip(*groups, strict=True))
-        elements = np.maximum(0.0, along([[one.parameters for one in row] for row in tables]) - tied / degree)
+        type_, tensor, expert = (np.repeat(values, len(ranges)) for values in zip(*groups, strict=True))
+        elements = np.maximum(0.0, along([[one.parameters for one in row] for row in tables]) - tied / tensor)
         overheads = [prices.overhead_bytes[pool.type.name] for pool in pools]
         rooms = np.array(
             [max(1.0, pool.type.memory_bytes - taken) for pool, taken in zip(pools, overheads, strict=True)]
         )
         kept = along([[one.kept for one in row] for row in tables]) * prices.waste
         whole = {
-            degree: sum(meshes.layer_counts[kind] * table.parameters for kind, table in zip(kinds, row, strict=True))
-            for (_, degree), row in zip(groups, tables, strict=True)
+            group[1:]: sum(meshes.layer_counts[kind] * table.parameters for kind, table in zip(kinds, row, strict=True))
+            for group, row in zip(groups, tables, strict=True)
         }
         work = along([[one.work for one in row] for row in tables])
-        paces = {degree: _paces(meshes, degree, size * prices.gradient_bytes) for degree, size in whole.items()}
+        # In expert groups all is taken to be summed as what is whole is: by one group of all devices, the quickest.
+        paces = {one: _paces(meshes, one[0], size * prices.gradient_bytes) for one, size in whole.items()}
         return cls(
             nums=np.array([len(pool.ranks) for pool in pools], dtype=float),
             order=tuple(unlike.index(part) for part in parts),
             type=type_,
-            degree=degree,
+            degree=tensor * expert,
             fewest=np.tile([first for first, _ in ranges], len(groups)),
             most=np.tile([last for _, last in ranges], len(groups)),
             work=work,
@@ -134,8 +141,8 @@ class Slices:
             update=along([[one.update for one in row] for row in tables]),
             gradients=elements * prices.gradient_bytes,
             memory=(elements * prices.state(1.0).total + kept) / rooms[type_],
-            paces=np.stack([paces[int(one)] for one in degree], axis=1),
-            slower=_slower(work[[unlike.index(part) for part in parts]].sum(axis=0), type_, degree),
+            paces=np.stack([paces[both] for both in zip(tensor.tolist(), expert.tolist(), strict=True)], axis=1),
+            slower=_slower(work[[unlike.index(part) for part in parts]].sum(axis=0), type_, np.stack([tensor, expert])),
         )
 
 
@@ -153,13 +160,14 @@ def _ranges(most: int) -> Iterator[tuple[int, int]]:
 
 
 def _groups(meshes: Meshes) -> Iterator[_Group]:
-    """Every type with its tensor degrees, those of small groups that may mix types too."""
+    """Every type with its degrees, those of small groups that may mix types too."""
     prices, num = meshes.prices, len(meshes.prices.cluster.devices)
     largest = max(len(node.ranks) for node in prices.cluster.nodes)
     small = [degree for degree in prices.tensor_degrees if degree <= min(num, MOST_MIXED)]
     for index, pool in enumerate(meshes.pools):
         mixed = {degree for degree in small if prices.knows(pool.type, degree, largest)}
-        yield from (_Group(index, degree) for degree in sorted({*meshes.degrees(pool), *mixed}) if degree <= num)
+        yield from (_Group(index, degree, 1) for degree in sorted({*meshes.degrees(pool), *mixed}) if degree <= num)
+        yield from (_Group(index, 1, degree) for degree in prices.expert_degrees if degree <= num)
 
 
 def _parts(meshes: Meshes) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -175,8 +183,8 @@ def _parts(meshes: Meshes) -> Iterator[tuple[tuple[int, ...], float]]:
 
 def _times(meshes: Meshes, kind: int, group: _Group, ranges: Sequence[tuple[int, int]]) -> _Times:
     prices, pool = meshes.prices, meshes.pools[group.pool]
-    parameters = sum(prices.parameters_of(kind, group.degree))
-    one, two = (prices.kept(kind, pool.type, group.degree, rows) for rows in (1, 2))
+    parameters = sum(prices.parameters_of(kind, group.tensor, group.expert))
+    one, two = (prices.kept(kind, pool.type, group.tensor, rows, group.expert) for rows in (1, 2))
     kept = np.array([max(0.0, one + (two - one) * (first - 1)) for first, _ in ranges])
     room = pool.type.memory_bytes - prices.overhead_bytes[pool.type.name]
     fits = prices.state(parameters).total + kept * prices.waste <= room
@@ -184,7 +192,7 @@ def _times(meshes: Meshes, kind: int, group: _Group, ranges: Sequence[tuple[int,
     if not fits.any():
         return _Times(never, never, never, kept, 0.0, parameters)
     most = ranges[int(np.flatnonzero(fits)[-1])][1]
-    points = _points(meshes, kind, most)
+    points = _points(meshes, kind, most, group.expert)
     times = [_seconds(meshes, kind, group, rows) for rows in points]
     forward, backward = (
         _between(points, [time[way] for time in times], [first for first, _ in ranges]) for way in (0, 1)
@@ -200,19 +208,22 @@ def _times(meshes: Meshes, kind: int, group: _Group, ranges: Sequence[tuple[int,
     )
 
 
-def _points(meshes: Meshes, kind: int, most: int) -> list[int]:
-    """The numbers of rows that are priced: powers of two, of many rows powers of four, and what was measured."""
-    measured = {rows for times in meshes.prices.profile.kinds[kind].measured for rows in times.rows if rows < most}
-    powers = range((most - 1).bit_length() + 1)
-    return sorted({1 << power for power in powers if power <= 4 or power % 2 == 0 or power == powers[-1]} | measured)
+def _points(meshes: Meshes, kind: int, most: int, expert: int) -> list[int]:
+    """The numbers of rows that are priced: powers of two, of many rows powers of four, and what was measured; so many
+    for each device of an expert group, where one row takes as long as one for each."""
+    each = -(-most // expert)
+    measured = {rows for times in meshes.prices.profile.kinds[kind].measured for rows in times.rows if rows < each}
+    powers = range((each - 1).bit_length() + 1)
+    found = {1 << power for power in powers if power <= 4 or power % 2 == 0 or power == powers[-1]} | measured
+    return sorted({1, *(expert * rows for rows in found)})
 
 
 def _seconds(meshes: Meshes, kind: int, group: _Group, rows: int) -> tuple[float, float, float]:
     """Forward, backward and update: with collectives where the group fits into a node, else without."""
     prices, pool = meshes.prices, meshes.pools[group.pool]
     if group.degree > pool.per_node:
-        return (*prices.computation(kind, pool.type, group.degree, rows), 0.0)
-    price = prices.layer(kind, prices.group(pool.nodes[0][: group.degree], 1), rows, 1)
+        return (*prices.computation(kind, pool.type, group.tensor, rows, group.expert), 0.0)
+    price = prices.layer(kind, prices.group(pool.nodes[0][: group.degree], 1, group.expert), rows, 1)
     return price.forward, price.backward, price.update
 
 
@@ -236,15 +247,16 @@ def _least_each(points: Sequence[int], values: Sequence[float], ranges: Sequence
     return np.array(found)
 
 
-def _slower(work: Array, type_: Integers, degree: Integers) -> Array:
+def _slower(work: Array, type_: Integers, degrees: Integers) -> Array:
     """For each slice how many times longer a row takes on its type than on another, at most: the whole chain, at the
-    same degree, each with the rows that suit it."""
+    same degrees, each with the rows that suit it."""
     found = np.ones(len(type_))
-    for each in np.unique(degree):
-        best = {int(one): work[(type_ == one) & (degree == each)].min() for one in np.unique(type_[degree == each])}
+    for each in np.unique(degrees, axis=1).T:
+        alike = (degrees == each[:, None]).all(axis=0)
+        best = {int(one): work[(type_ == one) & alike].min() for one in np.unique(type_[alike])}
         for one, own in best.items():
             others = [own / its for its in best.values() if own < NEVER and 0 < its < NEVER]
-            found[(type_ == one) & (degree == each)] = max([1.0, *others])
+            found[(type_ == one) & alike] = max([1.0, *others])
     return found
 
 

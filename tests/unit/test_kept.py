@@ -74,3 +74,36 @@ def test_a_choice_of_devices_is_refused() -> None:
     whale.annotate(model, {"": [whale.cluster(type="A100"), whale.replicate()]})
     with pytest.raises(UsageError, match="leave cluster"):
         fixed_by(module_scopes(model), PATHS)
+
+
+EXPERTS = [(), ("layers.0.up",), ("layers.1.up",), ("layers.2.up",), ("layers.3.up",), ()]
+
+
+def of_experts(annotations: dict[str, list[str]]) -> list[tuple[int, int, int | None, int | None, int | None]]:
+    """The degrees that annotations fix of a decoder, of whose layers a module counts as experts."""
+    model = decoder()
+    whale.annotate(
+        model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
+    )
+    found = fixed_by(module_scopes(model), PATHS, EXPERTS)
+    return [(one.first, one.last, one.data, one.tensor, one.expert) for one in found.degrees]
+
+
+def test_experts_that_are_split_fix_the_expert_degree() -> None:
+    assert of_experts({"layers.*.up": ["split(4)"]}) == [(1, 5, None, 1, 4)]
+    assert of_experts({"": ["replicate()"], "layers.*.up": ["split()"]}) == [
+        (0, 1, None, 1, None),
+        (1, 5, 1, 1, None),
+        (5, 6, None, 1, None),
+    ]
+    nested = {"": ["replicate(2)", "replicate()"], "layers.*.up": ["replicate(2)", "split()"]}
+    assert of_experts(nested)[1] == (1, 5, 2, 1, None)
+
+
+def test_experts_of_layers_that_are_annotated_without_them_are_whole() -> None:
+    assert of_experts({"layers.[0-1]": ["replicate(4)"]}) == [(1, 3, 4, None, 1)]
+
+
+def test_experts_in_layers_that_are_split_are_refused() -> None:
+    with pytest.raises(UsageError, match="where all else is replicated"):
+        of_experts({"": ["split(2)"], "layers.*.up": ["split(4)"]})

@@ -214,7 +214,7 @@ class _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         import torch
 
-        from whale.automatic import tensor_degrees
+        from whale.automatic import expert_degrees, tensor_degrees
         from whale.graph.capture import batch_rows
         from whale.planner.kept import fixed_by
         from whale.planner.precision import BY_DTYPE
@@ -237,14 +237,19 @@ class _Model:
         if profile is None:
             degrees = tensor_degrees(cluster, loaded.model, optimizer=optimizer)
             profile = profile_model(
-                loaded.model, loaded.batch, tensor_degrees=degrees, name=loaded.name, captured=trial.captured
+                loaded.model,
+                loaded.batch,
+                tensor_degrees=degrees,
+                expert_degrees=expert_degrees(cluster),
+                name=loaded.name,
+                captured=trial.captured,
             )
         elif profile.model_hash not in ("", trial.identity.hash):
             raise UsageError(
                 f"the profile is of {profile.name} with hash {profile.model_hash[:19]}..., but {loaded.name} has "
                 f"{trial.identity.hash[:19]}...: its code, or sizes such as widths, differ; profile this model"
             )
-        return cls(profile=profile, trial=trial, fixed=fixed_by(scopes, profile.paths))
+        return cls(profile=profile, trial=trial, fixed=fixed_by(scopes, profile.paths, profile.experts))
 
 
 def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -132,7 +132,8 @@ def in_short(candidate: Candidate, cluster: Cluster) -> str:
 def _look(stage: StageChoice, cluster: Cluster) -> str:
     types = dict.fromkeys(cluster.devices[rank].type.name for rank in stage.ranks)
     counts = [(sum(cluster.devices[rank].type.name == name for rank in stage.ranks), name) for name in types]
-    degrees = f" ({stage.data} x {stage.tensor})" if len(stage.ranks) > 1 else ""
+    inner = f"{stage.expert} experts" if stage.expert > 1 else stage.tensor
+    degrees = f" ({stage.data} x {inner})" if len(stage.ranks) > 1 else ""
     return " + ".join(f"{count} {name}" for count, name in counts) + degrees
 
 
@@ -187,6 +188,7 @@ def _stage_data(stage: StageChoice) -> dict[str, Any]:
         "ranks": write_ranks(stage.ranks),
         "data": stage.data,
         "tensor": stage.tensor,
+        "expert": stage.expert,
         "rows": list(rows) if len(set(rows)) > 1 else rows[0],
     }
 

@@ -1,0 +1,253 @@
+"""Experts that are split while all else is replicated on the same devices: what the search says of such plans is what
+the compiled plan says, and it finds them where they are better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+
+from whale.automatic import expert_degrees
+from whale.cli.model_loader import LoadedModel, load_model
+from whale.cli.search_text import in_short
+from whale.errors import UsageError
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.profile import ModelProfile
+from whale.ir.workload import DeviceMemory
+from whale.planner.catalog import device_types
+from whale.planner.chosen import annotations_of
+from whale.planner.search import Degrees, Fixed, SearchSettings, StageChoice, evaluate, search
+from whale.planner.search.bound import bound_seconds
+from whale.planner.search.chain import Chain
+from whale.planner.search.devices import pools_of
+from whale.planner.search.evaluate import score
+from whale.planner.search.meshes import Meshes
+from whale.planner.search.prices import Prices
+from whale.searching import compile_candidate, search_plans
+from whale.strategies.profile import profile_model
+from whale.trial import ModelTrial
+
+A100 = device_types()["A100-SXM4-80GB"]
+NODE = Cluster.homogeneous(4, A100, intra=A100.intra_node)
+NODES = Cluster.homogeneous(
+    4, A100, intra=A100.intra_node, num_devices_per_node=2, inter=Link(bandwidth=1.25e9, latency=1e-5)
+)
+BATCH, MICRO_BATCHES = 32, 2
+SIZES: dict[str, dict[str, Any]] = {
+    "gshard": {"layers": 2, "hidden": 256, "ffn": 1024, "heads": 4, "experts": 8, "seq": 128, "vocab": 1024},
+    "moe": {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "experts": 8, "seq": 128, "vocab": 1024},
+}
+EXPERTS = {"gshard": "feed_forward.experts", "moe": "feed_forward"}
+
+
+@cache
+def loaded(name: str) -> LoadedModel:
+    return load_model(f"examples/models/{name}.py:{name}", SIZES[name] | {"batch_size": BATCH}, device="meta")
+
+
+@cache
+def trial(name: str) -> ModelTrial:
+    return ModelTrial(loaded(name).model, loaded(name).batch, name=name)
+
+
+@cache
+def profiled(name: str) -> ModelProfile:
+    own = trial(name)
+    model, batch = loaded(name).model, loaded(name).batch
+    return profile_model(model, batch, tensor_degrees=(1, 2), expert_degrees=(2, 4), captured=own.captured)
+
+
+def stages(profile: ModelProfile, *given: tuple[int, int, int]) -> list[StageChoice]:
+    """Of so many layers, data and expert degree, on ranks in order."""
+    found: list[StageChoice] = []
+    layer = rank = 0
+    for layers, data, expert in given:
+        ranks = tuple(range(rank, rank + data * expert))
+        rows = (BATCH // MICRO_BATCHES // data,) * data
+        found.append(
+            StageChoice(first=layer, last=layer + layers, ranks=ranks, data=data, tensor=1, rows=rows, expert=expert)
+        )
+        layer, rank = layer + layers, rank + len(ranks)
+    assert layer == len(profile.layers)
+    return found
+
+
+def held(device: DeviceMemory) -> int:
+    """Without drivers and the batch, which are framework to the search."""
+    return device.total - device.framework
+
+
+# --- the profile ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gshard", "moe"])
+def test_a_profile_says_what_layers_cost_whose_experts_are_split(name: str) -> None:
+    profile = profiled(name)
+    assert profile.experts == ((), (f"layers.0.{EXPERTS[name]}",), (f"layers.1.{EXPERTS[name]}",), ())
+    (kind,) = [kind for kind in profile.kinds if kind.expert_variants]
+    whole = kind.variants[0]
+    assert [(one.tensor_degree, one.expert_degree) for one in kind.expert_variants] == [(1, 2), (1, 4)]
+    for split in kind.expert_variants:
+        in_parts = split.expert_parameters * split.expert_degree
+        assert split.parameters - split.expert_parameters + in_parts == whole.parameters
+        assert in_parts > 0.5 * whole.parameters
+        for given in (split.forward_communications, split.backward_communications):
+            assert given and all(one.group == "expert" for one in given)
+    products = [sum(kernel.flops(4) for kernel in one.forward) for one in (whole, *kind.expert_variants)]
+    assert products == pytest.approx([products[0]] * 3, rel=0.05)  # its own rows, and as many of its experts
+
+
+def test_tokens_go_to_the_experts_and_back() -> None:
+    kind = profiled("gshard").kinds[profiled("gshard").layers[1]]
+    sizes = SIZES["gshard"]
+    places = sizes["experts"] * round(1.5 * 2 * sizes["seq"] / sizes["experts"])  # of a row, in all experts
+    for split in kind.expert_variants:
+        for given in (split.forward_communications, split.backward_communications):
+            exchanged = [one for one in given if one.kind == "all_to_all"]
+            assert [one.size.elements(3) + one.size.bytes(3) / 4 for one in exchanged] == [
+                3 * places * sizes["hidden"]
+            ] * 2
+
+
+def test_without_experts_a_profile_is_as_before() -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 2, "seq": 32, "vocab": 128, "batch_size": 8}
+    gpt = load_model("examples/models/gpt.py:gpt", sizes, device="meta")
+    one, other = (
+        profile_model(gpt.model, gpt.batch, tensor_degrees=(1, 2), expert_degrees=degrees) for degrees in ((), (2, 4))
+    )
+    assert one.dumps() == other.dumps()
+    with pytest.raises(UsageError, match="no expert degree 2 at tensor degree 1, only none"):
+        evaluate(one, NODE, stages(one, (len(one.layers), 2, 2)), micro_batches=MICRO_BATCHES, eager=True)
+
+
+def test_a_degree_over_which_nothing_can_be_split_is_left_out() -> None:
+    given = load_model("examples/models/gshard.py:gshard", SIZES["gshard"] | {"experts": 4}, device="meta")
+    profile = profile_model(given.model, given.batch, tensor_degrees=(1,), expert_degrees=(2, 3, 2048))
+    assert {one.expert_degree for kind in profile.kinds for one in kind.expert_variants} == {2, 3}
+
+
+# --- the price --------------------------------------------------------------------------------------------------------
+
+
+LAYOUTS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "one group": ((4, 1, 4),),
+    "two groups": ((4, 2, 2),),
+    "in both stages": ((2, 1, 2), (2, 1, 2)),
+    "behind replicas": ((2, 2, 1), (2, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("cluster", [NODE, NODES], ids=["a node", "two nodes"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["gshard", "moe"])
+def test_the_search_says_what_the_compiled_plan_says(name: str, layout: str, cluster: Cluster) -> None:
+    profile = profiled(name)
+    candidate = evaluate(
+        profile, cluster, stages(profile, *LAYOUTS[layout]), micro_batches=MICRO_BATCHES, precision="fp32", eager=True
+    )
+    choice = compile_candidate(candidate, profile, cluster, batch=BATCH, trial=trial(name))
+    assert choice.compiled, choice.reason
+    assert choice.plan.workload is not None
+    for own, compiled in zip(candidate.workload.stages, choice.plan.workload.stages, strict=True):
+        for place, rank in enumerate(own.ranks):
+            at = compiled.ranks.index(rank)
+            assert own.forward[place] == pytest.approx(compiled.forward[at], rel=0.03)
+            assert own.backward[place] == pytest.approx(compiled.backward[at], rel=0.03)
+    by_rank = {device.rank: device for device in choice.prediction.memory}
+    for device in candidate.prediction.memory:
+        wanted = held(by_rank[device.rank])
+        assert 0.95 <= (held(device) + BATCH * profile.row_bytes) / wanted <= 1.1
+
+
+# --- as annotations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_of_expert_groups_is_written_as_nested_annotations() -> None:
+    profile = profiled("gshard")
+    experts = profile.experts
+    assert annotations_of(stages(profile, (4, 2, 2)), [""], [], experts) == {
+        "": ("replicate(2)", "replicate(2)"),
+        "layers.[0-1].feed_forward.experts": ("replicate(2)", "split(2)"),
+    }
+    two = stages(profile, (2, 2, 1), (2, 1, 2))
+    anchors = [profile.paths[stage.first] for stage in two]
+    places = [(path, layer // 2) for layer, path in enumerate(profile.paths)]
+    assert annotations_of(two, anchors, places, experts) == {
+        anchors[0]: ("stage(2)", "replicate(2)"),
+        "layers.1": ("stage(2)", "replicate(2)"),
+        "layers.1.feed_forward.experts": ("split(2)",),
+    }
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def test_experts_that_do_not_fit_whole_are_split_where_that_is_quickest() -> None:
+    """On a slow network all else is better replicated than split."""
+    profile = profiled("gshard")
+    state = 16 * sum(profile.kinds[kind].variants[0].parameters for kind in profile.layers)
+    card = DeviceType.of("cpu-card", speed={"float32": 1e12}, memory_bytes=round(0.8 * state), memory_bandwidth=1e11)
+    cluster = Cluster.homogeneous(4, card, intra=Link(bandwidth=2e9, latency=1e-5))
+    settings = SearchSettings(eager=True, precision="fp32", time_limit=60.0)
+    found = search_plans(profile, cluster, batch=BATCH, settings=settings, trial=trial("gshard"))
+    assert any(stage.expert > 1 for stage in found.best.candidate.stages), in_short(found.best.candidate, cluster)
+    assert "experts" in in_short(found.best.candidate, cluster)
+    assert found.best.compiled
+    assert found.found.bound_seconds <= found.found.best.prediction.step_seconds
+
+
+def test_a_fixed_expert_degree_is_kept() -> None:
+    profile = profiled("gshard")
+    fixed = Fixed(degrees=(Degrees(first=1, last=3, data=2, tensor=1, expert=2),))
+    settings = SearchSettings(eager=True, precision="fp32", time_limit=60.0, fixed=fixed, top=2)
+    found = search_plans(profile, NODE, batch=BATCH, settings=settings)
+    for choice in found.choices:
+        own = [stage for stage in choice.candidate.stages if stage.first < 3 and stage.last > 1]
+        assert own and all(stage.degrees == (2, 1, 2) for stage in own)
+
+
+def test_degrees_that_are_worth_profiling_are_powers_of_two_and_all_devices() -> None:
+    assert expert_degrees(Cluster.homogeneous(6)) == (2, 4, 6)
+
+
+def every_plan(prices: Prices, divisions: Sequence[tuple[int, int]], count: int) -> list[list[StageChoice]]:
+    """Plans of one stage and of two on all devices and half of them each, at all degrees."""
+    num, layers, rows = len(prices.cluster.devices), len(prices.profile.layers), BATCH // count
+    meshes = {
+        size: [(size // prod(one), *one) for one in divisions if size % prod(one) == 0] for size in (num, num // 2)
+    }
+
+    def stage(first: int, last: int, start: int, degrees: tuple[int, int, int]) -> StageChoice:
+        data, tensor, expert = degrees
+        ranks = tuple(range(start, start + data * tensor * expert))
+        own = (rows // data,) * data
+        return StageChoice(first=first, last=last, ranks=ranks, data=data, tensor=tensor, rows=own, expert=expert)
+
+    found = [[stage(0, layers, 0, one)] for one in meshes[num] if rows % one[0] == 0]
+    for cut in range(1, layers):
+        for one, other in product(meshes[num // 2], repeat=2):
+            if rows % one[0] == 0 and rows % other[0] == 0:
+                found.append([stage(0, cut, 0, one), stage(cut, layers, num // 2, other)])
+    return found
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 2e9, 3e11])
+@pytest.mark.parametrize("name", ["gshard", "moe"])
+def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, bandwidth: float) -> None:
+    profile = profiled(name)
+    cluster = Cluster.homogeneous(4, A100, intra=Link(bandwidth=bandwidth, latency=1e-5))
+    prices = Prices.of(profile, cluster, precision="fp32", eager=True, batch=BATCH)
+    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of((), len(profile.layers), None))
+    for count in (1, 4):
+        settings = SearchSettings(eager=True, precision="fp32", time_limit=300.0, micro_batches=count)
+        found = search(profile, cluster, batch=BATCH, settings=settings)
+        least = min(
+            score(prices, plan, micro_batches=count, batch=BATCH).prediction.step_seconds
+            for plan in every_plan(prices, meshes.all_divisions, count)
+        )
+        assert found.exact and found.best.prediction.step_seconds <= least * (1 + 1e-6)
+        assert bound_seconds(meshes, BATCH, [count]) <= found.best.prediction.step_seconds
