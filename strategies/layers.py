@@ -34,7 +34,7 @@ from whale.strategies.regions import is_within
 from whale.strategies.sharding import GLOO, Prices
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LayeredModel", "at_rows", "default_dtype", "layered"]
+__all__ = ["LayeredModel", "at_rows", "default_dtype", "layered", "within"]
 
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, for whoever costs a layer to rewrite as sequence parallelism does."""
@@ -201,6 +201,21 @@ def layered(
         found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn)
         found[count].like = next(iter(found.values())) if len(found) > 1 else None
     return {count: found[count] for count in rows}
+
+
+def within(captured: Captured, model: nn.Module, rows: Sequence[int]) -> dict[int, LayeredModel] | None:
+    """As `layered`, of a capture as it is; None where its batch has too few rows for that."""
+    try:
+        together = _within(captured, model, rows)
+        if together is not None:
+            return dict.fromkeys(rows, together)
+        apart = {count: _within(captured, model, (count,)) for count in sorted(rows, reverse=True)}
+    except _Coupled:
+        return None
+    found = {count: one for count, one in apart.items() if one is not None}
+    for one in list(found.values())[1:]:
+        one.like = found[max(rows)]
+    return found if len(found) == len(rows) else None
 
 
 class _Coupled(UsageError):

@@ -24,7 +24,7 @@ from whale.ir.check import CollectiveCall
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
 from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Kept, KernelRun, Trace, trace
-from whale.strategies.layers import LayeredModel, default_dtype, layered
+from whale.strategies.layers import LayeredModel, default_dtype, layered, within
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.regions import (
     PRODUCTS,
@@ -99,10 +99,10 @@ def profile_model(
     experts = [_experts(first, kind) for kind in range(len(kinds))]
     ways = sorted({*expert_degrees} - {1})
     if ways and any(experts):
-        rows = sorted({way * count for way in ways for count in ROWS})
-        more = _captured(model, batch, rows, loss_fn, captured)
+        more = _for_experts(model, batch, ways, loss_fn, captured)
         for position, modules in enumerate(experts):
-            split = _expert_variants(_KindCosts(more, position), modules, ways, sent=sent[position]) if modules else ()
+            costs_at = {way: _KindCosts(own, position) for way, own in more.items()} if modules else {}
+            split = _expert_variants(costs_at, modules, sent=sent[position])
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     return ModelProfile(
         name=name or type(model).__name__,
@@ -136,11 +136,29 @@ def _expert_paths(layers: Sequence[Layer], experts: Sequence[tuple[str, ...]]) -
     )
 
 
+def _for_experts(
+    model: nn.Module,
+    batch: Batch,
+    degrees: Sequence[int],
+    loss_fn: Callable[..., Any] | None,
+    captured: Captured | None,
+) -> dict[int, Mapping[int, LayeredModel]]:
+    """The model for the rows at which each of these expert degrees is traced; captured again for those of which the
+    batch has too few, all together."""
+    rows = {degree: [degree * count for count in ROWS] for degree in degrees}
+    known = {} if captured is None else {degree: within(captured, model, own) for degree, own in rows.items()}
+    found: dict[int, Mapping[int, LayeredModel]] = {degree: own for degree, own in known.items() if own is not None}
+    if missing := [degree for degree in degrees if degree not in found]:
+        every = sorted({count for degree in missing for count in rows[degree]})
+        found |= dict.fromkeys(missing, _captured(model, batch, every, loss_fn, captured))
+    return {degree: found[degree] for degree in degrees}
+
+
 def _expert_variants(
-    costs: _KindCosts, modules: tuple[str, ...], degrees: Sequence[int], *, sent: bool
+    costs_at: Mapping[int, _KindCosts], modules: tuple[str, ...], *, sent: bool
 ) -> Iterator[LayerVariant]:
     """A kind of layer at the expert degrees that are possible."""
-    for degree in degrees:
+    for degree, costs in costs_at.items():
         with suppress(InfeasibleError, _NoLaw):
             costs.measure(degree, modules)
             yield costs.variant(degree, modules, sent=sent)
