@@ -76,7 +76,7 @@ class Sizes:
         return cls(
             matmul=(("float32", (128, 256, 512, 1024)), ("float64", (512,)), ("bfloat16", (512,))),
             copy=2**28,
-            messages=(2**10, 2**14, 2**18, BUCKET_BYTES, 2**24),
+            messages=(2**10, 2**14, 2**18, 2**20, BUCKET_BYTES, 2**24),
         )
 
 
@@ -150,7 +150,8 @@ def _memory_bytes(device: torch.device) -> int:
 
 def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[Item]:
     """Links, then devices: each type of device on its first rank, each kind of pair and group on its first ranks."""
-    pairs, sets = _pairs(places), _sets(places)
+    pairs = _pairs(places)
+    sets = _sets(places, pairs)
     made = groups([*pairs, *sets], timeout_seconds=world.failures.timeout_seconds)
     beside = groups(sets, timeout_seconds=world.failures.timeout_seconds)
     items = []
@@ -185,13 +186,23 @@ def _pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def _sets(places: Sequence[Place]) -> list[tuple[int, ...]]:
-    """The first group of each kind among: powers of two of a node's devices, a device of each node, all devices."""
+def _sets(places: Sequence[Place], pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The first group of each kind among: the pairs, powers of two of a node's devices, powers of two of nodes with a
+    device each, of one type of device or as they come, and all devices."""
     nodes: dict[str, list[Place]] = {}
     for place in places:
         nodes.setdefault(place.node, []).append(place)
-    groups_of = [members[:count] for members in nodes.values() for count in (*_powers(len(members)), len(members))]
-    groups_of += [[members[0] for members in nodes.values()], list(places)]
+    firsts = [members[0] for members in nodes.values()]
+    alike: dict[str, list[Place]] = {}
+    for place in firsts:
+        alike.setdefault(place.device_type, []).append(place)
+    groups_of = [[places[rank] for rank in pair] for pair in pairs]
+    groups_of += [
+        members[:count]
+        for members in (*nodes.values(), *alike.values(), firsts)
+        for count in (*_powers(len(members)), len(members))
+    ]
+    groups_of.append(list(places))
     found: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for members in groups_of:
         if len(members) > 1:
@@ -568,12 +579,17 @@ def measure_items(
                 failed.add(item)
                 tell(f"not measured: {item.name}: {result['failure']}")
                 continue
-            found.setdefault(item, []).append(result["value"])
-            profile = before
-            for measured, values in found.items():
-                profile = measured.merged(profile, _medians(values))
+            values = found.setdefault(item, [])
+            values.append(result["value"])
+            if len(values) == 1:
+                profile = item.merged(profile, values[0])
             write(profile)
             tell(f"measured: {item.name}")
+    if passes > 1 and found:
+        profile = before
+        for item, values in found.items():
+            profile = item.merged(profile, _medians(values))
+        write(profile)
     board.put(f"done/{world.rank}", True)
     for rank in range(world.size) if world.rank == 0 else ():
         board.get(f"done/{rank}")  # the store is rank 0's, and ends with it

@@ -102,13 +102,16 @@ def bucket_bytes(compilation: Compilation) -> list[int]:
 
 
 def call_bytes(call: CollectiveCall) -> int:
-    """The size of the whole tensor that a collective is about, as `whale.planner.communication` counts it.
+    """The size of the whole tensor that a collective is about, as `whale.planner.communication` counts it; parts that
+    are gathered are padded to the largest.
 
     >>> call_bytes(CollectiveCall("n", "all_gather", (0, 1), "float32", ((2, 3), (1, 3))))
-    36
+    48
     """
     element = _element_bytes(call.dtype)
-    if call.op in ("all_gather", "reduce_scatter"):
+    if call.op == "all_gather":
+        return element * len(call.shapes) * max(prod(shape) for shape in call.shapes)
+    if call.op == "reduce_scatter":
         return element * sum(prod(shape) for shape in call.shapes)
     whole = prod(call.shapes[0])
     return element * (whole // len(call.ranks) if call.op == "all_to_all" else whole)

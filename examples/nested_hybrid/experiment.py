@@ -108,7 +108,7 @@ def simulated(
         device="cpu" if processors else "cuda",
     )
     found = predict(compilation, costs, schedule=plan.schedule, **options)
-    sent = sent_bytes(compilation, found.workload)
+    sent = sent_bytes(compilation, found.workload, gloo=processors)
     return Simulated(prediction=found.prediction, workload=found.workload, sent_bytes=sent)
 
 
@@ -118,9 +118,11 @@ def parts_of(compilation: Compilation, profile: ModelProfile) -> set[tuple[float
     return {(part.fraction, part.rows) for part in parts if part.rows}
 
 
-def sent_bytes(compilation: Compilation, workload: Workload) -> float:
+def sent_bytes(compilation: Compilation, workload: Workload, *, gloo: bool = False) -> float:
     """Bytes that all ranks together send in a step, if collectives move no more than they must: between stages, to sum
-    gradients, and inside of stages, where ranks that are alike are rehearsed once."""
+    gradients, and inside of stages, where ranks that are alike are rehearsed once. *gloo*'s reduce-scatter sends what
+    an all-reduce does."""
+    sends = {"reduce_scatter": "all_reduce"} if gloo else {}
     micro_batches = workload.micro_batches - 1 + workload.last_share
     transfers = [one for boundary in workload.boundaries for one in (*boundary.forward, *boundary.backward)]
     total = micro_batches * sum(one.bytes for one in transfers if one.source != one.target)
@@ -136,7 +138,7 @@ def sent_bytes(compilation: Compilation, workload: Workload) -> float:
         )
         for index, by_rank in found.items():
             calls = [call for task in by_rank.values() for call in (*task.forward, *task.backward)]
-            each = sum(_of_a_rank(call.op, call.ranks, call_bytes(call)) for call in calls)
+            each = sum(_of_a_rank(sends.get(call.op, call.op), call.ranks, call_bytes(call)) for call in calls)
             total += compilation.rows.count(compilation.rows[index]) * each
     return total
 

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from whale.runtime.failure import Failures
 from whale.runtime.launch import World
 from whale.runtime.module import ParallelModule
 
-LINKS_SECONDS = 60.0
+LINKS_SECONDS = 150.0
 NOISE_FLOOR = 1e-3
 """Errors of a gradient are relative to its largest element, or to this part of the largest of all gradients: some are
 zero in mathematics and hold only rounding."""
@@ -103,7 +104,7 @@ def measure(
         found[name] = {"bytes": each_rank(_peak(step, others, world)), "sent": sum(each_rank(_sent_by(step)))}
         step.times.clear()
         if world.rank == 0:
-            print(f"{time.perf_counter() - start:.0f} s: {name}", flush=True)
+            print(f"{time.perf_counter() - start:.0f} s: {name}", file=sys.stderr, flush=True)
     made, seconds = time_in_turn(world, described, known, model, batch, steps, wanted, repeats=repeats)
     for name, own in seconds.items():
         found[name] |= {"seconds": statistics.median(own), "noise": noise(own), "each": own}
