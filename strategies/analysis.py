@@ -40,8 +40,8 @@ class Choice:
 class Analysis:
     """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of atoms.
 
-    ``batch_leaf`` is the atom along which the batch can be cut, -1 if there is none. ``solved`` is for whoever places the
-    graph's stretches, often many that are alike, on one mesh after the other.
+    ``batch_leaf`` is the atom along which the batch can be cut, -1 if there is none. ``solved`` is for whoever
+    places the graph's stretches, often many that are alike, on one mesh after the other.
     """
 
     atoms: Atoms = field(default_factory=Atoms)

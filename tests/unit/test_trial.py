@@ -11,6 +11,7 @@ from whale.cli.model_loader import load_model
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
 from whale.planner.catalog import device_types
+from whale.runtime.collectives import Bridge
 from whale.trial import ModelTrial
 
 EXAMPLES = Path(__file__).parents[2] / "examples/models"
@@ -32,7 +33,7 @@ def collectives(trial: ModelTrial, device: DeviceType) -> Counter[str]:
     )
     compilation = trial.compile(plan, cluster)
     program = compilation.local_programs(compilation.stages[0], 0, None)[0]
-    conversions = [bridge.conversion for bridge in program.bridges if hasattr(bridge, "conversion")]
+    conversions = [bridge.conversion for bridge in program.bridges if isinstance(bridge, Bridge)]
     return Counter(name for c in conversions for name in (c.forward_collective, c.backward_collective) if name)
 
 

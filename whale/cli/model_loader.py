@@ -193,7 +193,11 @@ def _device(device: str) -> Iterator[None]:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             x = args[0] if args else kwargs.get("tensor")
-            if isinstance(x, torch.Tensor) and x.is_meta and (func in draws or getattr(func, "__module__", "") == "torch.nn.init"):
+            if (
+                isinstance(x, torch.Tensor)
+                and x.is_meta
+                and (func in draws or getattr(func, "__module__", "") == "torch.nn.init")
+            ):
                 return x
             return func(*args, **kwargs)
 

@@ -87,14 +87,14 @@ def batch_rows(batch: Batch) -> int | None:
 
 
 class _Loss(nn.Module):
-    """The model followed by the choice of its loss."""
+    """The model followed by the choice of its loss, and a *check* of what was computed."""
 
     def __init__(
         self,
         model: nn.Module,
         names: Sequence[str],
         loss_fn: Callable[..., Any] | None,
-        check: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.model = model

@@ -1,13 +1,13 @@
 """Trace a layer twice, and copy it from then on: alike children of a list compute one graph with other parameters.
 
 Tracing an operator takes torch milliseconds, copying a node takes microseconds, so a capture costs what the kinds of
-layers cost, hardly what their number does. Two modules are alike if nothing tells them apart when they are called: class
-and attributes, modules inside of them, shapes of parameters and inputs, other arguments, the modes that torch is in.
-Both the first and the second are traced, and only where their operators are equal are those of the third a copy.
+layers cost, hardly what their number does. Two modules are alike if nothing tells them apart when they are called:
+class and attributes, modules inside of them, shapes of parameters and inputs, other arguments, the modes that torch is
+in. Both the first and the second are traced, and only where their operators are equal are those of the third a copy.
 
-A layer that does more than return a result is traced every time: one whose attributes or lists change meanwhile, or that
-enters annotations. What it leaves where only others look is seen in the end, by who reads it (`Escaped`): the model is
-then to be captured without this. Knows torch's tracer; nothing of devices and plans.
+A layer that does more than return a result is traced every time: one whose attributes or lists change meanwhile, or
+that enters annotations. What it leaves where only others look is seen in the end, by who reads it (`Escaped`): the
+model is then to be captured without this. Knows torch's tracer; nothing of devices and plans.
 """
 
 from __future__ import annotations
@@ -239,13 +239,12 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
     results, shapes = [], []
     leaves, structure = pytree.tree_flatten(result)
     for x in leaves:
-        node = _node(tracer, x) if isinstance(x, Tensor) else None
-        if node is None and not isinstance(x, _PLAIN):
+        maker = _node(tracer, x) if isinstance(x, Tensor) else None
+        token = ("plain", x) if maker is None else place.get(maker, ("fixed",))
+        if token[0] not in ("here", "input") and not isinstance(x, _PLAIN):
             return None
-        if node is not None and place.get(node, ("fixed",))[0] not in ("here", "input"):
-            return None
-        results.append(("plain", x) if node is None else place[node])
-        shapes.append(_shape(x) if node is not None else None)
+        results.append(token)
+        shapes.append(_shape(x) if isinstance(x, Tensor) else None)
     return _Trace(
         call=call,
         nodes=tuple(nodes),
