@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,7 +40,8 @@ class Choice:
 class Analysis:
     """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of atoms.
 
-    ``batch_leaf`` is the atom along which the batch can be cut, -1 if there is none.
+    ``batch_leaf`` is the atom along which the batch can be cut, -1 if there is none. ``solved`` is for whoever
+    places the graph's stretches, often many that are alike, on one mesh after the other.
     """
 
     atoms: Atoms = field(default_factory=Atoms)
@@ -48,6 +50,7 @@ class Analysis:
     rules: dict[fx.Node, Rule] = field(default_factory=dict)
     choices: dict[fx.Node, list[Choice]] = field(default_factory=dict)
     batch_leaf: int = -1
+    solved: dict[Any, dict[Any, Any]] = field(default_factory=dict)
 
     def shardable(self, value: Value, leaf: int, dim: int) -> bool:
         """Whether dim *dim* of a value can be cut along *leaf*."""

@@ -14,9 +14,10 @@ them is rehearsed. Each rank rehearses itself, and the ranks compare digests of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -166,13 +167,32 @@ class WithoutData(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def blank(x: Any) -> Any:
-            return x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x
+        kwargs = kwargs or {}
+        if _takes_device(func):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        if _have_data(args) or _have_data(kwargs.values()):
+            args, kwargs = pytree.tree_map(_blank, args), pytree.tree_map(_blank, kwargs)
+        return func(*args, **kwargs)
 
-        kwargs = dict(kwargs or {})
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            kwargs["device"] = torch.device("meta")
-        return func(*pytree.tree_map(blank, args), **pytree.tree_map(blank, kwargs))
+
+@cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _have_data(values: Iterable[Any]) -> bool:
+    """Whether any of an operator's arguments, or of those in its lists, is a tensor with data."""
+    for x in values:
+        if isinstance(x, Tensor):
+            if not x.is_meta:
+                return True
+        elif isinstance(x, list | tuple) and _have_data(x):
+            return True
+    return False
+
+
+def _blank(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x
 
 
 def forward_without_data(

@@ -233,7 +233,10 @@ class _Solver:
         self.analysis, self.problem = analysis, problem
         self.allowed = {n: _allowed(analysis, problem, n) for n in problem.nodes}
         self.work = {n: _work(analysis, problem, n) * (1 - 1 / problem.size) for n in problem.nodes}
-        self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = {}
+        # Segments of other stages, and of other plans for this graph, may be equal too.
+        self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = analysis.solved.setdefault(
+            (problem.size, problem.prices), {}
+        )
         self.bridges: dict[tuple, float] = {}
         self.emulations: dict[tuple, float] = {}
         split = {v for n in problem.nodes if problem.along[n] is None for v in analysis.ops[n].operands}

@@ -25,7 +25,7 @@ from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
 from whale.ir.workload import Prediction, Workload
-from whale.occupancy import brief_occupancy
+from whale.occupancy import Device, brief_occupancy
 from whale.planner.optimizers import Optimizer
 from whale.planner.precision import BY_DTYPE
 from whale.prediction import Costs, predict
@@ -76,7 +76,9 @@ class ModelTrial:
         """The capture, for whoever profiles the model; None where it is not of the training model as it is."""
         return self._base.captured if self.training and not self.options.promote else None
 
-    def _compile(self, cluster: Cluster, options: Options, like: Compilation | None = None) -> Compilation:
+    def _compile(
+        self, cluster: Cluster, options: Options, like: Compilation | None = None, *, device: Device = "cpu"
+    ) -> Compilation:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # who runs the plan is warned
             return compile_model(
@@ -84,7 +86,7 @@ class ModelTrial:
                 self.batch,
                 cluster,
                 options,
-                device="cpu",
+                device=device,
                 training=self.training,
                 loss_fn=self.loss_fn,
                 like=like,
@@ -117,7 +119,7 @@ class ModelTrial:
         )  # known to be of this model
         options = replace(self.options, micro_batches=plan.micro_batches, schedule=plan.schedule, plan=bare)
         like = replace(self._base, partition=self._annotated(plan), _lowered={})
-        return self._compile(cluster, options, like)
+        return self._compile(cluster, options, like, device=_device(cluster))
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         """Compile *plan* for *cluster*, and predict its step.
@@ -131,7 +133,7 @@ class ModelTrial:
             cluster=cluster,
             precision=BY_DTYPE[self.dtype],
             micro_batches=plan.micro_batches,
-            device="cpu" if any(device.type.is_processor for device in cluster.devices) else "cuda",
+            device=_device(cluster),
             optimizer=self.optimizer,
         )
         found = predict(compilation, costs, schedule=plan.schedule, held_by=brief_occupancy)
@@ -141,6 +143,11 @@ class ModelTrial:
         """The stages that the plan's annotations make of the model."""
         put_scopes(self._base.captured, self.model, scopes_by(self.model, plan.annotations))
         return partition(self._base.captured)
+
+
+def _device(cluster: Cluster) -> Device:
+    """Whose kernels and links a plan is compiled for."""
+    return "cpu" if any(device.type.is_processor for device in cluster.devices) else "cuda"
 
 
 def scopes_by(model: nn.Module, annotations: Mapping[str, Sequence[str]]) -> dict[str, ScopePath]:

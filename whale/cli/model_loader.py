@@ -12,8 +12,8 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -183,10 +183,32 @@ def _suggestion(word: str, words: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _device(device: str) -> AbstractContextManager[Any]:
+@contextmanager
+def _device(device: str) -> Iterator[None]:
+    """Let what is made be on a device; values of parameters that have none are not drawn, which takes long."""
     import torch
+    from torch.overrides import TorchFunctionMode
 
-    return torch.device(device)
+    class WithoutValues(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            x = args[0] if args else kwargs.get("tensor")
+            if (
+                isinstance(x, torch.Tensor)
+                and x.is_meta
+                and (func in draws or getattr(func, "__module__", "") == "torch.nn.init")
+            ):
+                return x
+            return func(*args, **kwargs)
+
+    draws = {
+        getattr(torch.Tensor, name)
+        for name in (
+            "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_"
+        )
+    }  # fmt: skip
+    with torch.device(device), WithoutValues():
+        yield
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
 from whale.graph.refusals import capture_error, check_batch, check_hooks, check_static, refusing
+from whale.graph.repeats import Escaped, Repeats
 
 Batch = Any
 """A dict of keyword arguments, a tuple of positional arguments, or one tensor."""
@@ -86,13 +87,20 @@ def batch_rows(batch: Batch) -> int | None:
 
 
 class _Loss(nn.Module):
-    """The model followed by the choice of its loss."""
+    """The model followed by the choice of its loss, and a *check* of what was computed."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        loss_fn: Callable[..., Any] | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.names = tuple(names)
         self.loss_fn = loss_fn
+        self.check = check
 
     def forward(self, *leaves: Any) -> torch.Tensor:
         values = dict(zip(self.names, leaves, strict=True))
@@ -105,7 +113,9 @@ class _Loss(nn.Module):
             output = self.model(*args[: accepted[0]], **{k: kwargs[k] for k in accepted[1]})
             batch = kwargs if kwargs else tuple(args)
             output = self.loss_fn(output, batch)
-        return _pick_loss(output)
+        loss = _pick_loss(output)
+        self.check()
+        return loss
 
 
 def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tuple[int, list[str]]:
@@ -181,25 +191,34 @@ def capture(
     leaves = batch_leaves(batch)
     check_batch(model, leaves, loss_fn)
     check_hooks(model)
-    duplicate = fake_copy(model, mode, device)
-    wrap_annotated(duplicate)
     fakes = fake_batch(leaves, mode, device)
-    root = _Loss(duplicate, list(fakes), loss_fn).train(model.training)
-    try:
-        with warnings.catch_warnings(), recording() as entered, preserve_node_meta(), refusing():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(root, tuple(fakes.values()), strict=False)
-            check_static(program.graph, type(model).__name__)
-            if _mutates(program.graph):
-                program = program.run_decompositions({})
-    except Exception as error:
-        raise capture_error(error, model) from error
+
+    def exported(*, copying: bool) -> tuple[torch.export.ExportedProgram, int]:
+        """The program, and how many stages the forward enters; of alike layers most are copies, or all are traced."""
+        duplicate = fake_copy(model, mode, device)
+        wrap_annotated(duplicate)
+        try:
+            with warnings.catch_warnings(), recording() as entered, preserve_node_meta(), refusing():
+                warnings.simplefilter("ignore")
+                check = Repeats(duplicate, entered).check if copying else lambda: None
+                root = _Loss(duplicate, list(fakes), loss_fn, check).train(model.training)
+                program = torch.export.export(root, tuple(fakes.values()), strict=False)
+                check_static(program.graph, type(model).__name__)
+                if _mutates(program.graph):
+                    program = program.run_decompositions({})
+        except Escaped:
+            return exported(copying=False)
+        except Exception as error:
+            raise capture_error(error, model) from error
+        return program, entered["stage"]
+
+    program, stages = exported(copying=True)
     captured = _read_signature(program, model, list(fakes))
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     scopes = (scope for path in module_scopes(model).values() for scope in path)
     annotated = dict.fromkeys(s.region for s in scopes if s.strategy.kind == "stage")
-    captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(entered["stage"])))
+    captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
     return captured
 
 
@@ -243,18 +262,48 @@ def _scoped(forward: Callable[..., Any], scopes: Any) -> Callable[..., Any]:
     return scoped
 
 
+_BLANKS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty",
+        "new_zeros", "new_ones", "new_full",
+    )
+}  # fmt: skip
+"""Operators whose results share nothing with anybody."""
+
+
 def _mutates(graph: fx.Graph) -> bool:
-    """Whether an operator changes its arguments, beyond the harmless ``detach_`` of a fresh constant."""
+    """Whether an operator changes its arguments, beyond the harmless ``detach_`` of a fresh constant. What is written
+    into a blank that nobody else reads is made a value of its own first: that needs no second trace of the model."""
     for module in [graph.owning_module, *_submodules(graph)]:
+        written = set[fx.Node]()
         for node in module.graph.nodes if module is not None else ():
             schema = getattr(node.target, "_schema", None)
             if node.op != "call_function" or schema is None:
                 continue
             if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
                 return True
-            if schema.is_mutable and node.target is not torch.ops.aten.detach_.default:
+            if not schema.is_mutable or node.target is torch.ops.aten.detach_.default:
+                continue
+            base, functional = node.args[0], _functional(node.target)
+            blank = base in written or getattr(base.target, "_overloadpacket", None) in _BLANKS
+            if functional is None or not blank or len(base.users) > 1:
                 return True
+            node.target = functional
+            written.add(node)
     return False
+
+
+def _functional(target: Any) -> Any:
+    """The operator that returns what this one writes over its first argument; None where there is none."""
+    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None)
+    if found is None or found._schema.is_mutable:
+        return None
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
+        (a.name, str(a.type)) for a in target._schema.arguments
+    ]
+    return found if same else None
 
 
 def _submodules(graph: fx.Graph) -> list[fx.GraphModule]:

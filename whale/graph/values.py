@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 Value = tuple[fx.Node, int]
 """One tensor of the graph: a node, and which of its outputs (0 for a node with one)."""
@@ -31,8 +31,18 @@ def is_tensor(node: fx.Node) -> bool:
 
 def operands(node: fx.Node) -> list[Value]:
     """The tensor operands of a call, in the order of its arguments; one that is given twice counts twice."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return [resolve(leaf) for leaf in leaves if isinstance(leaf, fx.Node) and is_tensor(leaf)]
+    return [resolve(leaf) for leaf in _nodes((*node.args, *node.kwargs.values())) if is_tensor(leaf)]
+
+
+def _nodes(arguments: Iterable[object]) -> Iterator[fx.Node]:
+    """The nodes among a call's arguments, and in their lists, in order."""
+    for x in arguments:
+        if isinstance(x, fx.Node):
+            yield x
+        elif isinstance(x, tuple | list):
+            yield from _nodes(x)
+        elif isinstance(x, Mapping):
+            yield from _nodes(x.values())
 
 
 def value_tensor(value: Value) -> torch.Tensor:

@@ -1,0 +1,56 @@
+"""A plan is compiled for the devices that it is for, wherever it is tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from whale.cli.model_loader import load_model
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
+from whale.planner.catalog import device_types
+from whale.runtime.collectives import Bridge
+from whale.trial import ModelTrial
+
+EXAMPLES = Path(__file__).parents[2] / "examples/models"
+PROCESSOR = DeviceType.of("cpu", speed={"float32": 1e11}, memory_bytes=2**36, memory_bandwidth=1e10)
+
+
+def collectives(trial: ModelTrial, device: DeviceType) -> Counter[str]:
+    """What a rank of a tensor group of four such devices calls in a micro-batch."""
+    cluster = Cluster.homogeneous(4, device, intra=device.intra_node or Link(bandwidth=1e9, latency=5e-5))
+    plan = Plan(
+        model=trial.identity,
+        cluster=ClusterIdentity.of(cluster),
+        world_size=4,
+        batch=8,
+        micro_batches=1,
+        schedule="1f1b",
+        annotations={"": ("split(4)",)},
+        stages=(PlanStage(ranks=(0, 1, 2, 3), axes=(PlanAxis(name="split", size=4, role="split"),)),),
+    )
+    compilation = trial.compile(plan, cluster)
+    program = compilation.local_programs(compilation.stages[0], 0, None)[0]
+    conversions = [bridge.conversion for bridge in program.bridges if isinstance(bridge, Bridge)]
+    return Counter(name for c in conversions for name in (c.forward_collective, c.backward_collective) if name)
+
+
+@pytest.fixture(scope="module")
+def trial() -> ModelTrial:
+    sizes = {"layers": 2, "hidden": 768, "heads": 12, "seq": 1024, "vocab": 50304}
+    loaded = load_model(str(EXAMPLES / "gpt.py:gpt"), sizes, batch_size=8, device="meta")
+    return ModelTrial(loaded.model, loaded.batch, name="gpt")
+
+
+def test_on_accelerators_sums_stay_in_parts_between_products(trial: ModelTrial) -> None:
+    found = collectives(trial, device_types()["A100-SXM4-80GB"])
+    assert found["reduce_scatter"] >= 8 and found["all_gather"] >= 8
+    assert not found["all_reduce"]
+
+
+def test_on_processors_they_are_summed_everywhere(trial: ModelTrial) -> None:
+    found = collectives(trial, PROCESSOR)
+    assert found["all_reduce"] >= 8
+    assert not found["reduce_scatter"]

@@ -1,0 +1,302 @@
+"""Trace a layer twice, and copy it from then on: alike children of a list compute one graph with other parameters.
+
+Tracing an operator takes torch milliseconds, copying a node takes microseconds, so a capture costs what the kinds of
+layers cost, hardly what their number does. Two modules are alike if nothing tells them apart when they are called:
+class and attributes, modules inside of them, shapes of parameters and inputs, other arguments, the modes that torch is
+in. Both the first and the second are traced, and only where their operators are equal are those of the third a copy.
+
+A layer that does more than return a result is traced every time: one whose attributes or lists change meanwhile, or
+that enters annotations. What it leaves where only others look is seen in the end, by who reads it (`Escaped`): the
+model is then to be captured without this. Knows torch's tracer; nothing of devices and plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.traceback import get_current_meta
+from torch.utils import _pytree as pytree
+
+__all__ = ["Escaped", "Repeats"]
+
+TRACED = 2
+"""Layers of each kind that are traced before any is copied."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+
+_WATCHES = "_whale_watches"
+"""Mark of the functions that stand in place of a layer's forward."""
+
+Token = tuple[Any, ...]
+"""What stands for a node in a description: a number among the layer's own nodes, inputs or parameters."""
+
+
+class Escaped(Exception):
+    """A value from within a layer that others were copied from is read outside of it: those others have none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of a layer: its path, its inputs and its parameters and buffers as nodes of the tracer's graph."""
+
+    path: str
+    inputs: tuple[fx.Node, ...]
+    own: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """A call that was traced: its nodes, and its result as tokens of nodes and inputs, or plain values."""
+
+    call: _Call
+    nodes: tuple[fx.Node, ...]
+    text: tuple[Any, ...]
+    results: tuple[Token, ...]
+    shapes: tuple[Any, ...]
+    structure: pytree.TreeSpec
+
+
+@dataclass
+class _Kind:
+    """Layers that are alike: those that were traced, how many are copies, and whether there is something against it."""
+
+    traces: list[_Trace] = field(default_factory=list)
+    copies: int = 0
+    refused: bool = False
+
+
+class Repeats:
+    """The layers of one capture; *entered* counts the annotations that the model's code enters."""
+
+    def __init__(self, model: nn.Module, entered: Mapping[str, int]) -> None:
+        self._entered = entered
+        self._kinds: dict[Hashable, _Kind] = {}
+        for parent in list(model.modules()):
+            if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(parent) > TRACED:
+                for child in parent.children():
+                    if "forward" not in child.__dict__:
+                        child.forward = self._watched(child)
+
+    def check(self) -> None:
+        """Be sure that nobody reads what is within a layer that stands for others.
+
+        Raises:
+            Escaped: somebody does.
+        """
+        for kind in self._kinds.values():
+            for trace in kind.traces if kind.copies else ():
+                inside = set(trace.nodes)
+                leaving = {trace.nodes[token[1]] for token in trace.results if token[0] == "here"}
+                if any(user not in inside for node in inside - leaving for user in node.users):
+                    raise Escaped
+
+    def _watched(self, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            mode = get_proxy_mode()
+            described = None if mode is None else _described(mode.tracer, module, args, kwargs)
+            if mode is None or described is None:
+                return forward(*args, **kwargs)
+            key, call = described
+            kind = self._kinds.setdefault(key, _Kind())
+            if kind.refused:
+                return forward(*args, **kwargs)
+            if len(kind.traces) == TRACED:
+                kind.copies += 1
+                return _copied(mode.tracer, kind.traces[-1], call, (args, kwargs))
+            before, known = self._state(module), _last(mode.tracer.graph)
+            result = forward(*args, **kwargs)
+            trace = _traced(mode.tracer, call, known, (args, kwargs), result)
+            if trace is None or before != self._state(module) or any(trace.text != one.text for one in kind.traces):
+                kind.refused = True
+            else:
+                kind.traces.append(trace)
+            return result
+
+        watched.__dict__[_WATCHES] = True
+        return watched
+
+    def _state(self, module: nn.Module) -> Hashable:
+        """What a call must leave as it was."""
+        return sum(self._entered.values()), _modes(), _attributes(module)
+
+
+# --- what tells modules and calls apart -------------------------------------------------------------------------------
+
+
+def _described(tracer: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Hashable, _Call] | None:
+    """A description that alike calls share, and the call; None where not all of it is known to the tracer."""
+    *around, (path, (name, _)) = tracer.module_stack.items()
+    tensors = list(_tensors(module))
+    own = [_node(tracer, x) for _, x in tensors]
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    inputs = [_node(tracer, x) for x in leaves if isinstance(x, Tensor)]
+    if path != name or None in inputs or None in own or set(inputs) & set(own):
+        return None
+    if not all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves):
+        return None
+    key = (
+        _attributes(module),
+        tuple((name, _shape(x)) for name, x in tensors),
+        tuple(own.index(node) for node in own),
+        tuple(_shape(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+        tuple(inputs.index(node) for node in inputs),
+        repr(structure),
+        tuple(outer for outer, _ in around),
+        _modes(),
+    )
+    return key, _Call(path=path, inputs=tuple(inputs), own=tuple(own))  # type: ignore[arg-type]
+
+
+def _node(tracer: Any, x: Tensor) -> fx.Node | None:
+    slot = get_proxy_slot(x, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _shape(x: Tensor) -> Hashable:
+    return type(x), x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad
+
+
+def _modes() -> Hashable:
+    """What decides beside its arguments how an operator is traced."""
+    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), autocast, torch.get_default_dtype(), repr(get_current_meta().get("custom"))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, all the names of each."""
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for table in ("_parameters", "_buffers"):
+            for name, x in inner.__dict__[table].items():
+                if x is not None:
+                    yield f"{path}.{name}", x
+
+
+def _attributes(module: nn.Module) -> Hashable:
+    """Everything that a module and those inside of it hold, but parameters and buffers."""
+    found = []
+    for path, inner in module.named_modules(remove_duplicate=False):
+        held = [
+            (name, _token(x))
+            for name, x in inner.__dict__.items()
+            if name not in ("_parameters", "_buffers", "_modules") and _WATCHES not in getattr(x, "__dict__", ())
+        ]
+        found.append((path, type(inner), tuple(held)))
+    return tuple(found)
+
+
+def _token(x: Any) -> Hashable:
+    """Equal for what is equal; an object that is no plain value is equal to itself only."""
+    if isinstance(x, _PLAIN):
+        return type(x), x
+    if isinstance(x, Mapping):
+        return type(x), tuple((_token(key), _token(value)) for key, value in x.items())
+    if isinstance(x, tuple | list):
+        return type(x), tuple(_token(item) for item in x)
+    if isinstance(x, set | frozenset):
+        return type(x), frozenset(_token(item) for item in x)
+    return type(x), id(x)
+
+
+# --- what a call computed ---------------------------------------------------------------------------------------------
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -> _Trace | None:
+    """The nodes after *known* as a trace; None where they cannot be copied."""
+    nodes, node = [], known.next
+    while node.op != "root":
+        nodes.append(node)
+        node = node.next
+    place: dict[fx.Node, Token] = {node: ("input", i) for i, node in reversed(list(enumerate(call.inputs)))}
+    place |= {node: ("own", i) for i, node in reversed(list(enumerate(call.own)))}
+    before = [_node(tracer, x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    if before != list(call.inputs) or any(node.op != "call_function" for node in nodes):
+        return None  # an input was changed, or something was made that is no operator
+    text = []
+    for i, node in enumerate(nodes):
+        arguments = fx.map_arg((node.args, node.kwargs), lambda n: place.get(n, ("fixed", n)))
+        values = [(_shape(x) if isinstance(x, Tensor) else x) for x in pytree.tree_leaves(node.meta.get("val"))]
+        text.append((node.target, arguments, values, node.meta.get("custom"), _moved(node, call.path, "")))
+        place[node] = ("here", i)
+    results, shapes = [], []
+    leaves, structure = pytree.tree_flatten(result)
+    for x in leaves:
+        maker = _node(tracer, x) if isinstance(x, Tensor) else None
+        token = ("plain", x) if maker is None else place.get(maker, ("fixed",))
+        if token[0] not in ("here", "input") and not isinstance(x, _PLAIN):
+            return None
+        results.append(token)
+        shapes.append(_shape(x) if isinstance(x, Tensor) else None)
+    return _Trace(
+        call=call,
+        nodes=tuple(nodes),
+        text=(text, results, shapes, repr(structure)),
+        results=tuple(results),
+        shapes=tuple(shapes),
+        structure=structure,
+    )
+
+
+def _moved(node: fx.Node, source: str, target: str) -> dict[str, tuple[str, Any]]:
+    """The modules around a node, if the module at one path were at another."""
+
+    def moved(path: str) -> str:
+        return target + path[len(source) :] if path == source or path.startswith(f"{source}.") else path
+
+    stack = node.meta.get("nn_module_stack") or {}
+    return {moved(key): (moved(path), kind) for key, (path, kind) in stack.items()}
+
+
+# --- the same once more -----------------------------------------------------------------------------------------------
+
+
+def _copied(tracer: Any, trace: _Trace, call: _Call, given: Any) -> Any:
+    """What a call returns whose nodes are copies of a trace."""
+    nodes: dict[fx.Node, fx.Node] = dict(zip(trace.call.own, call.own, strict=True))
+    nodes |= dict(zip(trace.call.inputs, call.inputs, strict=True))
+    for node in trace.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: nodes.get(n, n))
+        name = re.sub(r"_\d+$", "", node.name)
+        copy = tracer.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copy.meta = {**node.meta, "nn_module_stack": _moved(node, trace.call.path, call.path)}
+        nodes[node] = copy
+    inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    made: dict[Token, Any] = {}
+    for token, shape in zip(trace.results, trace.shapes, strict=True):
+        if token[0] == "here" and token not in made:
+            copy = nodes[trace.nodes[token[1]]]
+            made[token] = track_tensor_tree(_blank(shape), fx.Proxy(copy, tracer), constant=None, tracer=tracer)
+    leaves = [
+        token[1] if token[0] == "plain" else inputs[token[1]] if token[0] == "input" else made[token]
+        for token in trace.results
+    ]
+    return pytree.tree_unflatten(leaves, trace.structure)
+
+
+def _blank(shape: Sequence[Any]) -> Tensor:
+    """A tensor like one that an operator returned, without data."""
+    _, dtype, device, sizes, strides, requires_grad = shape
+    with disable_proxy_modes_tracing():
+        x = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+        if not requires_grad:
+            return x
+        source = torch.empty((), dtype=dtype, device=device, requires_grad=True)
+        return x.copy_(source.expand(sizes))  # the result of an operator: a leaf could not be changed in place
