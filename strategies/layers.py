@@ -31,7 +31,7 @@ from whale.strategies.layout import Layout, Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, layout_axes, place_stage, place_time
 from whale.strategies.regions import is_within
-from whale.strategies.sharding import GLOO, Prices
+from whale.strategies.sharding import Prices
 from whale.strategies.ungroup import ungroup
 
 __all__ = ["LayeredModel", "at_rows", "default_dtype", "layered", "within"]
@@ -88,7 +88,7 @@ class LayeredModel:
                 sent="whole",
                 leaving={v: p for v in graph.sent if experts and (p := rows[v])},
             )
-            prices = GLOO if experts else MEGATRON
+            prices = Prices() if experts else MEGATRON
             self._placed[key] = place_stage(
                 self.captured, self.analysis, self.chain.partition, problem, prices=prices, report=Report()
             )
