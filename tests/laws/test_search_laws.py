@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations, product
 
@@ -17,8 +17,9 @@ from tests.workloads import chain_workload
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.planner.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
-from whale.planner.search.bound import bound_seconds
+from whale.planner.search.bound import Duals, bound_seconds, cases_of
 from whale.planner.search.chain import Chain
 from whale.planner.search.devices import pools_of
 from whale.planner.search.drafts import pipeline_ends
@@ -27,6 +28,7 @@ from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
+from whale.planner.search.slices import Slices
 from whale.planner.simulate import simulate
 
 EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
@@ -51,7 +53,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
+def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3, batches: Sequence[int] = (2, 4, 6)) -> Case:
     types = [
         card(name, gib=draw(st.sampled_from([0.06, 0.12, 64]))) for name in ("a", "b", "c")[: draw(st.integers(1, 2))]
     ]
@@ -71,7 +73,7 @@ def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
     ]
     layers = draw(st.lists(st.integers(0, 1), min_size=1, max_size=max_layers))
     devices = draw(st.lists(st.sampled_from(types), min_size=1, max_size=max_devices))
-    batch = draw(st.sampled_from([2, 4, 6]))
+    batch = draw(st.sampled_from(batches))
     return Case(
         profile=chain(kinds, layers),
         cluster=machines(sorted(devices, key=lambda one: one.name), Link(bandwidth=1e9, latency=1e-5)),
@@ -152,7 +154,7 @@ def bounds_of(case: Case, counts: list[int]) -> Iterator[float]:
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Case, Candidate]:
     """Any plan of a case that is too large to try all."""
-    case = draw(cases(max_devices=8, max_layers=10))
+    case = draw(cases(max_devices=8, max_layers=10, batches=(2, 4, 6, 10, 24)))
     num_layers, num = len(case.profile.layers), len(case.cluster.devices)
     depth = draw(st.integers(1, min(num, num_layers)))
     first = draw(st.permutations(range(num)))[:depth]
@@ -172,6 +174,26 @@ def test_no_plan_is_faster_than_the_bound(drawn: tuple[Case, Candidate]) -> None
     if plan.prediction.fits:
         for bound in bounds_of(case, [plan.micro_batches]):
             assert 0 < bound <= plan.prediction.step_seconds * (1 + 1e-9)
+
+
+@settings(max_examples=3 * EXAMPLES, deadline=None)
+@given(plans(), st.floats(0, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 2), st.sampled_from([1.0, 1.01, 2.0]))
+def test_no_prices_show_more_than_a_plan_takes(
+    drawn: tuple[Case, Candidate], first: float, level: float, ends: float, later: float, times: float
+) -> None:
+    """Of the bound: whatever prices are paid, the cheapest chain of stages takes no more than any plan."""
+    case, plan = drawn
+    if not plan.prediction.fits:
+        return
+    taken = plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS
+    step = taken * times * (1 + 1e-9)
+    meshes = meshes_of(case)
+    types = (first, 1 - first) if len(meshes.pools) == 2 else (1.0,)
+    prices = Duals(types=types, level=level, ends=ends, later=later)
+    slices = Slices.of(meshes, case.batch)
+    (own,) = cases_of(meshes, slices, case.batch, [plan.micro_batches], (plan.schedule,), step)
+    shown = own.shown(step, prices)
+    assert step + shown <= taken * (1 + 1e-6)
 
 
 @settings(max_examples=20, deadline=None)
