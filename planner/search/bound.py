@@ -3,45 +3,44 @@
 Objective: as large a bound as can be proven in some hundredths of a second. It is a relaxation: devices have prices,
 one for each type, in place of numbers, rows may take different ways through the stages, and messages cost nothing.
 
-What every plan pays. A step has mu = batch / R micro-batches of R rows (the last one counts with its share). Follow a
-row through the pipeline, on a slice in each stage. That of stage s waits for the forwards f_i of the stages before it;
-works, mu times f_s + b_s; under 1F1B waits for its first backward, which comes after forward and backward of all later
-stages, and can meanwhile do one forward for each of these; and sums its gradients and updates at the end. So with T the
-step without its overhead::
+What every plan pays. A step has mu = batch / R micro-batches of R rows; the last of these M counts with its share,
+sigma. Follow a row through the pipeline, on a slice in each stage. That of stage s waits for the forwards f_i of the
+stages before it and works, mu times C_s = f_s + b_s. Under 1F1B it waits for its first backward too, which comes after
+forward and backward of all k later stages; meanwhile it can do one forward for each of these (but M - 1 at most). Under
+GPipe all of its forwards come before, and its last one goes through the later stages before a backward comes back. At
+the end it sums its gradients and updates (once_s), or its last backward goes back to the first stage, which then does
+so. So with T the step without its overhead::
 
-    T >= own_s = busy_s + sum f_i (i before s) + sum (f_j + b_j - f_s) (j after s),   busy_s = mu (f_s + b_s) + once_s
-
-(Under GPipe, where all forwards come first: b_j for later stages.)
+    T >= own_s = mu C_s + sum f_i (i before s) + wait_s + end_s
+    wait_s = sum C_j (j after s) - min(k, M - 1) f_s                      (GPipe: sum (sigma f_j + b_j))
+    end_s  = (1 - rho) once_s + rho (sum sigma b_i (i before s) + once_1)    for any rho from 0 to 1
 
 What devices cost. Let all devices of type k together have a price v_k, the sum of which is 1. A slice of t devices with
 r of the R rows charges each of these w = v_k t (R / r) / N_k: over all rows that is on average what the stage's devices
-are worth. So there is a row whose charges w_s have a sum of 1 at most. If T < x, then on the way of that row
+are worth. So there is a row whose charges w_s have a sum of 1 at most. If T < x, then on the way of that row each stage
+has own_s < x, and its layers fit in memory with the micro-batches that it keeps: k + 1 under 1F1B (but M at most).
 
-- each stage is busy for less than x, and its layers fit in memory;
-- sum w_s <= 1;
-- sum w_s own_s <= x sum w_s, the mean.
+With weights u_s = w_s / sum w, whose sum is 1, T is at least the mean of all own_s. With e_s = f_s + rho sigma b_s, a_s
+what the wait_i of earlier stages have of s (C_s, or sigma f_s + b_s), U_s the sum of the weights before s, and G >= 0
+of one's choice, the mean is::
 
-eta / x times the last, with (1 - sum w_s) sum f_i added on both sides, and the one before it make::
+    sum u_s (mu C_s + (1 - rho) once_s + k G - min(k, M - 1) f_s) + rho once_1 + sum e_s (1 - u_s) + (a_s - e_s - G) U_s
 
-    sum w_s (1 - eta + eta (busy_s + E) / x) + eta / x sum (f_s (1 - w_s) + d_s W_s) <= 1 + eta E / x
-
-where W_s is the sum of the charges before s, d_s = b_s - F, F what a stage's forward takes (where it takes more, w_s
-times that for each later stage goes off), and E the most that all forwards take in x. Only W_s is no matter of stage s
-alone. For any beta >= 0 and m_s = min(beta w_s, d_s)::
-
-    sum d_s W_s >= sum (m_s - w_s d_s / 2) - beta / 2
-
-because d_s (W_s + w_s / 2) >= m_s - m_s (1 - W_s - w_s / 2) >= m_s - beta w_s (1 - W_s - w_s / 2), and these last terms
-without beta add up to an integral of 1 - y within [0, 1]. (For the first stage, whose W_s is 0, any d_s will do.) So
-the least that a chain of stages pays is a shortest path over cuts; if it is more than the right side, no plan takes
-less than x. Any v, eta, beta and F are valid (weak duality); they are moved while that helps.
+because the sum of all k u_s is that of all U_s. There U_1 is 0, and for others (a_s - e_s - G) U_s is at least min(0,
+a_s - e_s - G) (1 - u_s). So it is a sum over stages of something and u_s times something else, q_s. For any y, sum u_s
+q_s = y + sum u_s (q_s - y); and u_s (q_s - y) is at least w_s (q_s - y) where that is positive, as u_s >= w_s, else q_s
+- y, as u_s <= 1. The least that a chain of stages pays is a shortest path over cuts and the number of stages after
+them; if it is not less than x, no plan takes less than x. Any v, y, rho and G are valid (weak duality); they are moved
+while that helps.
 
 A kind of slices that stands for several numbers of rows takes what the fewest take and charges what the most would:
-with less of either T is no longer (what goes off are M - 1 forwards at most, and all M count).
+with less of either T is no longer (what goes off are M - 1 forwards at most, and all M count). Of more than `DEPTH`
+later stages it is only known that there are so many: then k is the one with which k G - min(k, M - 1) f_s is least.
 
-Complexity: O(stretches x slices) for each x and move, where stretches of the same layers count once, and some moves for
-each number of rows that can be the best; the number of devices does not matter. Taken for granted is what `slices` says
-of its prices, and that rows are divided by speed, so that those of a slice tell how many there are at least.
+Complexity: O(stretches x slices x `DEPTH`) for each x and move, where stretches of the same layers count once, and some
+moves for each number of rows that can be the best; the number of devices does not matter. Taken for granted is what
+`slices` says of its prices, and that rows are divided by speed, so that those of a slice tell how many there are at
+least.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,71 +57,114 @@ import numpy as np
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, NUMBERS, Integers, Slices
+from whale.planner.search.steps import in_flight
 
-__all__ = ["bound_seconds", "least_work", "work_of_parts"]
+__all__ = ["Duals", "bound_seconds", "cases_of", "least_seconds", "least_work", "work_of_parts"]
 
 ROUNDS = 40
 """Of improving the prices in `least_work`; each halves a step."""
 
 HIGHEST = 4.0
-"""Times the work alone, above which no bound is looked for."""
+"""Times the work alone, above which no bound is looked for, where no plan is known."""
 
-HALVINGS = 6
-"""Of what lies between a bound that holds and one that is not shown to."""
+STEPS, ENOUGH = 4, 0.01
+"""Times that a larger bound is looked for, for a number of rows; and the share of it that is not."""
 
-GAIN = 1.015
-"""Times the bound, to which a move of the prices must lead."""
+START, LOOK = 1.3, 0.85
+"""Times the work alone, and a plan that is known: there numbers of rows are compared, those with the least to show for
+it come first."""
 
-START = 1.3
-"""Times the work alone: there numbers of rows are compared, those with the least to show for it come first."""
+TRIES = 24
+"""Of prices, for a number of rows and a step."""
 
-MOST_MOVES = 4
-"""Of the prices, for a number of rows."""
+DEPTH = 6
+"""Stages after a stage that are told apart; of more it is known that there are at least so many."""
+
+SLACK = 1e-9
+"""Of a device's room: bytes are rounded where plans are scored."""
 
 
-MOST_CELLS = 1_500_000
-"""Numbers of rows x stretches x slices x moves: of large searches the prices are moved less."""
-
-
-class _Prices(NamedTuple):
-    """What may be chosen: v, eta; beta and F in units of x / mu."""
+class Duals(NamedTuple):
+    """What may be chosen: v; y in units of x; rho; G in units of x / mu."""
 
     types: tuple[float, ...]
-    mean: float
-    waiting: float
-    forward: float
+    level: float
+    ends: float
+    later: float
+
+    def moved(self, index: int, size: float) -> Iterator[Duals]:
+        """With one of them moved either way; of the types all in turn."""
+        if index == 0:
+            for place, part in product(range(len(self.types)), (size, -size)):
+                types = [max(0.0, price * (1 - part)) for price in self.types]
+                types[place] = max(0.0, types[place] + part)
+                yield self._replace(types=tuple(price / sum(types) for price in types))
+        elif index == 1:
+            yield from (self._replace(level=self.level + part) for part in (size, -size))
+        elif index == 2:
+            yield from (self._replace(ends=min(1.0, max(0.0, self.ends + part))) for part in (size, -size))
+        else:
+            yield from (self._replace(later=max(0.0, self.later + part)) for part in (size, -size))
+
+
+SIZES = (0.03, 0.2, 0.2, 0.1)
+"""Of the moves at first."""
+
+SMALLEST = 0.004
+
+FIRST = (-0.3, 0.3, 0.5)
+"""Of the level, the ends and what is later, before they are moved."""
 
 
 def bound_seconds(
-    meshes: Meshes, batch: int, micro_batches: Sequence[int], schedules: Sequence[str] = ("1f1b",)
+    meshes: Meshes,
+    batch: int,
+    micro_batches: Sequence[int],
+    schedules: Sequence[str] = ("1f1b",),
+    known: float = inf,
+    tries: int = TRIES,
 ) -> float:
-    """No plan with one of these numbers of micro-batches, and of these schedules, takes less."""
+    """No plan with one of these numbers of micro-batches, and of these schedules, takes less.
+
+    Args:
+        meshes: prices.
+        batch: rows of a step.
+        micro_batches: numbers that may be chosen.
+        schedules: that may be chosen.
+        known: seconds of a step of a plan: the bound is looked for up to there.
+        tries: of prices, for a number of rows and a step.
+    """
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    stretches = _Stretches.of(slices.order, len(slices.work))
-    work = batch * least_of_types(slices)[np.array(slices.order)]
-    prices = _Prices(tuple(best_prices(work, slices.nums).tolist()), 0.8, 1.0, _usual_forward(slices))
+    work = _work_of(slices, batch)
     least = least_work(work, slices.nums)
-    cases = [
-        _Case(slices=slices, stretches=stretches, batch=batch, rows=meshes.rows(batch, count), schedule=schedule)
-        for schedule in schedules
-        for count in sorted(set(micro_batches))
-    ]
-    shown = {case: case.shown(least * START, prices) for case in cases}
-    cases.sort(key=lambda case: shown[case])
-    bound, known = least * HIGHEST, [prices]
-    moves = min(MOST_MOVES, MOST_CELLS // (len(cases) * len(stretches.counts) * len(slices.type)))
-    for case in cases:
-        bound, found = case.bound(least, bound, known, moves)
-        known = [prices, found]
+    bound = min(least * HIGHEST, known - STEP_OVERHEAD_SECONDS)
+    first = Duals(tuple(best_prices(work, slices.nums).tolist()), *FIRST)
+    cases = cases_of(meshes, slices, batch, micro_batches, schedules, bound)
+    look = bound * LOOK if known < inf else min(bound, least * START)
+    shown = {case: case.shown(look, first) for case in cases}
+    found = [first]
+    for case in sorted(cases, key=lambda case: shown[case]):
+        bound, last = case.bound(min(least, bound), bound, found, tries)
+        found = [first, last]
     return bound + STEP_OVERHEAD_SECONDS
 
 
-def _usual_forward(slices: Slices) -> float:
-    """The share of the forward in what the chain takes, on the best slices of the type that has most of it."""
-    order = list(slices.order)
-    work, forward, backward = (one[order].sum(axis=0) for one in (slices.work, slices.forward, slices.backward))
-    best = [np.where(slices.type == type_, work, np.inf).argmin() for type_ in range(len(slices.nums))]
-    return float(max(forward[one] / max(forward[one] + backward[one], 1e-12) for one in best))
+def cases_of(
+    meshes: Meshes, slices: Slices, batch: int, micro_batches: Sequence[int], schedules: Sequence[str], most: float
+) -> list[Case]:
+    """Of a bound, each of which holds for the plans of one number of micro-batches and one schedule."""
+    stretches = _Stretches.of(slices.order, len(slices.work))
+    return [
+        Case(
+            slices=slices,
+            stretches=stretches,
+            batch=batch,
+            rows=meshes.rows(batch, count),
+            schedule=schedule,
+            most=most,
+        )
+        for schedule, count in product(schedules, sorted(set(micro_batches)))
+    ]
 
 
 # --- work alone -------------------------------------------------------------------------------------------------------
@@ -129,6 +173,16 @@ def _usual_forward(slices: Slices) -> float:
 def work_of_parts(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> Array:
     """Device-seconds of each part of the chain for the whole batch, on each type at its best."""
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
+    return _work_of(slices, batch)
+
+
+def least_seconds(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> float:
+    """No plan takes less than its work, divided among all devices: a bound that is there at once."""
+    slices = Slices.of(meshes, -(-batch // min(micro_batches)))
+    return least_work(_work_of(slices, batch), slices.nums) + STEP_OVERHEAD_SECONDS
+
+
+def _work_of(slices: Slices, batch: int) -> Array:
     found: Array = batch * least_of_types(slices)[np.array(slices.order)]
     return found
 
@@ -181,12 +235,12 @@ class _Stretches:
     Attributes:
         counts: of a stretch, how often it has each of the parts that are unlike (from 32 on a little less often:
             fewer never take more); stretches of the same ones are one.
-        ending: for each part the stretches that end with it, by their first part.
+        between: the stretch from each part (rows) up to each part (columns); one more than there are where none is.
         later: parts after a stretch, at most.
     """
 
     counts: Array
-    ending: tuple[Integers, ...]
+    between: Integers
     later: Array
 
     @classmethod
@@ -201,181 +255,205 @@ class _Stretches:
         which = which.reshape(-1)
         later = np.zeros(len(counts))
         np.maximum.at(later, which, len(order) - last)
-        ends = np.cumsum(np.arange(1, len(order) + 1))
-        return cls(counts=counts, ending=tuple(np.split(which, ends[:-1])), later=later[:, None])
+        between = np.full((len(order) + 1, len(order) + 1), len(counts))
+        between[first, last] = which
+        return cls(counts=counts, between=between, later=later)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Case:
-    """Plans whose micro-batches have so many rows."""
+class Case:
+    """Plans whose micro-batches have so many rows; of interest are those that take less than *most* seconds."""
 
     slices: Slices
     stretches: _Stretches
     batch: int
     rows: int
     schedule: str
+    most: float
 
-    def bound(self, least: float, wanted: float, known: Sequence[_Prices], moves: int) -> tuple[float, _Prices]:
+    def bound(self, least: float, wanted: float, known: Sequence[Duals], tries: int) -> tuple[float, Duals]:
         """The largest bound up to *wanted* that is shown by prices that are known or better ones, and those; *least*
         holds."""
-        for prices in known:
-            if self.shown(wanted, prices) > 0:
-                return wanted, prices
-        found, prices = max((self._between(least, wanted, prices), prices) for prices in known)
-        for _ in range(moves):
-            aim = min(wanted, found * GAIN)
-            shown, moved = max((self.shown(aim, one), one) for one in self._moved(prices))
-            if shown <= 0:
+        shown, prices = max((self.shown(wanted, one), one) for one in known)
+        step, high = wanted, wanted
+        for _ in range(STEPS):
+            if shown < 0:
+                shown, prices = self._improved(step, prices, tries)
+            if shown >= 0:
+                least = step
+            else:
+                least, high = max(least, step + shown), step
+            if high - least < ENOUGH * high:
                 break
-            found, prices = aim, moved
-        return found, prices
+            step = (least + high) / 2
+            shown = self.shown(step, prices)
+        return least, prices
 
-    def _between(self, low: float, high: float, prices: _Prices) -> float:
-        """The largest bound of these that is shown; the lower one holds."""
-        if self.shown(high, prices) > 0:
-            return high
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.shown(middle, prices) > 0 else (low, middle)
-        return low
+    def _improved(self, step: float, prices: Duals, tries: int) -> tuple[float, Duals]:
+        """What is shown of a step by prices that are moved while that is too little, and those; one number of them
+        after the other, by more where that helped and by less where it did not."""
+        shown, sizes = self.shown(step, prices), list(SIZES)
+        while shown < 0 and tries > 0 and max(sizes) > SMALLEST:
+            for index, size in enumerate(sizes):
+                moved = max((self.shown(step, one), one) for one in prices.moved(index, size))
+                tries -= 2
+                sizes[index] *= 1.5 if moved[0] > shown else 0.4
+                shown, prices = max((shown, prices), moved)
+                if shown >= 0:
+                    break
+        return shown, prices
 
-    def _moved(self, prices: _Prices) -> Iterator[_Prices]:
-        yield prices
-        for index in range(len(prices.types) if len(prices.types) > 1 else 0):
-            for part in (0.04, -0.04):
-                moved = [max(0.0, price * (1 - part)) for price in prices.types]
-                moved[index] = max(0.0, moved[index] + part)
-                yield prices._replace(types=tuple(price / sum(moved) for price in moved))
-        for times in (0.8, 1.25):
-            yield prices._replace(mean=prices.mean * times)
-        for times in (0.6, 1.6):
-            yield prices._replace(waiting=prices.waiting * times)
-        for forward in (prices.forward - 0.03, prices.forward + 0.03):
-            yield prices._replace(forward=max(0.0, forward))
-
-    def shown(self, step: float, prices: _Prices) -> float:
-        """By how much the cheapest chain of stages pays more than it may in a step of so many seconds; then none takes
-        less."""
-        unit, scale = step * self.rows / self.batch, prices.mean / step
+    def shown(self, step: float, prices: Duals) -> float:
+        """By how much the cheapest chain of stages takes more than a step of so many seconds: if it does none takes
+        less, else none takes less than the chain."""
+        if not len(self._type):
+            return NEVER
         charge = np.array(prices.types)[self._type] * self._devices
-        behind, waiting = prices.forward * unit * self._does_forwards, prices.waiting * unit * charge
-        latest = self._most_forward(step)
-        held = charge * (1 - prices.mean + scale * latest)
-        pays = charge * self._own
-        pays += np.minimum(waiting + behind, self._back)
-        pays *= scale
-        pays += held + scale * behind * (charge / 2 - 1) + scale * self._forward
-        if self._does_forwards:
-            pays -= scale * charge * np.maximum(0.0, self._forward - behind) * self._most_forwards
-        fits = self._fits & (self._busy < step) & (charge <= 1)
+        can = self._fits & (self._work + self._once < step) & (charge <= 1)
+        ends = self._forward + prices.ends * self._last * self._backward
+        usual = prices.later * step * self.rows / self.batch
+        beyond = np.minimum(0.0, self._waits - ends - usual)
+        pays = self._excess(usual) + (self._work + (1 - prices.ends) * self._once - ends - prices.level * step)
         begin = self._begin
-        first = charge * (self._busy - self._forward)[begin] + self._forward[begin] + waiting * (1 - charge / 2)
-        if self._does_forwards:
-            first -= charge * np.maximum(0.0, self._forward[begin] - behind) * self._most_forwards[begin]
-        best = np.where(fits, pays, NEVER).min(axis=1)
-        firsts = np.where(fits[begin], held + scale * first, NEVER).min(axis=1)
-        reached = np.zeros(len(begin) + 1)
-        for place, ending in enumerate(self.stretches.ending):
-            reached[place + 1] = firsts[place]
-            if place:
-                reached[place + 1] = min(firsts[place], (best[ending[1:]] + reached[1 : place + 1]).min())
-        return float(reached[-1] - 1 - scale * (latest + prices.waiting * unit / 2))
+        own, start = pays[:, begin], ends[begin] + prices.ends * self._once[begin]
+        firsts = np.where(can[:, begin], start + np.minimum(charge[begin] * own, own), NEVER)
+        pays -= beyond
+        others = np.where(can, ends + beyond + np.minimum(charge * pays, pays), NEVER)
+        stretch = self._pairs[0]
+        cheapest = self._shortest(self._least(firsts, stretch[begin]), self._least(others, stretch))
+        return min(cheapest + (prices.level - 1) * step, NEVER)
 
-    # By slice, of which there are those that a micro-batch may have
+    def _least(self, values: Array, stretch: Integers) -> Array:
+        """The least of the values (by stages after it, and pair) for each of the stretches, which ascend, and one that
+        there is not."""
+        found = np.full((DEPTH + 1, len(self.stretches.counts) + 1), NEVER)
+        starts = np.flatnonzero(np.diff(stretch, prepend=-1))
+        if len(starts):
+            found[:, stretch[starts]] = np.minimum.reduceat(values, starts, axis=1)
+        return found
+
+    def _shortest(self, first: Array, later: Array) -> float:
+        """What the cheapest chain pays; by stages after it (first axis) and stretch, what the first stage and others
+        pay."""
+        between = self.stretches.between
+        left = np.full((DEPTH + 1, len(between)), NEVER)  # by stages and their first part
+        left[0, -1] = 0.0
+        for after in range(DEPTH):
+            left[after + 1] = (later[after][between] + left[after]).min(axis=1)
+        more, many = later[DEPTH][between], left[DEPTH]
+        for part in range(len(between) - 2, -1, -1):
+            many[part] = min(many[part], (more[part, part + 1 :] + many[part + 1 :]).min())
+        return float((first[:, between[0]] + left).min())
+
+    # By pair of a stretch and a slice on which it fits and is done in time
 
     @cached_property
-    def _chosen(self) -> Integers:
-        return np.flatnonzero(self.slices.fewest <= self.rows)
+    def _pairs(self) -> tuple[Integers, Integers]:
+        """Stretches, ascending, and slices."""
+        slices = self.slices
+        chosen = np.flatnonzero(slices.fewest <= self.rows)
+        worked, held = (
+            self.stretches.counts @ np.minimum(parts[:, chosen], NEVER)
+            for parts in (slices.forward + slices.backward, slices.state + slices.kept)
+        )
+        able = (worked * self.batch < self.most * self.rows) & (held <= 1 + SLACK)
+        stretch, place = np.nonzero(able)
+        return stretch, chosen[place]
+
+    @cached_property
+    def _begin(self) -> Integers:
+        """The pairs whose stretch begins the chain."""
+        return np.flatnonzero(np.isin(self._pairs[0], self.stretches.between[0, 1:]))
+
+    def _over(self, parts: Array) -> Array:
+        stretch, place = self._pairs
+        found: Array = (self.stretches.counts @ np.minimum(parts, NEVER))[stretch, place]
+        return found
 
     @cached_property
     def _type(self) -> Integers:
-        return self.slices.type[self._chosen]
+        return self.slices.type[self._pairs[1]]
 
     @cached_property
     def _most(self) -> Integers:
         """Rows."""
-        return np.minimum(self.slices.most[self._chosen], self.rows)
+        return np.minimum(self.slices.most[self._pairs[1]], self.rows)
 
     @cached_property
     def _devices(self) -> Array:
         """Of a stage that has only such slices, as a share of those of their type."""
-        found: Array = self.slices.degree[self._chosen] * self.rows / self._most / self.slices.nums[self._type]
-        return found
-
-    # By stretch and slice
-
-    def _over(self, parts: Array) -> Array:
-        found: Array = self.stretches.counts @ np.minimum(parts[:, self._chosen], NEVER)
+        found: Array = self.slices.degree[self._pairs[1]] * self.rows / self._most / self.slices.nums[self._type]
         return found
 
     @cached_property
     def _fits(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        return (self._over(self.slices.memory) <= 1) & (self._over(self.slices.forward) < NEVER)
+        """By the stages after it, and pair."""
+        state, kept = self._over(self.slices.state), self._over(self.slices.kept)
+        held = np.array([in_flight(self.schedule, after + 1, 0, self._num) for after in range(DEPTH + 1)])
+        found: np.ndarray[Any, np.dtype[np.bool_]] = state + held[:, None] * kept <= 1 + SLACK
+        return found
 
     @cached_property
-    def _busy(self) -> Array:
-        """Seconds of a step: work, sums of gradients, updates; of a range of rows with the fewest of them."""
-        slices = self.slices
-        worked: Array = self.batch / self.rows * (self._forward + self._over(slices.backward))
-        return worked + self._over(slices.gradients) * self._pace + self._over(slices.update)
+    def _work(self) -> Array:
+        """Seconds of a step's micro-batches."""
+        found: Array = self.batch / self.rows * (self._forward + self._backward)
+        return found
+
+    @cached_property
+    def _once(self) -> Array:
+        """Seconds of sums of gradients and updates."""
+        return self._over(self.slices.gradients) * self._pace + self._over(self.slices.update)
 
     @cached_property
     def _pace(self) -> Array:
         """Seconds a byte of the sum over as many slices as there are at least; between two numbers that are priced it
         is on the line, by the share that is sent (a ring sends 1 - 1 / number of the bytes twice)."""
-        number = np.ceil(self.rows / (self._most + 1) / self.slices.slower[self._chosen] - 1e-9)
-        number = np.maximum(number, 1.0 + (self._most < self.rows))
-        paces = np.concatenate([np.zeros((1, len(self._type))), self.slices.paces[:, self._chosen]])
+        slices = self.slices
+        most = np.minimum(slices.most, self.rows)
+        number = np.ceil(self.rows / (most + 1) / slices.slower - 1e-9)
+        number = np.maximum(number, 1.0 + (most < self.rows))
+        paces = np.concatenate([np.zeros((1, len(most))), slices.paces])
         sent, known = 1 - 1 / number, 1 - 1 / np.array([1.0, *NUMBERS])
         place = np.clip(np.searchsorted(known, sent, side="right") - 1, 0, len(known) - 2)
         part = np.clip((sent - known[place]) / (known[place + 1] - known[place]), 0.0, 1.0)
-        column = np.arange(len(self._type))
+        column = np.arange(len(most))
         found: Array = paces[place, column] * (1 - part) + paces[place + 1, column] * part
-        return found
+        return found[self._pairs[1]]
 
     @cached_property
     def _forward(self) -> Array:
-        """Of a micro-batch."""
+        """Seconds of a micro-batch; of a range of rows with the fewest of them."""
         return self._over(self.slices.forward)
 
     @cached_property
-    def _back(self) -> Array:
-        """What a later stage makes an earlier one wait for, beyond what that makes it wait for."""
-        back = self._over(self.slices.backward)
-        return back - self._forward if self.schedule == "gpipe" else back
+    def _backward(self) -> Array:
+        """Of a micro-batch."""
+        return self._over(self.slices.backward)
 
     @cached_property
-    def _own(self) -> Array:
-        """What a stage pays for each of its devices, but for what it holds."""
-        found: Array = self._busy - self._forward - self._back / 2
+    def _waits(self) -> Array:
+        """What each earlier stage waits for a stage."""
+        return self._backward + (self._last if self.schedule == "gpipe" else 1.0) * self._forward
+
+    def _excess(self, usual: float) -> Array:
+        """What is usual of each later stage without the forwards that are done meanwhile, at least; by the number of
+        later stages, and pair."""
+        num = np.arange(DEPTH + 1.0)[:, None]
+        if self.schedule == "gpipe":
+            return num * usual
+        num = np.repeat(num, len(self._type), axis=1)
+        # The last are more stages too. The least is where there are fewest, or as many as micro-batches, at most.
+        most = np.clip(self._num - 1, DEPTH, np.maximum(self.stretches.later[self._pairs[0]], DEPTH))
+        num[-1] = np.where(self._forward > usual, most, DEPTH)
+        found: Array = num * usual - np.minimum(num, self._num - 1) * self._forward
         return found
 
-    @cached_property
-    def _begin(self) -> Integers:
-        """The stretches that begin the chain, by their end."""
-        return np.array([ending[0] for ending in self.stretches.ending])
+    @property
+    def _num(self) -> int:
+        """Micro-batches."""
+        return ceil(self.batch / self.rows - 1e-9)
 
     @property
-    def _does_forwards(self) -> bool:
-        """Whether a stage that waits for its first backward has forwards to do."""
-        return self.schedule != "gpipe" and self.rows < self.batch
-
-    @cached_property
-    def _most_forwards(self) -> Array:
-        """How many, for each stretch."""
-        return np.minimum(self.stretches.later, -(-self.batch // self.rows) - 1) * self._does_forwards
-
-    def _most_forward(self, step: float) -> float:
-        """The most that the forwards of a micro-batch can take, which with its backwards takes less than *step*: a
-        share that most parts keep, and what the others take beyond it, on slices that are done in time."""
-        forward, whole = self._of_parts
-        forward = np.where(whole * self.batch <= step * self.rows, forward, 0.0)
-        shares = np.divide(forward, whole, out=np.zeros_like(forward), where=whole > 0).max(axis=1)
-        beyond = np.maximum(0.0, forward - shares[:, None, None] * whole).max(axis=2)[:, list(self.slices.order)]
-        return float(min(step, (shares * step + beyond.sum(axis=1)).min()))
-
-    @cached_property
-    def _of_parts(self) -> tuple[Array, Array]:
-        """Forward, and forward and backward, of the parts that are unlike."""
-        forward, backward = (one[:, self._chosen] for one in (self.slices.forward, self.slices.backward))
-        return forward, forward + backward
+    def _last(self) -> float:
+        """The share of the rows of a micro-batch that the last one has."""
+        return self.batch / self.rows - self._num + 1

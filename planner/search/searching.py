@@ -43,7 +43,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.advice import advised, gib
-from whale.planner.search.bound import bound_seconds
+from whale.planner.search.bound import bound_seconds, least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of, with_more
@@ -192,7 +192,7 @@ class _Search:
 
     def run(self) -> Found:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self.bound = bound_seconds(self.meshes, self.batch, micro_batches, self.settings.schedules)
+        self.bound = least_seconds(self.meshes, self.batch, micro_batches)
         self._drafts(micro_batches, max_stages)
         for start in self._leading(MOST_REFINED):
             self._refine(start, micro_batches, max_stages)
@@ -212,12 +212,13 @@ class _Search:
             )
         if not candidates:
             raise InfeasibleError(self._shortage())
-        self._tell()
         candidates.sort(key=lambda one: one.prediction.step_seconds)
         best = candidates[0].prediction.step_seconds
+        self.bound = best if exact else min(best, self._bound(micro_batches, best))
+        self._tell()
         return Found(
             candidates=tuple(candidates[: self.settings.top]),
-            bound_seconds=best if exact else min(self.bound, best),
+            bound_seconds=self.bound,
             dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in self.dropped.items()),
             points=tuple(self.points),
             tried=self.tried,
@@ -473,6 +474,11 @@ class _Search:
             found=better,
             stop=lambda: self._over() or len(candidates) == enough,
         )
+
+    def _bound(self, micro_batches: Sequence[int], best: float) -> float:
+        """No plan takes less; *best*: seconds of one that is known. Once the time is over nothing is tried for it."""
+        tries = {"tries": 0} if self._over() else {}
+        return bound_seconds(self.meshes, self.batch, micro_batches, self.settings.schedules, known=best, **tries)
 
     # Nothing fits
 

@@ -76,7 +76,7 @@ class Slices:
         forward, backward: seconds of a micro-batch.
         update: seconds.
         gradients: bytes that a device has to sum.
-        memory: share of a device's room that weights, their states and the activations of a micro-batch take.
+        state, kept: shares of a device's room that weights and their states take, and the activations of a micro-batch.
         paces: seconds a byte of a sum over as many slices as `NUMBERS` says (first axis), and more.
         slower: how many times longer a row takes than on another type, at most: another slice of the stage has at most
             so many times one row more.
@@ -93,7 +93,8 @@ class Slices:
     backward: Array
     update: Array
     gradients: Array
-    memory: Array
+    state: Array
+    kept: Array
     paces: Array
     slower: Array
 
@@ -140,7 +141,8 @@ class Slices:
             backward=along([[one.backward for one in row] for row in tables]),
             update=along([[one.update for one in row] for row in tables]),
             gradients=elements * prices.gradient_bytes,
-            memory=(elements * prices.state(1.0).total + kept) / rooms[type_],
+            state=elements * prices.state(1.0).total / rooms[type_],
+            kept=kept / rooms[type_],
             paces=np.stack([paces[both] for both in zip(tensor.tolist(), expert.tolist(), strict=True)], axis=1),
             slower=_slower(work[[unlike.index(part) for part in parts]].sum(axis=0), type_, np.stack([tensor, expert])),
         )

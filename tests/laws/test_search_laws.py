@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations, product
+from random import Random
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from tests.workloads import chain_workload
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.planner.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
-from whale.planner.search.bound import bound_seconds
+from whale.planner.search.bound import Duals, bound_seconds, cases_of
 from whale.planner.search.chain import Chain
 from whale.planner.search.devices import pools_of
 from whale.planner.search.drafts import pipeline_ends
@@ -27,10 +29,14 @@ from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
+from whale.planner.search.slices import Slices
 from whale.planner.simulate import simulate
 
 EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
 """Random cases; each takes about a tenth of a second."""
+
+DRAWS = 30
+"""Of prices for the bound, in each of these cases."""
 
 DEGREES = (1, 2)
 
@@ -51,7 +57,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
+def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3, batches: Sequence[int] = (2, 4, 6)) -> Case:
     types = [
         card(name, gib=draw(st.sampled_from([0.06, 0.12, 64]))) for name in ("a", "b", "c")[: draw(st.integers(1, 2))]
     ]
@@ -71,7 +77,7 @@ def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3) -> Case:
     ]
     layers = draw(st.lists(st.integers(0, 1), min_size=1, max_size=max_layers))
     devices = draw(st.lists(st.sampled_from(types), min_size=1, max_size=max_devices))
-    batch = draw(st.sampled_from([2, 4, 6]))
+    batch = draw(st.sampled_from(batches))
     return Case(
         profile=chain(kinds, layers),
         cluster=machines(sorted(devices, key=lambda one: one.name), Link(bandwidth=1e9, latency=1e-5)),
@@ -152,7 +158,7 @@ def bounds_of(case: Case, counts: list[int]) -> Iterator[float]:
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Case, Candidate]:
     """Any plan of a case that is too large to try all."""
-    case = draw(cases(max_devices=8, max_layers=10))
+    case = draw(cases(max_devices=8, max_layers=10, batches=(2, 4, 6, 10, 24)))
     num_layers, num = len(case.profile.layers), len(case.cluster.devices)
     depth = draw(st.integers(1, min(num, num_layers)))
     first = draw(st.permutations(range(num)))[:depth]
@@ -172,6 +178,42 @@ def test_no_plan_is_faster_than_the_bound(drawn: tuple[Case, Candidate]) -> None
     if plan.prediction.fits:
         for bound in bounds_of(case, [plan.micro_batches]):
             assert 0 < bound <= plan.prediction.step_seconds * (1 + 1e-9)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(cases(batches=(2, 3, 5)), st.integers(0, 999))
+def test_no_prices_show_more_than_the_best_plan_takes(case: Case, seed: int) -> None:
+    """Of the bound: whatever prices are paid, the cheapest chain of stages takes no more than any plan."""
+    best: dict[int, float] = {}
+    for plan in every_plan(case):
+        if plan.prediction.fits:
+            taken = plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS
+            best[plan.micro_batches] = min(taken, best.get(plan.micro_batches, taken))
+    for count, taken in best.items():
+        assert most_shown(case, count, taken, seed) <= taken * (1 + 1e-6)
+
+
+@settings(max_examples=3 * EXAMPLES, deadline=None)
+@given(plans(), st.integers(0, 999))
+def test_no_prices_show_more_than_a_plan_takes(drawn: tuple[Case, Candidate], seed: int) -> None:
+    case, plan = drawn
+    if plan.prediction.fits:
+        taken = plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS
+        assert most_shown(case, plan.micro_batches, taken, seed) <= taken * (1 + 1e-6)
+
+
+def most_shown(case: Case, count: int, taken: float, seed: int) -> float:
+    """The longest step that random prices show to be needed for a number of micro-batches; looked for a little above
+    what a plan takes."""
+    meshes, step, draw, found = meshes_of(case), taken * 1.01, Random(seed), []
+    (own,) = cases_of(meshes, Slices.of(meshes, case.batch), case.batch, [count], case.schedules, step)
+    for _ in range(DRAWS):
+        types = [draw.random() for _ in meshes.pools]
+        ends, later = (draw.choice([0.0, 1.0, draw.random()]) for _ in range(2))
+        types = [one / sum(types) for one in types]
+        prices = Duals(types=tuple(types), level=draw.uniform(-3, 1), ends=ends, later=later)
+        found.append(step + own.shown(step, prices))
+    return max(found)
 
 
 @settings(max_examples=20, deadline=None)
