@@ -16,7 +16,15 @@ from math import inf
 from random import Random
 
 from whale.planner.search.devices import Mesh
-from whale.planner.search.drafts import Draft, Scored, allowed, cut_exactly, quick_cuts, score_draft
+from whale.planner.search.drafts import (
+    Draft,
+    Scored,
+    allowed,
+    best_timed,
+    cut_exactly,
+    quick_cuts,
+    seconds_of,
+)
 from whale.planner.search.families import fit_tensor_degrees
 from whale.planner.search.meshes import Meshes
 
@@ -30,6 +38,9 @@ MOST_CUT_EXACTLY = 3
 
 MOST_REMESHED = 6
 """Stages of which other tensor degrees are tried, those that have most to do first."""
+
+PLACES = 4
+"""Along a pipeline, where another stage is tried."""
 
 DISTURBANCES = 2
 """Random moves before another descent."""
@@ -45,7 +56,9 @@ def refined(
     *,
     micro_batches: Sequence[int],
     max_stages: int,
+    score: Callable[[Draft], Scored],
     tried: Callable[[Scored], None],
+    kept: Callable[[Scored], None],
     stop: Callable[[], bool],
 ) -> Scored:
     """The end of a descent from *start*.
@@ -56,59 +69,59 @@ def refined(
         batch: rows of a step.
         micro_batches: numbers that may be chosen, ascending.
         max_stages: that a pipeline may have.
+        score: says what a draft takes.
         tried: is told of every draft that is scored.
+        kept: is told of those that are timed.
         stop: whether to end early.
     """
-    best, known = start, {start.draft}
-    reached = {start.draft.meshes: start.seconds}  # with these meshes; what comes to no less is not looked at closely
+    best, known = start.timed, {start.draft}
+    reached = {best.draft.meshes: best.seconds}  # with these meshes; what comes to no less is not looked at closely
     while True:
-        found: dict[tuple[Mesh, ...], Scored] = {}
+        found: list[Scored] = []
         for draft in _moves(meshes, best, batch, micro_batches, max_stages):
             if stop():
-                return min([best, *found.values()], key=_seconds)
+                return min([best, *best_timed(found, 1)], key=seconds_of)
             if draft in known:
                 continue
             known.add(draft)
-            below = min(NEAR * best.seconds, reached.get(draft.meshes, inf))
-            scored = score_draft(meshes, draft, batch, below=below)
+            scored = score(draft)
             tried(scored)
-            if scored.fits and scored.seconds < below:
-                found[draft.meshes], reached[draft.meshes] = scored, scored.seconds
-        for scored in sorted(found.values(), key=_seconds)[:MOST_CUT_EXACTLY]:
-            exact = cut_exactly(meshes, scored, batch)
-            if exact is not scored:
-                tried(exact)
-                found[exact.draft.meshes], reached[exact.draft.meshes] = exact, exact.seconds
-        better = min(found.values(), key=_seconds, default=best)
+            if scored.fits and scored.seconds < min(NEAR * best.seconds, reached.get(draft.meshes, inf)):
+                found.append(scored)
+        leading = best_timed(found, MOST_CUT_EXACTLY)
+        leading = [cut_exactly(meshes, scored, batch, score) for scored in leading]
+        for scored in leading:
+            reached[scored.draft.meshes] = min(scored.seconds, reached.get(scored.draft.meshes, inf))
+            kept(scored)
+        better = min(leading, key=seconds_of, default=best)
         if better.seconds >= best.seconds * (1 - GAIN):
             return best
         best = better
 
 
-def disturbed(meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random) -> Scored:
+def disturbed(
+    meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[Draft], Scored]
+) -> Scored:
     """A draft some random moves away, from which a descent may end elsewhere; the same if none is possible."""
     for _ in range(DISTURBANCES):
         sequences = _neighbours(meshes, scored, max_stages)
-        others = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
-        scored = next((other for other in others if other is not None and other.fits), scored)
+        drafts = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
+        others = (score(draft) for draft in drafts if draft is not None)
+        scored = next((other for other in others if other.fits), scored)
     return scored
 
 
-def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Scored | None:
+def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Draft | None:
     """The draft on other meshes, if they are possible."""
     if not _is_legal(meshes, sequence, batch, draft.micro_batches):
         return None
     cuts = quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)
-    return score_draft(meshes, replace(draft, meshes=sequence, starts=cuts[0]), batch) if cuts else None
+    return replace(draft, meshes=sequence, starts=cuts[0]) if cuts else None
 
 
 def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
     rows = meshes.rows(batch, micro_batches)
     return all(sum(mesh.counts) % mesh.tensor == 0 and mesh.data <= rows for mesh in sequence)
-
-
-def _seconds(scored: Scored) -> float:
-    return scored.seconds
 
 
 def _moves(
@@ -244,12 +257,21 @@ def _joined(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
 
 
 def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """The devices that are left over as a stage of their own before a stage and after it."""
+    """A stage more, of all devices that are left over before or after a stage; or of one type with as many data slices
+    as that has, at some places: what later stages have in flight grows with it, and its own the earlier it is."""
     used = [sum(mesh.counts[pool] for mesh in draft.meshes) for pool in range(len(meshes.pools))]
     left = tuple(len(own.ranks) - count for own, count in zip(meshes.pools, used, strict=True))
-    for degree in fit_tensor_degrees(meshes, left) if any(left) else ():
-        for place in (stage, stage + 1):
-            yield (*draft.meshes[:place], Mesh(left, degree), *draft.meshes[place:])
+    all_left = [Mesh(left, degree) for degree in fit_tensor_degrees(meshes, left)] if any(left) else []
+    data, depth = draft.meshes[stage].data, len(draft.meshes)
+    some = []
+    for pool, count in enumerate(left):
+        degrees = [degree for degree in meshes.degrees(meshes.pools[pool]) if data * degree <= count]
+        for degree in sorted({draft.meshes[stage].tensor, *degrees[-1:]}.intersection(degrees)):
+            some.append(_with(Mesh((0,) * len(left), degree), pool, data * degree))
+    for mesh in dict.fromkeys((*all_left, *some)):
+        places = (stage, stage + 1, *(depth * part // PLACES for part in range(PLACES))) if mesh in some else ()
+        for place in dict.fromkeys(places or (stage, stage + 1)):
+            yield (*draft.meshes[:place], mesh, *draft.meshes[place:])
 
 
 def _split(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
