@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import groupby
 from math import inf
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from whale.planner.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.costs import Array, MeshCosts
 from whale.planner.search.devices import Mesh
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.steps import SETTLING, in_flight, slots_of
+from whale.planner.search.steps import SETTLING, Slot, in_flight, slots_of
 
 __all__ = [
     "Draft",
@@ -41,6 +42,9 @@ __all__ = [
     "score_draft",
     "seconds_of",
 ]
+
+PATIENCE = 300
+"""Stages of drafts in a row that are timed and do not lead, before others of less promise are not timed."""
 
 MOST_TABLED = 100_000
 """Stages x parts^2 up to which cuts are exact: what their tables hold."""
@@ -75,14 +79,13 @@ class Draft:
     @property
     def label(self) -> str:
         """In short: degrees of the stages, those that repeat with their number."""
-        runs: list[list[object]] = []
-        for mesh in self.meshes:
-            text = f"{mesh.data}x{mesh.tensor}"
+        runs: list[tuple[str, int]] = []
+        for mesh, alike in groupby(self.meshes):
+            text, count = f"{mesh.data}x{mesh.tensor}", len(list(alike))
             if runs and runs[-1][0] == text:
-                runs[-1][1] = int(str(runs[-1][1])) + 1
-            else:
-                runs.append([text, 1])
-        shown = " | ".join(f"{text}" if count == 1 else f"{count} of {text}" for text, count in runs)
+                count += runs.pop()[1]
+            runs.append((text, count))
+        shown = " | ".join(text if count == 1 else f"{count} of {text}" for text, count in runs)
         return f"{shown}, {self.micro_batches} micro-batches"
 
 
@@ -152,19 +155,22 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
 
 
 def best_timed(drafts: Iterable[Scored], count: int) -> list[Scored]:
-    """The best of some drafts that fit, each of other meshes, timed: all that could be among them are."""
+    """The best of some drafts that fit, each of other meshes, timed: in the order of their bounds, until no other could
+    be among them, or many in a row were not."""
     found: dict[tuple[Mesh, ...], Scored] = {}
     leading: list[Scored] = []
+    missed = 0
     for one in sorted(drafts, key=seconds_of):
-        if len(leading) >= count and leading[count - 1].seconds <= one.seconds:
+        if len(leading) == count and (leading[-1].seconds <= one.seconds or missed >= PATIENCE):
             break
         known = found.get(one.draft.meshes)
         if one.fits and (known is None or one.seconds < known.seconds):
             better = one.timed
             if known is None or better.seconds < known.seconds:
                 found[one.draft.meshes] = better
-                leading = sorted(found.values(), key=seconds_of)
-    return leading[:count]
+                leading = sorted(found.values(), key=seconds_of)[:count]
+            missed = 0 if any(better is other for other in leading) else missed + len(one.draft.meshes)
+    return leading
 
 
 def seconds_of(scored: Scored) -> float:
@@ -216,7 +222,7 @@ def _ends(
     depth = len(forward)
     ahead, back = [0.0, *hops[:-1]], [*hops[:-1], 0.0]
     free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
-    for slot in slots_of(depth, micro_batches, schedule):
+    for slot in _slots(depth, micro_batches, schedule):
         before = free.copy()
         for stage in slot.forwards:
             ready, begin = before[stage - 1] + ahead[stage], before[stage]
@@ -227,6 +233,11 @@ def _ends(
             spent = backward[stage] * last_share if stage == slot.last_backward else backward[stage]
             free[stage] = (ready if ready > begin else begin) + spent
     return free[:-1]
+
+
+@lru_cache(maxsize=64)
+def _slots(num_stages: int, micro_batches: int, schedule: str) -> tuple[Slot, ...]:
+    return tuple(slots_of(num_stages, micro_batches, schedule))
 
 
 class _Windows:

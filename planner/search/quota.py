@@ -185,13 +185,13 @@ class Sequences:
         *found* has room for all states; it is, and is left, without anything reached.
         """
         nowhere, columns = len(self.chain) + 1, np.arange(found.shape[1])
-        touched: list[Integers] = []
+        touched = np.zeros(len(found), dtype=bool)
         for room, step, own in zip(self.room, self.steps, reached, strict=True):
             fits = room[level.states]
             after = level.states[fits] + step
             found[after] = np.minimum(found[after], own[columns, level.first[fits, : len(columns)]])
-            touched.append(after)
-        states = np.unique(np.concatenate(touched))
+            touched[after] = True
+        states = np.flatnonzero(touched)
         first = found[states]
         found[states] = nowhere
         some = (first < nowhere).any(axis=1)

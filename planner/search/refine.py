@@ -36,6 +36,9 @@ NEAR = 1.03
 MOST_CUT_EXACTLY = 3
 """Of the moves from a draft."""
 
+MOST_SHIFTED = 24
+"""Stages whose cuts are moved, those that have most to do first."""
+
 MOST_REMESHED = 6
 """Stages of which other tensor degrees are tried, those that have most to do first."""
 
@@ -121,7 +124,7 @@ def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int)
 
 def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
     rows = meshes.rows(batch, micro_batches)
-    return all(sum(mesh.counts) % mesh.tensor == 0 and mesh.data <= rows for mesh in sequence)
+    return all(sum(mesh.counts) % mesh.tensor == 0 and mesh.data <= rows for mesh in set(sequence))
 
 
 def _moves(
@@ -180,7 +183,8 @@ def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
 
 
 def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
-    """Cuts moved by one part, but to stages that would have more to do than the step takes."""
+    """Cuts at the stages that have most to do moved by one part, but to stages that would have more to do than the step
+    takes."""
     draft = scored.draft
     count, rows = draft.micro_batches, meshes.rows(batch, draft.micro_batches)
 
@@ -189,7 +193,8 @@ def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
         return batch / rows * (ahead + back) + once
 
     ends = (*draft.starts[1:], len(meshes.chain))
-    for stage in range(1, len(draft.starts)):
+    busiest = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])[:MOST_SHIFTED]
+    for stage in sorted({stage + side for stage in busiest for side in (0, 1)} & set(range(1, len(draft.starts)))):
         before, start, end = draft.starts[stage - 1], draft.starts[stage], ends[stage]
         for moved, taker, parts in ((start - 1, stage, (start - 1, end)), (start + 1, stage - 1, (before, start + 1))):
             if before < moved < end and load(taker, *parts) < scored.seconds:

@@ -2,9 +2,9 @@
 
 Where all stages of a type of device have the same mesh, a pipeline is a sequence of types. What tells its places apart
 (micro-batches in flight) changes slowly along it, so the stages of a type are taken to be next to each other, in any
-order of the types, but for a first or a last stage that may be of any type: the chain begins and ends with other
-layers. In such a sequence every stage from the last one reaches back as far as a bound and its memory let it, and the
-bound is bisected: O(stages x log parts) for each bound and order, whatever the number of devices.
+order of the types; in the best of these orders also with a first or a last stage of another type, as the chain begins
+and ends with other layers. In such a sequence every stage from the last one reaches back as far as a bound and its
+memory let it, and the bound is bisected: O(stages x log parts) for each bound and order, whatever the number of devices.
 
 Other sequences are not looked at; of short pipelines `whale.planner.search.quota` looks at all. The cuts that are found
 are not kept: `whale.planner.search.drafts` cuts what is wanted.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import permutations
+from math import inf
 from typing import NamedTuple
 
 from whale.planner.search.chain import Chain
@@ -84,14 +85,23 @@ class Runs:
         if micro_batches > 1:
             most = max(least, min(most, (within - even) / (micro_batches - 1)))
         found: dict[tuple[Mesh, ...], float] = {}
-        for order in _orders(runs):
+
+        def tried(order: Sequence[Run]) -> float:
             bound, sequence = self._best(order, least, most)
             if sequence:
-                most = min(most, NEAR * bound)
                 fewer = [(times * bound, self._within(order, times * bound)) for times in SLOWER]
                 for seconds, one in ((bound, sequence), (bound, self._all(order)), *fewer):
                     if one:
                         found[one] = min(seconds, found.get(one, seconds))
+            return bound if sequence else inf
+
+        best, bound = tuple(runs), inf
+        for order in _orders(runs):
+            if (own := tried(order)) < bound:
+                best, bound = order, own
+                most = min(most, NEAR * bound)
+        for order in _with_other_ends(best) if bound < inf else ():
+            most = min(most, NEAR * tried(order))
         steps = [((micro_batches - 1 + len(sequence)) * bound, sequence) for sequence, bound in found.items()]
         self._told = sorted(steps, key=lambda one: one[0])[:MOST_TOLD]
 
@@ -106,10 +116,9 @@ class Runs:
 
     def _best(self, order: Sequence[Run], low: float, high: float) -> tuple[float, tuple[Mesh, ...]]:
         """The least bound in between that this order (last run first) keeps, and its meshes; none if it keeps none."""
-        found = self._within(order, low)
-        if found:
-            return low, found
         found = self._within(order, high)
+        if found and (better := self._within(order, low)):
+            return low, better
         while found and high - low > PRECISION * high:
             middle = (low + high) / 2
             better = self._within(order, middle)
@@ -143,16 +152,19 @@ class Runs:
 
 
 def _orders(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
-    """Orders of runs, the last first; each also with a last stage of another type, or a first one."""
+    """Orders of runs, the last first."""
     places = range(len(runs))
     if len(runs) <= MOST_PERMUTED:
         orders = list(permutations(places))
     else:
         orders = [(*way[place:], *way[:place]) for way in (tuple(places), tuple(places)[::-1]) for place in places]
     for order in orders:
-        own = tuple(runs[place] for place in order)
-        yield own
-        for one in own[1:]:
-            yield (one._replace(num=1), *(run._replace(num=run.num - (run is one)) for run in own))
-        for one in own[:-1]:
-            yield (*(run._replace(num=run.num - (run is one)) for run in own), one._replace(num=1))
+        yield tuple(runs[place] for place in order)
+
+
+def _with_other_ends(order: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
+    """An order with a last stage of another type, or a first one."""
+    for one in order[1:]:
+        yield (one._replace(num=1), *(run._replace(num=run.num - (run is one)) for run in order))
+    for one in order[:-1]:
+        yield (*(run._replace(num=run.num - (run is one)) for run in order), one._replace(num=1))

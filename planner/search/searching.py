@@ -100,7 +100,7 @@ NEAR = 1.1
 MOST_REFINED, RESTARTS = 3, 3
 """Drafts from which a descent starts; and how often another one starts near the best, some random moves away."""
 
-MOST_STAGES_REFINED = 4_000
+MOST_STAGES_REFINED = 2_000
 """Of all drafts that a descent scores."""
 
 MOST_LOOKED_AT = 3
