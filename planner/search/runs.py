@@ -4,7 +4,8 @@ Where all stages of a type of device have the same mesh, a pipeline is a sequenc
 (micro-batches in flight) changes slowly along it, so the stages of a type are taken to be next to each other, in any
 order of the types; in the best of these orders also with a first or a last stage of another type, as the chain begins
 and ends with other layers. In such a sequence every stage from the last one reaches back as far as a bound and its
-memory let it, and the bound is bisected: O(stages x log parts) for each bound and order, whatever the number of devices.
+memory let it, and the bound is bisected: O(stages x log parts) for each bound and order, whatever the number of
+devices.
 
 Other sequences are not looked at; of short pipelines `whale.planner.search.quota` looks at all. The cuts that are found
 are not kept: `whale.planner.search.drafts` cuts what is wanted.
