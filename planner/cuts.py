@@ -295,9 +295,7 @@ class _Tables:
 def _sums(values: Sequence[float]) -> Array:
     """Sums of values[i:j]; infinite where there is nothing to sum."""
     upto = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=float))])
-    found = np.maximum(upto[None, :] - upto[:, None], 0.0)
-    found[np.tril_indices(len(upto))] = inf
-    return found
+    return np.where(np.tri(len(upto), dtype=bool), inf, np.maximum(upto[None, :] - upto[:, None], 0.0))
 
 
 def _across(starts: Sequence[int], num_layers: int) -> Array:

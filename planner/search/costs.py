@@ -149,13 +149,20 @@ class MeshCosts:
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
         return ahead, back, once[last] - once[first] + self.latency, hop[last]
 
+    def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float, float]:
+        """What parts [first, last) take, as `seconds` says it, and their `fullness`. Worked out once."""
+        key = first, last, held
+        if key not in self._stages:
+            self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
+        return self._stages[key]
+
     @cached_property
     def _lists(self) -> list[list[float]]:
         return [one.tolist() for one in (self.forward, self.backward, self.once, self.hop)]
 
-    def chain_seconds(self, micro_batches: int) -> float:
-        """A micro-batch through the whole chain, with its part of what comes once a step."""
-        return float(self.both[-1] + (self.once[-1] + self.latency) / micro_batches)
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float, float]]:
+        return {}
 
     def fullness(self, first: int, last: int, held: int) -> float:
         """The part of the room of the fullest slice that parts [first, last) take."""

@@ -1,16 +1,20 @@
 """Plans in the making: meshes and cuts, not yet ranks, with what their step should take.
 
-A draft is scored by the recurrence of its schedule over stages and micro-batches, one time for each stage: the same
-order of tasks as the simulator runs, without the differences between slices. That is fast enough to compare thousands;
-what is kept is laid out and simulated.
+A draft is scored by a closed form below which its step cannot end; where it could be among the best, by the recurrence
+of its schedule over stages and micro-batches, one time for each stage: the same order of tasks as the simulator runs,
+without the differences between slices. That is fast enough to compare thousands; what is kept is laid out and
+simulated.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,20 +24,27 @@ from whale.planner.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.costs import Array, MeshCosts
 from whale.planner.search.devices import Mesh
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.steps import SETTLING, in_flight, slots_of
+from whale.planner.search.steps import SETTLING, Slot, in_flight, slots_of
 
 __all__ = [
     "Draft",
     "Scored",
+    "Times",
     "allowed",
     "best_cuts",
+    "best_timed",
     "cut_exactly",
     "evenest_cuts",
+    "exact_cuts",
     "pipeline_bound",
     "pipeline_ends",
     "quick_cuts",
     "score_draft",
+    "seconds_of",
 ]
+
+PATIENCE = 300
+"""Stages of drafts in a row that are timed and do not lead, before others of less promise are not timed."""
 
 MOST_TABLED = 100_000
 """Stages x parts^2 up to which cuts are exact: what their tables hold."""
@@ -68,15 +79,26 @@ class Draft:
     @property
     def label(self) -> str:
         """In short: degrees of the stages, those that repeat with their number."""
-        runs: list[list[object]] = []
-        for mesh in self.meshes:
-            text = f"{mesh.data}x{mesh.tensor}" if mesh.expert == 1 else f"{mesh.data}x{mesh.expert} experts"
+        runs: list[tuple[str, int]] = []
+        for mesh, alike in groupby(self.meshes):
+            inner, count = f"{mesh.expert} experts" if mesh.expert > 1 else f"{mesh.tensor}", len(list(alike))
+            text = f"{mesh.data}x{inner}"
             if runs and runs[-1][0] == text:
-                runs[-1][1] = int(str(runs[-1][1])) + 1
-            else:
-                runs.append([text, 1])
-        shown = " | ".join(f"{text}" if count == 1 else f"{count} of {text}" for text, count in runs)
+                count += runs.pop()[1]
+            runs.append((text, count))
+        shown = " | ".join(text if count == 1 else f"{count} of {text}" for text, count in runs)
         return f"{shown}, {self.micro_batches} micro-batches"
+
+
+class Times(NamedTuple):
+    """Seconds of the stages of a draft: forward and backward of a micro-batch, handing it on to the next stage (and as
+    much back), and what comes once a step; and the rows of the last micro-batch, as a share of those of the others."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    hops: tuple[float, ...]
+    once: tuple[float, ...]
+    last_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,48 +106,77 @@ class Scored:
     """A draft with its score.
 
     Attributes:
-        seconds: of a step.
+        times: of its stages.
+        seconds: of a step; what the recurrence says if ``exact``, else a time before which it cannot end.
         fullness: of the fullest device, the part of its room that it takes.
         loads: of each stage, its seconds for all micro-batches and once a step: the largest bounds the step.
     """
 
     draft: Draft
+    times: Times
     seconds: float
     fullness: float
     loads: tuple[float, ...]
+    exact: bool = False
 
     @property
     def fits(self) -> bool:
         """Whether every stage holds its part."""
         return self.fullness <= 1
 
+    @cached_property
+    def timed(self) -> Scored:
+        """With the step by the recurrence, if it fits: O(stages^2), over as many micro-batches as fill the pipeline and
+        some more. What one that does not fit takes matters to nobody."""
+        if self.exact or not self.fits:
+            return self
+        count, schedule, times = self.draft.micro_batches, self.draft.schedule, self.times
+        ends = pipeline_ends(*times[:3], count, schedule, last_share=times.last_share)
+        step = max(end + after for end, after in zip(ends, times.once, strict=True))
+        return replace(self, seconds=max(self.seconds, step + STEP_OVERHEAD_SECONDS), exact=True)
 
-def score_draft(meshes: Meshes, draft: Draft, batch: int, *, below: float = inf) -> Scored:
-    """Score a draft. O(stages^2) for the recurrence over as many micro-batches as fill the pipeline and some more.
 
-    A draft that does not fit, or by `pipeline_bound` cannot take less than *below* seconds, is given that bound: what
-    it takes matters to nobody.
-    """
+def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
+    """Score a draft by `pipeline_bound`, which is near what `Scored.timed` says and does not take as long."""
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
-    forward, backward, hops, once, loads = [], [], [], [], []
     known = {mesh: meshes.costs(mesh, rows, count) for mesh in dict.fromkeys(draft.meshes)}
-    fullness = 0.0
-    for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain))):
-        costs = known[mesh]
-        ahead, back, after, hop = costs.seconds(first, last)
-        forward.append(ahead)
-        backward.append(back)
-        hops.append(hop / 2)
-        once.append(after)
-        loads.append((count - 1 + share) * (forward[-1] + backward[-1]) + once[-1])
-        fullness = max(fullness, costs.fullness(first, last, in_flight(draft.schedule, depth, stage, count)))
-    least = pipeline_bound(forward, backward, hops, once, count, draft.schedule, last_share=share)
-    if fullness <= 1 and least + STEP_OVERHEAD_SECONDS < below:
-        ends = pipeline_ends(forward, backward, hops, count, draft.schedule, last_share=share)
-        least = max(end + after for end, after in zip(ends, once, strict=True))
-    return Scored(draft=draft, seconds=least + STEP_OVERHEAD_SECONDS, fullness=fullness, loads=tuple(loads))
+    stages = [
+        known[mesh].stage(first, last, in_flight(draft.schedule, depth, stage, count))
+        for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
+    ]
+    forward, backward, once, hops, fullness = zip(*stages, strict=True)
+    times = Times(forward, backward, tuple(hop / 2 for hop in hops), once, share)
+    loads = tuple(
+        (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
+    )
+    least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share)
+    return Scored(draft=draft, times=times, seconds=least + STEP_OVERHEAD_SECONDS, fullness=max(fullness), loads=loads)
+
+
+def best_timed(drafts: Iterable[Scored], count: int) -> list[Scored]:
+    """The best of some drafts that fit, each of other meshes, timed: in the order of their bounds, until no other could
+    be among them, or many in a row were not."""
+    found: dict[tuple[Mesh, ...], Scored] = {}
+    leading: list[Scored] = []
+    missed = 0
+    for one in sorted(drafts, key=seconds_of):
+        if len(leading) == count and (leading[-1].seconds <= one.seconds or missed >= PATIENCE):
+            break
+        known = found.get(one.draft.meshes)
+        if one.fits and (known is None or one.seconds < known.seconds):
+            better = one.timed
+            if known is None or better.seconds < known.seconds:
+                found[one.draft.meshes] = better
+                leading = sorted(found.values(), key=seconds_of)[:count]
+            missed = 0 if any(better is other for other in leading) else missed + len(one.draft.meshes)
+    return leading
+
+
+def seconds_of(scored: Scored) -> float:
+    """Of a step: to sort by."""
+    return scored.seconds
 
 
 def pipeline_ends(
@@ -172,7 +223,7 @@ def _ends(
     depth = len(forward)
     ahead, back = [0.0, *hops[:-1]], [*hops[:-1], 0.0]
     free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
-    for slot in slots_of(depth, micro_batches, schedule):
+    for slot in _slots(depth, micro_batches, schedule):
         before = free.copy()
         for stage in slot.forwards:
             ready, begin = before[stage - 1] + ahead[stage], before[stage]
@@ -183,6 +234,11 @@ def _ends(
             spent = backward[stage] * last_share if stage == slot.last_backward else backward[stage]
             free[stage] = (ready if ready > begin else begin) + spent
     return free[:-1]
+
+
+@lru_cache(maxsize=64)
+def _slots(num_stages: int, micro_batches: int, schedule: str) -> tuple[Slot, ...]:
+    return tuple(slots_of(num_stages, micro_batches, schedule))
 
 
 class _Windows:
@@ -230,13 +286,17 @@ def pipeline_bound(
     ahead = np.concatenate([[0.0], np.cumsum(np.add(forward, hops))[:-1]])
     back = np.concatenate([[0.0], np.cumsum(last_share * np.array(backward) + hops)[:-1]])
     busy = (micro_batches - 1 + last_share) * np.add(forward, backward)
-    least = float((ahead + busy + np.maximum(once, back + once[0])).max())
+    ends = np.maximum.accumulate(once - back)  # of any stage before, beyond the backwards on the way to it
+    least = float((ahead + busy + back + ends).max())
     if schedule == "1f1b" and len(forward) > 1:
         windows = _Windows(forward, backward, hops)
+        ahead_each, each = np.array(forward), np.add(forward, backward)
         filling = np.arange(len(forward) - 1, -1, -1)  # forwards of stage e before its first backward, but one
-        times = np.maximum(micro_batches - 1 - filling, 0) // windows.stages
-        through = ahead + last_share * windows.around[:, -1] + back + once[0]
-        whole = through[:, None] + np.outer(forward, np.minimum(filling, micro_batches - 1)) + times * windows.around
+        times, rest = np.divmod(np.maximum(micro_batches - 1 - filling, 0), windows.stages)
+        through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
+        whole = through[:, None] + np.minimum(filling, micro_batches - 1) * np.maximum(ahead_each[:, None], ahead_each)
+        whole += times * windows.around  # and what is left over at either end
+        whole += rest * np.where(times, np.maximum(each[:, None], each), each)
         least = max(least, float(whole[windows.possible].max()))
     return least
 
@@ -248,17 +308,25 @@ def best_cuts(
     meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
     """The first parts of stages on these meshes with which the step is shortest and memory suffices, by
-    `whale.planner.cuts.fastest_cut`, or in very deep pipelines `quick_cuts`; None if nothing fits or the chain is too
-    short."""
+    `exact_cuts`, or where these do not fit or pipelines are very deep `quick_cuts`; None if nothing fits or the chain
+    is too short."""
     quick = next(iter(quick_cuts(meshes, sequence, batch, micro_batches, schedule)), None)
-    if quick is None or len(sequence) == 1 or len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
-        return quick
+    return quick and (exact_cuts(meshes, sequence, batch, micro_batches, schedule) or quick)
+
+
+def exact_cuts(
+    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+) -> tuple[int, ...] | None:
+    """As `best_cuts`, by `whale.planner.cuts.fastest_cut`; None where that does not fit, of very deep pipelines, and
+    where there is nothing to cut."""
+    if len(sequence) == 1 or len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
+        return None
     try:
         starts = fastest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
     except InfeasibleError:  # fits, but not where the slice with least room for anything counts for everything
-        return quick
+        return None
     draft = Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
-    return starts if allowed(meshes, sequence, starts) and _fullness(meshes, draft, batch) <= 1 + 1e-6 else quick
+    return starts if allowed(meshes, sequence, starts) and _fullness(meshes, draft, batch) <= 1 + 1e-6 else None
 
 
 def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
@@ -266,7 +334,7 @@ def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     return max(
-        meshes.costs(mesh, rows, count).fullness(first, last, in_flight(draft.schedule, depth, stage, count))
+        meshes.costs(mesh, rows, count).stage(first, last, in_flight(draft.schedule, depth, stage, count))[-1]
         for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
     )
 
@@ -291,18 +359,25 @@ def quick_cuts(
     rows = meshes.rows(batch, micro_batches)
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     paces = {mesh: own.pace_lists(micro_batches) for mesh, own in costs.items()}
-    most = min(within, max(max(ends) for _, ends in paces.values()))
+    most = min(within, max(float(own.pace(micro_batches)[1].max()) for own in costs.values()))
     even = 1 / sum(1 / max(paces[mesh][0][-1], 1e-12) for mesh in sequence)  # about: layers may suit unlike meshes
+    hardest: dict[Mesh, list[int]] = {}  # what the first stage on a mesh can reach, which has most in flight
     stages = []
     for stage, mesh in enumerate(sequence):
-        reach = costs[mesh].reach_list(in_flight(schedule, depth, stage, micro_batches))
-        stages.append((*paces[mesh], reach, stage))
+        held = in_flight(schedule, depth, stage, micro_batches)
+        if mesh not in hardest:
+            hardest[mesh] = costs[mesh].reach_list(held)
+        stages.append((*paces[mesh], hardest[mesh], costs[mesh], held, stage))
     backward = stages[::-1]
 
     def cut(bound: float) -> tuple[int, ...] | None:
         starts, end = [], parts
-        for sums, ends, reach, stage in backward:
-            first = max(bisect_left(sums, ends[end] - bound), reach[end], stage)
+        for sums, ends, least, own, held, stage in backward:
+            first = bisect_left(sums, ends[end] - bound)
+            if first < least[end]:
+                first = max(first, own.reach_list(held)[end])
+            if first < stage:
+                first = stage
             if first >= end:
                 return None
             starts.append(first)
@@ -320,22 +395,26 @@ def quick_cuts(
         better = cut(middle)
         found, low, high = (found, middle, high) if better is None else (better, low, middle)
     starts = [0]  # now every stage from the first goes on as far as the bound lets it
-    for sums, ends, reach, stage in stages[:-1]:
+    for sums, ends, least, own, held, stage in stages[:-1]:
         first, end = starts[-1], max(found[stage + 1], starts[-1] + 1)
-        while end < parts - depth + stage + 1 and reach[end + 1] <= first and ends[end + 1] - sums[first] <= high:
+        while end < parts - depth + stage + 1 and ends[end + 1] - sums[first] <= high:
+            if least[end + 1] > first and own.reach_list(held)[end + 1] > first:
+                break
             end += 1
         starts.append(end)
     return list(dict.fromkeys((found, tuple(starts))))
 
 
-def cut_exactly(meshes: Meshes, scored: Scored, batch: int) -> Scored:
-    """The draft with its exact cuts, if they are better than those that it has."""
+def cut_exactly(meshes: Meshes, scored: Scored, batch: int, score: Callable[[Draft], Scored]) -> Scored:
+    """The draft with its exact cuts, timed, if they are better than those that it has."""
     draft = scored.draft
-    starts = best_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
+    starts = exact_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
     if starts is None or starts == draft.starts:
         return scored
-    exact = score_draft(meshes, replace(draft, starts=starts), batch)
-    return exact if exact.fits and exact.seconds < scored.seconds else scored
+    exact = score(replace(draft, starts=starts))
+    if not exact.fits or exact.seconds >= scored.seconds:
+        return scored
+    return exact.timed if exact.timed.seconds < scored.seconds else scored
 
 
 def allowed(meshes: Meshes, sequence: Sequence[Mesh], starts: Sequence[int]) -> bool:

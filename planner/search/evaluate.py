@@ -28,7 +28,7 @@ from whale.planner.stages import OVERLAP_SLOWDOWN
 
 __all__ = ["cost_of", "evaluate", "score"]
 
-MOST_TASKS = 1_000
+MOST_TASKS = 100
 """Steps of more tasks are not simulated event by event."""
 
 

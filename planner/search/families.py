@@ -6,7 +6,7 @@ A cluster of thousands of devices has more sequences of meshes than can be looke
   few units (16 of one type, 8 each of two, 4 of three), so pipelines are short;
 - *matched*: each stage is of one type, with as many devices as divide the rows of a micro-batch evenly;
 - *replicas*: all stages have the same data degree, and each type its own tensor or expert degree: pipelines of any
-  depth, in which a stage is of one type;
+  depth, in which a stage is of one type (deep ones in runs: `whale.planner.search.runs`);
 - *alike*: all stages have the same mesh, of all types: data slices are uneven, stages equal.
 
 Pure data, tensor and pipeline parallelism are members of these. The families of a number of micro-batches are tried in
@@ -16,8 +16,9 @@ dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import ceil, gcd, prod
 
@@ -27,6 +28,7 @@ from whale.planner.search.costs import Array
 from whale.planner.search.devices import Mesh, Pool
 from whale.planner.search.meshes import Division, Meshes
 from whale.planner.search.quota import Option, Sequences
+from whale.planner.search.runs import Run, Runs
 
 __all__ = ["HELD", "Family", "any_meshes", "families_of", "fit_divisions", "held_together"]
 
@@ -38,6 +40,9 @@ UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
 
 DEEPEST = {"any": 8, "matched": 6}
 """Stages of the family *any* where there is more than one pool."""
+
+DEEP = 16
+"""Stages beyond which those on equal meshes are taken to be next to each other."""
 
 MOST_MIXED = 16
 """Devices of a mesh whose tensor groups may mix types."""
@@ -93,7 +98,12 @@ class Family:
                 found.append(mesh)
         return tuple(found[: self.max_stages])
 
-    @property
+    @cached_property
+    def extremes(self) -> list[Sized]:
+        """Of the meshes of one dimension the smallest and the largest of each tensor degree."""
+        return _extremes(self.meshes)
+
+    @cached_property
     def one_of_each(self) -> bool:
         """Whether each stage takes one unit, in each dimension always on the same mesh."""
         units = [units for units, _ in self.meshes]
@@ -102,8 +112,7 @@ class Family:
     def part_held(self, meshes: Meshes, batch: int) -> float:
         """The part of the layers of some kind that its devices hold together, at most: whatever the stages, the one
         that is r-th from the end has r micro-batches in flight, and they have no more units than there are."""
-        rows = meshes.rows(batch, self.micro_batches)
-        extremes = _extremes(self.meshes)
+        rows, extremes = meshes.rows(batch, self.micro_batches), self.extremes
         stages = [meshes.parts_held(mesh, rows, self.micro_batches)[0][:, : self.max_stages] for _, mesh in extremes]
         if self.one_of_each:
             return held_together(stages, [self.quotas[_dimension(units)] for units, _ in extremes])
@@ -114,22 +123,29 @@ class Family:
         together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))
         return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
 
-    def paces(self, meshes: Meshes, batch: int) -> tuple[float, float]:
+    def even_work(self, meshes: Meshes, batch: int) -> float:
         """What a stage would take for a micro-batch if all were equal and all devices used (each dimension's units at
-        the rate of the best of a few meshes); and what the slowest stage takes at least, since layers are whole."""
-        rows = meshes.rows(batch, self.micro_batches)
-        priced = [(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in _extremes(self.meshes)]
+        the rate of the best of a few meshes), without the sums of gradients, which take longer to price."""
+        return self._even(meshes.work, meshes.rows(batch, self.micro_batches))
+
+    def _even(self, paces: Callable[[Mesh, int, int], tuple[float, float]], rows: int) -> float:
         rates = [0.0] * len(self.quotas)
-        for units, costs in priced:
+        for units, mesh in self.extremes:
             index = _dimension(units)
-            rates[index] = max(rates[index], 1 / costs.chain_seconds(self.micro_batches) / units[index])
-        even = 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
+            seconds, _ = paces(mesh, rows, self.micro_batches)
+            rates[index] = max(rates[index], 1 / max(seconds, 1e-12) / units[index])
+        return 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
+
+    def paces(self, meshes: Meshes, batch: int) -> tuple[float, float]:
+        """As `even_work`, with the sums of gradients; and what the slowest stage takes at least, since layers are
+        whole."""
+        rows = meshes.rows(batch, self.micro_batches)
+        even = self._even(meshes.paces, rows)
         if not self.one_of_each:
             return even, even
-        part, num = meshes.commonest
-        sums = [costs.pace(self.micro_batches)[0] for _, costs in priced]
-        each = [float(upto[part + 1] - upto[part]) for upto in sums]
-        return even, max(even, _slowest(each, [self.quotas[_dimension(units)] for units, _ in priced], num))
+        _, num = meshes.commonest
+        each = [meshes.paces(mesh, rows, self.micro_batches)[1] for _, mesh in self.extremes]
+        return even, max(even, _slowest(each, [self.quotas[_dimension(units)] for units, _ in self.extremes], num))
 
     def reach(self, even: float, slowest: float) -> float:
         """Seconds of a step with such `paces`, the least that the family could come to."""
@@ -138,10 +154,24 @@ class Family:
 
     def sequences(
         self, meshes: Meshes, batch: int, schedule: str, paces: tuple[float, float], within: float
-    ) -> Sequences:
+    ) -> Sequences | Runs:
         """For some numbers of stages those with the quickest slowest stage, of steps that may take *within* seconds."""
         rows = meshes.rows(batch, self.micro_batches)
         even, slowest = paces
+        if self.one_of_each and self.max_stages > DEEP:
+            return Runs(
+                [
+                    Run(meshes.costs(mesh, rows, self.micro_batches), self.quotas[_dimension(units)])
+                    for units, mesh in self.meshes
+                ],
+                meshes.chain,
+                micro_batches=self.micro_batches,
+                schedule=schedule,
+                least=slowest,
+                even=even,
+                within=within,
+                max_stages=self.max_stages,
+            )
         options = [Option(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in self.meshes]
         return Sequences(
             options,

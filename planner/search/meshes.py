@@ -60,6 +60,8 @@ class Meshes:
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
     _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
+    _paces: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
+    _work: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
     _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
     _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
@@ -149,10 +151,7 @@ class Meshes:
         latency, summed = self._sums(mesh, data_group)
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
-            tables = np.stack([one.of_kinds for one in slices])
-            slowest = tables[(tables[:, 0] + tables[:, 1]).argmax(axis=0), :, np.arange(tables.shape[2])]
-            forward, backward, _ = slowest.T @ self._counts
-            update = tables[:, 2].max(axis=0) @ self._counts
+            forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
         return MeshCosts(
             mesh=mesh,
             allowed=self.chain.allows(mesh),
@@ -163,6 +162,43 @@ class Meshes:
             latency=latency,
             hop=max(slices, key=lambda one: one.rows).hop,
         )
+
+    def paces(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, float]:
+        """Seconds for *rows* rows of each of *micro_batches* micro-batches, with their part of what comes once a step:
+        of the whole chain, and of the commonest part (of its sums only what grows with the bytes). As `costs`, without
+        the parts between."""
+        key = (mesh, rows, micro_batches)
+        if key not in self._paces:
+            of_chain, of_part = self.work(mesh, rows, micro_batches)
+            part, _ = self.commonest
+            latency, summed = self._sums(mesh, self.sample(mesh)[1])
+            of_chain += (latency + float(summed[-1])) / micro_batches
+            of_part += float(summed[part + 1] - summed[part]) / micro_batches
+            self._paces[key] = of_chain, of_part
+        return self._paces[key]
+
+    def work(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, float]:
+        """As `paces`, without the sums of gradients."""
+        key = (mesh, rows, micro_batches)
+        if key not in self._work:
+            groups, _ = self.sample(mesh)
+            if len(groups) == 1:
+                ((group, num),) = groups
+                forward, backward, update = self._table(group, -(-rows // num), micro_batches)[:3]
+            else:
+                shared = self._shared(groups, rows, micro_batches)
+                forward, backward, update = self._slowest_of([self._table(*one, micro_batches)[:3] for one in shared])
+            each, part = forward + backward + update / micro_batches, self._counts_of_commonest
+            self._work[key] = float(each @ self._num_layers), float(each @ part)
+        return self._work[key]
+
+    @staticmethod
+    def _slowest_of(of_kinds: Sequence[Array]) -> Array:
+        """Forward, backward and update of each kind of layer (columns), on the slices where it takes longest."""
+        tables = np.stack(of_kinds)
+        slowest = tables[(tables[:, 0] + tables[:, 1]).argmax(axis=0), :, np.arange(tables.shape[2])].T
+        slowest[2] = tables[:, 2].max(axis=0)
+        return slowest
 
     def slice_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> SliceCosts:
         """Of a data slice with so many rows of a micro-batch."""
@@ -429,6 +465,12 @@ class Meshes:
         parts = [tuple(sorted(layers[first:last])) for first, last in pairwise(self.chain.bounds)]
         most = max(dict.fromkeys(parts), key=parts.count)
         return parts.index(most), parts.count(most)
+
+    @cached_property
+    def _counts_of_commonest(self) -> Array:
+        part, _ = self.commonest
+        found: Array = self._counts[:, part + 1] - self._counts[:, part]
+        return found
 
     @cached_property
     def _num_layers(self) -> Array:

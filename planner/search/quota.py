@@ -16,7 +16,7 @@ al., SOSP 2025) enumerates counts for each stage, Whale's Algorithm 1 (Jia et al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,9 @@ Parts = np.ndarray[Any, np.dtype[np.int32]]
 
 MOST_TRACED = 3
 """Numbers of stages for which sequences are given."""
+
+COARSE, FINER = 1.05, 6
+"""Bounds so many times apart are divided once more, into so many, where sequences are traced."""
 
 
 class Option(NamedTuple):
@@ -84,6 +87,7 @@ class Sequences:
         max_stages: int,
     ) -> None:
         self.chain, self.micro_batches, self.schedule = chain, micro_batches, schedule
+        self.quotas = quotas
         kept = [bound for bound in bounds if (micro_batches - 1) * bound + even <= within] or [bounds[0]]
         self.bounds, self.even, self.within = np.array(kept), even, within
         sizes = [quota + 1 for quota in quotas]
@@ -98,16 +102,18 @@ class Sequences:
         start = np.full((1, len(self.bounds)), len(chain), dtype=np.int32)
         self.levels = [_Level(np.zeros(1, dtype=np.int64), start)]
         self.by_time = np.stack([self._by_time(option.costs) for option in self.options])
+        self.tight = self._tight(max_stages)
         self._solve(max_stages)
 
     def _solve(self, max_stages: int) -> None:
         found = np.full((len(self.coordinates), len(self.bounds)), len(self.chain) + 1, dtype=np.int32)
         done: list[tuple[float, int, int]] = []
+        columns = len(self.bounds)
         for depth in range(1, max_stages + 1):
             if (self.micro_batches - 1) * self.bounds[0] + depth * self.even > self.within:
                 break
-            reached = np.minimum.reduceat(self._reached(self.by_time, depth), self.begins, axis=0)
-            level = self._next(self.levels[-1], reached, found)
+            reached = np.minimum.reduceat(self._reached(self.by_time[:, :columns], depth), self.begins, axis=0)
+            level = self._next(self.levels[-1], reached, found[:, :columns])
             if not len(level.states):
                 break
             self.levels.append(level)
@@ -115,6 +121,7 @@ class Sequences:
             if ended.any():
                 bound = int(ended.argmax())
                 done.append(((self.micro_batches - 1 + depth) * float(self.bounds[bound]), depth, bound))
+                columns = bound + 1  # more stages that take longer are of no use
         self._done = sorted(done)[:MOST_TRACED]
 
     @property
@@ -125,6 +132,20 @@ class Sequences:
     def at(self, place: int) -> list[tuple[Mesh, ...]]:
         """The meshes behind a promise: where meshes reach equally far, the first or the last of them."""
         _, depth, bound = self._done[place]
+        low, high = self.bounds[max(0, bound - 1)], self.bounds[bound]
+        if high > COARSE * low:
+            finer = Sequences(
+                self.options,
+                self.quotas,
+                self.chain,
+                micro_batches=self.micro_batches,
+                schedule=self.schedule,
+                bounds=np.geomspace(low, high, FINER + 1)[1:].tolist(),
+                even=self.even,
+                within=inf,
+                max_stages=depth,
+            )
+            return finer.at(0)
         level = self.levels[depth]
         state = int(level.states[np.flatnonzero(level.first[:, bound] == 0)[-1]])
         reached = [self._reached(self.by_time[:, bound : bound + 1], later)[:, 0] for later in range(1, depth + 1)]
@@ -136,13 +157,25 @@ class Sequences:
         wanted = ends[None, :] - self.bounds[:, None] * (1 + 1e-9)
         return np.searchsorted(sums, wanted.ravel(), side="left").reshape(wanted.shape).astype(np.int32)
 
+    def _held(self, depth: int) -> int:
+        """Micro-batches in flight at a stage so many from the end."""
+        return self.micro_batches if self.schedule == "gpipe" else min(depth, self.micro_batches)
+
+    def _tight(self, max_stages: int) -> Integers:
+        """The options whose memory may hold less than they can do in time, with as much in flight as there can be."""
+        held = self._held(max_stages)
+        memory = np.stack([option.costs.reach(held) for option in self.options])
+        return np.flatnonzero((memory > self.by_time[:, -1]).any(axis=1))
+
     def _reached(self, by_time: Parts, depth: int) -> Parts:
         """As `_by_time` for all options, within memory and what is decided; a last column: nothing can be reached."""
-        held = self.micro_batches if self.schedule == "gpipe" else min(depth, self.micro_batches)
-        nowhere = len(self.chain) + 1
+        nowhere, first = len(self.chain) + 1, by_time
         found = np.full((*by_time.shape[:2], nowhere + 1), nowhere, dtype=np.int32)
-        memory = np.stack([option.costs.reach(held) for option in self.options]).astype(np.int32)
-        first = np.maximum(by_time, memory[:, None, :])
+        if len(self.tight):
+            held = self._held(depth)
+            memory = np.stack([self.options[place].costs.reach(held) for place in self.tight]).astype(np.int32)
+            first = by_time.copy()
+            first[self.tight] = np.maximum(by_time[self.tight], memory[:, None, :])
         np.copyto(found[:, :, :nowhere], first, where=first < np.arange(nowhere))
         return found
 
@@ -151,14 +184,14 @@ class Sequences:
 
         *found* has room for all states; it is, and is left, without anything reached.
         """
-        nowhere, columns = len(self.chain) + 1, np.arange(len(self.bounds))
-        touched: list[Integers] = []
+        nowhere, columns = len(self.chain) + 1, np.arange(found.shape[1])
+        touched = np.zeros(len(found), dtype=bool)
         for room, step, own in zip(self.room, self.steps, reached, strict=True):
             fits = room[level.states]
             after = level.states[fits] + step
-            found[after] = np.minimum(found[after], own[columns, level.first[fits]])
-            touched.append(after)
-        states = np.unique(np.concatenate(touched))
+            found[after] = np.minimum(found[after], own[columns, level.first[fits, : len(columns)]])
+            touched[after] = True
+        states = np.flatnonzero(touched)
         first = found[states]
         found[states] = nowhere
         some = (first < nowhere).any(axis=1)

@@ -12,11 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 from random import Random
 
 from whale.planner.search.devices import Mesh
-from whale.planner.search.drafts import Draft, Scored, allowed, cut_exactly, quick_cuts, score_draft
+from whale.planner.search.drafts import (
+    Draft,
+    Scored,
+    allowed,
+    best_timed,
+    cut_exactly,
+    quick_cuts,
+    seconds_of,
+)
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.meshes import Meshes
 
@@ -28,8 +36,14 @@ NEAR = 1.03
 MOST_CUT_EXACTLY = 3
 """Of the moves from a draft."""
 
+MOST_SHIFTED = 24
+"""Stages whose cuts are moved, those that have most to do first."""
+
 MOST_REMESHED = 6
 """Stages of which other degrees are tried, those that have most to do first."""
+
+PLACES = 4
+"""Along a pipeline, where another stage is tried."""
 
 DISTURBANCES = 2
 """Random moves before another descent."""
@@ -45,7 +59,9 @@ def refined(
     *,
     micro_batches: Sequence[int],
     max_stages: int,
+    score: Callable[[Draft], Scored],
     tried: Callable[[Scored], None],
+    kept: Callable[[Scored], None],
     stop: Callable[[], bool],
 ) -> Scored:
     """The end of a descent from *start*.
@@ -56,59 +72,59 @@ def refined(
         batch: rows of a step.
         micro_batches: numbers that may be chosen, ascending.
         max_stages: that a pipeline may have.
+        score: says what a draft takes.
         tried: is told of every draft that is scored.
+        kept: is told of those that are timed.
         stop: whether to end early.
     """
-    best, known = start, {start.draft}
-    reached = {start.draft.meshes: start.seconds}  # with these meshes; what comes to no less is not looked at closely
+    best, known = start.timed, {start.draft}
+    reached = {best.draft.meshes: best.seconds}  # with these meshes; what comes to no less is not looked at closely
     while True:
-        found: dict[tuple[Mesh, ...], Scored] = {}
+        found: list[Scored] = []
         for draft in _moves(meshes, best, batch, micro_batches, max_stages):
             if stop():
-                return min([best, *found.values()], key=_seconds)
+                return min([best, *best_timed(found, 1)], key=seconds_of)
             if draft in known:
                 continue
             known.add(draft)
-            below = min(NEAR * best.seconds, reached.get(draft.meshes, inf))
-            scored = score_draft(meshes, draft, batch, below=below)
+            scored = score(draft)
             tried(scored)
-            if scored.fits and scored.seconds < below:
-                found[draft.meshes], reached[draft.meshes] = scored, scored.seconds
-        for scored in sorted(found.values(), key=_seconds)[:MOST_CUT_EXACTLY]:
-            exact = cut_exactly(meshes, scored, batch)
-            if exact is not scored:
-                tried(exact)
-                found[exact.draft.meshes], reached[exact.draft.meshes] = exact, exact.seconds
-        better = min(found.values(), key=_seconds, default=best)
+            if scored.fits and scored.seconds < min(NEAR * best.seconds, reached.get(draft.meshes, inf)):
+                found.append(scored)
+        leading = best_timed(found, MOST_CUT_EXACTLY)
+        leading = [cut_exactly(meshes, scored, batch, score) for scored in leading]
+        for scored in leading:
+            reached[scored.draft.meshes] = min(scored.seconds, reached.get(scored.draft.meshes, inf))
+            kept(scored)
+        better = min(leading, key=seconds_of, default=best)
         if better.seconds >= best.seconds * (1 - GAIN):
             return best
         best = better
 
 
-def disturbed(meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random) -> Scored:
+def disturbed(
+    meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[Draft], Scored]
+) -> Scored:
     """A draft some random moves away, from which a descent may end elsewhere; the same if none is possible."""
     for _ in range(DISTURBANCES):
         sequences = _neighbours(meshes, scored, max_stages)
-        others = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
-        scored = next((other for other in others if other is not None and other.fits), scored)
+        drafts = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
+        others = (score(draft) for draft in drafts if draft is not None)
+        scored = next((other for other in others if other.fits), scored)
     return scored
 
 
-def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Scored | None:
+def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Draft | None:
     """The draft on other meshes, if they are possible."""
     if not _is_legal(meshes, sequence, batch, draft.micro_batches):
         return None
     cuts = quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)
-    return score_draft(meshes, replace(draft, meshes=sequence, starts=cuts[0]), batch) if cuts else None
+    return replace(draft, meshes=sequence, starts=cuts[0]) if cuts else None
 
 
 def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
     rows = meshes.rows(batch, micro_batches)
-    return all(sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows for mesh in sequence)
-
-
-def _seconds(scored: Scored) -> float:
-    return scored.seconds
+    return all(sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows for mesh in set(sequence))
 
 
 def _moves(
@@ -167,7 +183,8 @@ def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
 
 
 def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
-    """Cuts moved by one part, but to stages that would have more to do than the step takes."""
+    """Cuts at the stages that have most to do moved by one part, but to stages that would have more to do than the step
+    takes."""
     draft = scored.draft
     count, rows = draft.micro_batches, meshes.rows(batch, draft.micro_batches)
 
@@ -176,7 +193,8 @@ def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
         return batch / rows * (ahead + back) + once
 
     ends = (*draft.starts[1:], len(meshes.chain))
-    for stage in range(1, len(draft.starts)):
+    busiest = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])[:MOST_SHIFTED]
+    for stage in sorted({stage + side for stage in busiest for side in (0, 1)} & set(range(1, len(draft.starts)))):
         before, start, end = draft.starts[stage - 1], draft.starts[stage], ends[stage]
         for moved, taker, parts in ((start - 1, stage, (start - 1, end)), (start + 1, stage - 1, (before, start + 1))):
             if before < moved < end and load(taker, *parts) < scored.seconds:
@@ -246,12 +264,22 @@ def _joined(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
 
 
 def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """The devices that are left over as a stage of their own before a stage and after it."""
+    """A stage more, of all devices that are left over before or after a stage; or of one type with as many data slices
+    as that has, at some places: what later stages have in flight grows with it, and its own the earlier it is."""
     used = [sum(mesh.counts[pool] for mesh in draft.meshes) for pool in range(len(meshes.pools))]
     left = tuple(len(own.ranks) - count for own, count in zip(meshes.pools, used, strict=True))
-    for division in fit_divisions(meshes, left) if any(left) else ():
-        for place in (stage, stage + 1):
-            yield (*draft.meshes[:place], Mesh(left, *division), *draft.meshes[place:])
+    all_left = [Mesh(left, *division) for division in fit_divisions(meshes, left)] if any(left) else []
+    data, depth = draft.meshes[stage].data, len(draft.meshes)
+    some = []
+    for pool, count in enumerate(left):
+        divisions = [one for one in meshes.divisions(meshes.pools[pool]) if data * prod(one) <= count]
+        largest = [one for one in divisions if one[1] == 1][-1:] + divisions[-1:]
+        for division in sorted({draft.meshes[stage][1:], *largest}.intersection(divisions)):
+            some.append(_with(Mesh((0,) * len(left), *division), pool, data * prod(division)))
+    for mesh in dict.fromkeys((*all_left, *some)):
+        places = (stage, stage + 1, *(depth * part // PLACES for part in range(PLACES))) if mesh in some else ()
+        for place in dict.fromkeys(places or (stage, stage + 1)):
+            yield (*draft.meshes[:place], mesh, *draft.meshes[place:])
 
 
 def _split(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:

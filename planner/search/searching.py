@@ -11,8 +11,8 @@ Method, for clusters of any size:
 
 1. devices are counted by type, not named (`devices`); what a stretch of the chain costs on a mesh is an array
    (`meshes`);
-2. families of meshes (`families`), each a quota program over what is left of each type (`quota`), for some numbers of
-   micro-batches, in the order of what they could reach;
+2. families of meshes (`families`), each a quota program over what is left of each type (`quota`) or, of deep pipelines,
+   runs of equal meshes (`runs`), for some numbers of micro-batches, in the order of what they could reach;
 3. the best sequences get their exact cuts (`whale.planner.cuts`) and are refined where they are bound (`refine`);
 4. the best drafts are laid out on ranks, with exact rows (`layout`), and simulated (`evaluate`): their order is that
    of the simulation, of what is whole and rounded.
@@ -20,7 +20,8 @@ Method, for clusters of any size:
 What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
 What is heuristic: that families hold the best meshes, and the descent; of few devices all plans are tried (`exact`).
 Every result comes with a bound that is proven (`bound`): what is between is what may have been missed, and more.
-Complexity: independent of the number of devices but for laying out and simulating a few plans.
+Complexity: independent of the number of devices but for laying out and simulating a few plans; what could only lose is
+not priced, cut or timed to its end.
 
 Sources: Whale (Jia et al., USENIX ATC 2022), whose balance of unlike devices this extends from given plans to the
 choice of plans; Sailor (Strati et al., SOSP 2025), which searches such clusters by enumerating and pruning; the dynamic
@@ -34,10 +35,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import islice, product
 from math import inf, isqrt
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
@@ -47,7 +49,16 @@ from whale.planner.search.bound import bound_seconds, least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of, with_more
-from whale.planner.search.drafts import Draft, Scored, best_cuts, cut_exactly, evenest_cuts, quick_cuts, score_draft
+from whale.planner.search.drafts import (
+    Draft,
+    Scored,
+    best_cuts,
+    best_timed,
+    cut_exactly,
+    evenest_cuts,
+    quick_cuts,
+    score_draft,
+)
 from whale.planner.search.exact import is_small, walk
 from whale.planner.search.families import HELD, Family, families_of, fit_divisions
 from whale.planner.search.layout import laid_out
@@ -55,6 +66,7 @@ from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Memo, Prices
 from whale.planner.search.quota import Sequences
 from whale.planner.search.refine import disturbed, refined
+from whale.planner.search.runs import Runs
 
 __all__ = ["search"]
 
@@ -68,7 +80,7 @@ LONGEST_LINE = 8
 """Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
 
 MOST_MISSING = 24
-"""Sequences that do not fit of which it is found out by how much, where none fits."""
+"""Sequences that hold most of the model of which it is found out by how much they do not fit, where none does."""
 
 FEW_MICRO_BATCHES = 12
 """Up to so many are tried on large clusters whether or not they divide the batch."""
@@ -89,7 +101,7 @@ NEAR = 1.1
 MOST_REFINED, RESTARTS = 3, 3
 """Drafts from which a descent starts; and how often another one starts near the best, some random moves away."""
 
-MOST_STAGES_REFINED = 4_000
+MOST_STAGES_REFINED = 2_000
 """Of all drafts that a descent scores."""
 
 MOST_LOOKED_AT = 3
@@ -173,6 +185,29 @@ def search(
     return found.run()
 
 
+class _Lacking(NamedTuple):
+    """A sequence of meshes, or a family, of which nothing fits, and the part of the layers that it holds at most."""
+
+    given: tuple[Mesh, ...] | Family
+    micro_batches: int
+    schedule: str
+    held: float
+
+
+class _Waiting(NamedTuple):
+    """A family that is not solved yet, with its place among all.
+
+    Attributes:
+        reach: seconds of a step to which it could come at best.
+        paces: what its stages take; None as long as that is not worked out, and ``reach`` without sums of gradients.
+    """
+
+    reach: float
+    place: int
+    paces: tuple[float, float] | None
+    family: Family
+
+
 @dataclass
 class _Search:
     meshes: Meshes
@@ -182,9 +217,10 @@ class _Search:
     stopped: Callable[[], bool]
     began: float = field(default_factory=time.monotonic)
     bound: float = 0.0
-    best: dict[tuple[Mesh, ...], Scored] = field(default_factory=dict)
+    scores: dict[Draft, Scored] = field(default_factory=dict)
+    best: dict[Draft, Scored] = field(default_factory=dict)
     nearest: Scored | None = None
-    lacking: list[tuple[tuple[Mesh, ...] | Family, int, str]] = field(default_factory=list)
+    lacking: list[_Lacking] = field(default_factory=list)
     tried: int = 0
     points: list[Point] = field(default_factory=list)
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -200,7 +236,7 @@ class _Search:
         for _ in range(RESTARTS if self.best else 0):
             leading = self._leading(1)[0]
             if len(leading.draft.meshes) > 1 and not self._over():
-                start = disturbed(self.meshes, leading, self.batch, max_stages, draw)
+                start = disturbed(self.meshes, leading, self.batch, max_stages, draw, self._score)
                 self._note(start)
                 self._refine(start, micro_batches, max_stages)
         candidates = self._simulated()
@@ -285,7 +321,9 @@ class _Search:
             self.batch,
             micro_batches=micro_batches,
             max_stages=max_stages,
+            score=self._score,
             tried=note,
+            kept=self._keep,
             stop=lambda: self._over() or scored > MOST_STAGES_REFINED,
         )
 
@@ -317,50 +355,57 @@ class _Search:
         for counts in some:
             for division, count in product(fit_divisions(self.meshes, counts), few):
                 mesh = Mesh(counts, *division)
-                if self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)[0][:, 0].min() < 1:
+                parts, _ = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
+                if (held := float(parts[:, 0].min())) < 1:
                     self._drop("1 stages", "its devices do not hold the model")
-                    self.lacking.append(((mesh,), count, schedule))
+                    self.lacking.append(_Lacking((mesh,), count, schedule, held))
                 elif not self._over():
                     self._draft((mesh,), count, schedule)
 
     def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
-        promising: list[tuple[float, Sequences, int, int]] = []
+        promising: list[tuple[float, Sequences | Runs, int, int]] = []
         near, solved = self._best_seconds(), 0
         wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
-        for reach, paces, family in self._priced(micro_batches, schedule, max_stages):
+        waiting = self._waiting(micro_batches, max_stages)
+        while waiting and not self._over() and solved < MOST_FAMILIES * wider and waiting[0].reach <= NEAR * near:
+            one = heappop(waiting)
+            family = one.family
+            if one.paces is None:
+                if (held := family.part_held(self.meshes, self.batch)) < HELD:
+                    self._drop(family.name, "its devices do not hold the model", family.num)
+                    self.lacking.append(_Lacking(family, family.micro_batches, schedule, held))
+                else:
+                    paces = family.paces(self.meshes, self.batch)
+                    heappush(waiting, one._replace(reach=family.reach(*paces), paces=paces))
+                continue
+            found = family.sequences(self.meshes, self.batch, schedule, one.paces, NEAR * near)
+            promises = found.promises
+            if not promises:
+                self._drop(family.name, "no sequence of its meshes fits in memory")
+                self.lacking.append(_Lacking(family, family.micro_batches, schedule, 1.0))
+            solved += near < inf or bool(promises)
+            promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
+            near = min([near, *promises])
+        for one in waiting:
             if self._over():
-                self._drop(family.name, "the time was up")
-            elif reach > NEAR * near:
-                self._drop(family.name, "could not come near the best if its stages were equal")
-            elif solved >= MOST_FAMILIES * wider:
-                self._drop(family.name, f"not among the {MOST_FAMILIES * wider} that could reach most")
+                self._drop(one.family.name, "the time was up")
+            elif one.reach > NEAR * near:
+                self._drop(one.family.name, "could not come near the best if its stages were equal")
             else:
-                found = family.sequences(self.meshes, self.batch, schedule, paces, NEAR * near)
-                promises = found.promises
-                if not promises:
-                    self._drop(family.name, "no sequence of its meshes fits in memory")
-                    self.lacking.append((family, family.micro_batches, schedule))
-                solved += near < inf or bool(promises)
-                promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
-                near = min([near, *promises])
+                self._drop(one.family.name, f"not among the {MOST_FAMILIES * wider} that could reach most")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
         self._score_best(islice(sequences, MOST_SEQUENCES * wider), schedule)
 
-    def _priced(
-        self, micro_batches: Sequence[int], schedule: str, max_stages: int
-    ) -> list[tuple[float, tuple[float, float], Family]]:
-        """Families whose devices hold the model, with what they could reach and their paces; best first."""
-        found = []
+    def _waiting(self, micro_batches: Sequence[int], max_stages: int) -> list[_Waiting]:
+        """A heap of all families, those first that could come to least if layers were divided as one likes."""
+        found: list[_Waiting] = []
         for count in micro_batches:
-            for family in families_of(self.meshes, self.batch, count, max_stages):
-                if family.part_held(self.meshes, self.batch) < HELD:
-                    self._drop(family.name, "its devices do not hold the model", family.num)
-                    self.lacking.append((family, family.micro_batches, schedule))
-                elif not self._over():
-                    paces = family.paces(self.meshes, self.batch)
-                    found.append((family.reach(*paces), paces, family))
-        return sorted(found, key=lambda one: one[0])
+            for family in [] if self._over() else families_of(self.meshes, self.batch, count, max_stages):
+                even = family.even_work(self.meshes, self.batch)
+                found.append(_Waiting(family.reach(even, even), len(found), None, family))
+        heapify(found)
+        return found
 
     def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str) -> None:
         """Cut and score the first of some sequences with numbers of micro-batches, and cut the best of them exactly."""
@@ -369,13 +414,10 @@ class _Search:
             if self._over():
                 break
             for starts in quick_cuts(self.meshes, sequence, self.batch, count, schedule):
-                below = min([self._best_seconds(), *(one.seconds for one in scored)])
-                scored.append(self._scored(sequence, starts, count, schedule, below=below))
+                scored.append(self._scored(sequence, starts, count, schedule))
                 self._note(scored[-1])
-        for one in sorted(scored, key=_seconds)[:MOST_CUT_EXACTLY]:
-            exact = one if self._over() else cut_exactly(self.meshes, one, self.batch)
-            if exact is not one:
-                self._note(exact)
+        for one in best_timed(scored, MOST_CUT_EXACTLY):
+            self._keep(one if self._over() else cut_exactly(self.meshes, one, self.batch, self._score))
 
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
@@ -383,21 +425,18 @@ class _Search:
         starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
         if starts is None:
             self._drop(f"{len(sequence)} stages", "no cut fits in memory")
-            self.lacking.append((sequence, count, schedule))
+            self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
         else:
             self._note(self._scored(sequence, starts, count, schedule))
 
-    def _scored(
-        self,
-        sequence: tuple[Mesh, ...],
-        starts: tuple[int, ...],
-        count: int,
-        schedule: str,
-        *,
-        below: float = inf,
-    ) -> Scored:
-        draft = Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule)
-        return score_draft(self.meshes, draft, self.batch, below=below)
+    def _scored(self, sequence: tuple[Mesh, ...], starts: tuple[int, ...], count: int, schedule: str) -> Scored:
+        return self._score(Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
+
+    def _score(self, draft: Draft) -> Scored:
+        """As `score_draft`, once."""
+        if draft not in self.scores:
+            self.scores[draft] = score_draft(self.meshes, draft, self.batch)
+        return self.scores[draft]
 
     # What is known
 
@@ -411,11 +450,13 @@ class _Search:
         if self.nearest is None or scored.fullness < self.nearest.fullness:
             self.nearest = scored
         if scored.fits:
-            key = scored.draft.meshes
-            if key not in self.best or scored.seconds < self.best[key].seconds:
-                self.best[key] = scored
+            self._keep(scored)
         if time.monotonic() - self.told > SECONDS_BETWEEN_PROGRESS:
             self._tell()
+
+    def _keep(self, scored: Scored) -> None:
+        if scored.exact or scored.draft not in self.best:
+            self.best[scored.draft] = scored
 
     def _tell(self) -> None:
         self.told = time.monotonic()
@@ -430,11 +471,11 @@ class _Search:
         )
 
     def _leading(self, count: int) -> list[Scored]:
-        """The best drafts so far, each of other meshes."""
-        return sorted(self.best.values(), key=lambda one: one.seconds)[:count]
+        """The best drafts so far, each of other meshes, timed."""
+        return best_timed(self.best.values(), count)
 
     def _best_seconds(self) -> float:
-        return min((one.seconds for one in self.best.values()), default=inf)
+        return self._leading(1)[0].seconds if self.best else inf
 
     def _over(self) -> bool:
         return self.stopped() or time.monotonic() - self.began > self.settings.time_limit
@@ -484,7 +525,7 @@ class _Search:
 
     def _shortage(self) -> str:
         """What the plan that comes nearest lacks, and which changes would do."""
-        for given, count, schedule in _spread(self.lacking, MOST_MISSING):
+        for given, count, schedule, _ in sorted(self.lacking, key=lambda one: -one.held)[:MOST_MISSING]:
             sequence = given.all_devices() if isinstance(given, Family) else given
             starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
             if starts is not None and all(mesh.data <= self.meshes.rows(self.batch, count) for mesh in sequence):
@@ -522,7 +563,7 @@ class _Search:
         if self.settings.micro_batches is not None and self.settings.micro_batches < self.batch:
             other = self._like(prices, self.batch, replace(self.settings, micro_batches=None))
             if other.fits_at_all():
-                yield True, f"{min(other.best.values(), key=_seconds).draft.micro_batches} micro-batches"
+                yield True, f"{other._leading(1)[0].draft.micro_batches} micro-batches"
         batches = [self.batch // parts for parts in (2, 4, 8) if self.batch % parts == 0]
         batch = _least(batches, lambda given: fits(prices, given))
         if batch is not None:
@@ -554,10 +595,6 @@ def _least(values: Sequence[_T], fits: Callable[[_T], bool]) -> _T | None:
     if not values or not fits(values[-1]):
         return None
     return values[bisect_left(values, True, hi=len(values) - 1, key=fits)]
-
-
-def _seconds(scored: Scored) -> float:
-    return scored.seconds
 
 
 def _spread(values: Sequence[_T], most: int) -> list[_T]:

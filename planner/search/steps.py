@@ -9,13 +9,18 @@ reductions that slow tasks down) does not occur here or is nothing beside a step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator
+from math import inf
+from typing import Any, NamedTuple
 
-from whale.ir.workload import StageWork, Workload
+import numpy as np
+
+from whale.ir.workload import Workload
 
 __all__ = ["SETTLING", "Slot", "Step", "in_flight", "long_step", "slots_of"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 SETTLING = 12
 """Micro-batches more than a pipeline has stages, after which it goes on evenly; where messages are slow that may be as
@@ -76,113 +81,145 @@ def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slo
 
 
 def long_step(workload: Workload) -> Step:
-    """A step of a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each. O(stages^2 x transfers) at most."""
+    """A step of a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each: all ranks of a slot at once, in
+    O(stages) slots at most."""
     return _Pass(workload, min(workload.micro_batches, len(workload.stages) + 2 * SETTLING)).step()
 
 
-@dataclass(slots=True, eq=False)
-class _Input:
-    """What a rank waits for before a task: the rank that sends, the link's latency, seconds of a message on it, and
-    when it is free again."""
+class _Inputs(NamedTuple):
+    """Of each rank (by its place) one message that it waits for before a task.
 
-    source: _Rank
-    latency: float
-    seconds: float
-    free: float = 0.0
+    Attributes:
+        made: where the end of the task that sends it is, from the rank's own row in all ends by slot.
+        latency: of the link; minus infinity where a rank waits for no such message.
+        seconds: on the link.
+        free: when the link is free again.
+    """
 
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    """A rank with what has become of it. Pairs are for backwards and forwards."""
-
-    forward: float
-    backward: float
-    communication: float
-    free: float = 0.0
-    pipeline: float = 0.0
-    transfer: float = 0.0
-    inputs: tuple[list[_Input], list[_Input]] = field(default_factory=lambda: ([], []))
-    done: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # when each micro-batch ended
-    waits: list[tuple[float, float]] = field(default_factory=list)  # for others and for messages, at each backward
-
-    def runs(self, ahead: bool, share: float) -> None:
-        """A forward or a backward of its next micro-batch, of which it has a share of the rows, once what it consumes
-        is there."""
-        begin = issued = free = self.free
-        done = self.done[ahead]
-        for given in self.inputs[ahead]:
-            made = given.source.done[ahead][len(done)]
-            given.free = max(made, given.free) + given.seconds * share
-            if given.free + given.latency > begin:
-                begin, issued = given.free + given.latency, max(made, free)
-        self.pipeline += issued - free
-        self.transfer += begin - issued
-        self.free = begin + share * (self.forward if ahead else self.backward)
-        done.append(self.free)
-        if not ahead:
-            self.waits.append((self.pipeline, self.transfer))
-
-    def goes_on(self, times: float, period: float, first: int, last: int) -> None:
-        """So many micro-batches more, one each period; it waits as it did between two backwards."""
-        more = times * max(0.0, period - self.forward - self.backward)
-        pipeline, transfer = (after - before for before, after in zip(self.waits[first], self.waits[last], strict=True))
-        share = pipeline / (pipeline + transfer) if pipeline + transfer else 1.0
-        self.pipeline, self.transfer = self.pipeline + share * more, self.transfer + (1 - share) * more
-        self.free += times * period
+    made: Integers
+    latency: Array
+    seconds: Array
+    free: Array
 
 
 class _Pass:
-    """The first *count* micro-batches and the end of a step; what is between goes on as it was."""
+    """The first *count* micro-batches and the end of a step; what is between goes on as it was.
+
+    Ranks have places so that those of the stages of a slot are next to each other. Of arrays with two rows the first is
+    of backwards and the second of forwards, or of waits for others and for messages.
+    """
 
     def __init__(self, workload: Workload, count: int) -> None:
         self.workload, self.count = workload, count
-        self.ranks: dict[int, _Rank] = {}
-        for stage in workload.stages:
-            self.ranks.update(_ranks(stage))
-        links = {(link.source, link.target): link for link in workload.links}
-        for boundary in workload.boundaries:
-            for ahead, transfers in ((True, boundary.forward), (False, boundary.backward)):
-                for one in transfers:
-                    link = links[one.source, one.target]
-                    given = _Input(self.ranks[one.source], link.latency, one.bytes / link.bandwidth)
-                    self.ranks[one.target].inputs[ahead].append(given)
+        self.slots = tuple(slots_of(len(workload.stages), count, workload.schedule))
+        self.each = self.slots[0].forwards.step
+        places: dict[int, slice] = {}
+        self.ranks: list[int] = []
+        for stage in sorted(range(len(workload.stages)), key=lambda stage: (stage % self.each, stage)):
+            first = len(self.ranks)
+            self.ranks += workload.stages[stage].ranks
+            places[stage] = slice(first, len(self.ranks))
+        self.places = [places[stage] for stage in range(len(workload.stages))]
+        num = len(self.ranks)
+        self.seconds, self.communication = np.zeros((2, num)), np.zeros(num)
+        for work, own in zip(workload.stages, self.places, strict=True):
+            self.seconds[:, own] = work.backward, work.forward
+            self.communication[own] = work.communication or 0.0
+        self.free, self.waited = np.zeros(num), np.zeros((2, num))
+        self.ends = np.zeros((2, len(self.slots), num))
+        self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
+        self.inputs = [self._inputs(ahead) for ahead in (False, True)]
+
+    def _inputs(self, ahead: bool) -> list[_Inputs]:
+        """The first message that each rank waits for, the second, and so on."""
+        num, place = len(self.ranks), {rank: index for index, rank in enumerate(self.ranks)}
+        links = {(link.source, link.target): link for link in self.workload.links}
+        of_ranks: list[list[tuple[int, float, float]]] = [[] for _ in self.ranks]
+        for boundary in self.workload.boundaries:
+            slots = boundary.target_stage - boundary.source_stage  # from the task that sends to the one that waits
+            for one in boundary.forward if ahead else boundary.backward:
+                link = links[one.source, one.target]
+                given = place[one.source] - slots * num, link.latency, one.bytes / link.bandwidth
+                of_ranks[place[one.target]].append(given)
+        found = []
+        for number in range(max(map(len, of_ranks))):
+            every = [own[number] if number < len(own) else (0, -inf, 0.0) for own in of_ranks]
+            made, latency, seconds = (np.array(values) for values in zip(*every, strict=True))
+            found.append(_Inputs(made, latency, seconds, np.zeros(num)))
+        return found
 
     def step(self) -> Step:
-        stages = [[self.ranks[index] for index in stage.ranks] for stage in self.workload.stages]
-        last_share = self.workload.last_share
-        for slot in slots_of(len(stages), self.count, self.workload.schedule):
-            for stage in slot.forwards:
-                for rank in stages[stage]:
-                    rank.runs(True, last_share if stage == slot.last_forward else 1.0)
-            for stage in slot.backwards:
-                for rank in stages[stage]:
-                    rank.runs(False, last_share if stage == slot.last_backward else 1.0)
-        times = self.workload.micro_batches - self.count
+        for slot, given in enumerate(self.slots):
+            self._run(slot, True, given.forwards, given.last_forward)
+            self._run(slot, False, given.backwards, given.last_backward)
+        times, depth = self.workload.micro_batches - self.count, len(self.places)
         if times:
-            period = self._period(stages)
-            for stage, ranks in enumerate(stages):
-                last = self.count - 2 - (len(stages) - stage if self.workload.schedule == "1f1b" else 0)
-                for rank in ranks:
-                    rank.goes_on(times, period, last - SETTLING, last)
+            period = self._period()
+            for stage, own in enumerate(self.places):
+                last = self.count - 2 - (depth - stage if self.workload.schedule == "1f1b" else 0)
+                first, last = (self._slot(False, stage, micro_batch) for micro_batch in (last - SETTLING, last))
+                self._go_on(own, times, period, self.waits[last, :, own] - self.waits[first, :, own])
         return self._ended()
 
-    def _period(self, stages: Sequence[Sequence[_Rank]]) -> float:
+    def _run(self, slot: int, ahead: bool, stages: range, last: int) -> None:
+        """A forward or a backward on each rank of some stages, once what it consumes is there; that of the *last* stage
+        has fewer rows."""
+        if not stages:
+            return
+        own = slice(self.places[stages[0]].start, self.places[stages[-1]].stop)
+        free = begin = issued = self.free[own]
+        share: float | Array = 1.0
+        if last in stages and self.workload.last_share < 1:
+            share = np.ones(len(free))
+            share[self.places[last].start - own.start : self.places[last].stop - own.start] = self.workload.last_share
+        ends = self.ends[int(ahead)]
+        for given in self.inputs[ahead]:
+            made = ends.ravel()[given.made[own] + slot * len(self.ranks)]
+            given.free[own] = np.maximum(made, given.free[own]) + given.seconds[own] * share
+            arrived = given.free[own] + given.latency[own]
+            issued = np.where(arrived > begin, np.maximum(made, free), issued)
+            begin = np.maximum(begin, arrived)
+        self.waited[0, own] += issued - free
+        self.waited[1, own] += begin - issued
+        done = begin + share * self.seconds[int(ahead), own]
+        self.free[own] = ends[slot, own] = done
+        if not ahead:
+            self.waits[slot, :, own] = self.waited[:, own]
+
+    def _slot(self, ahead: bool, stage: int, micro_batch: int) -> int:
+        """In which a stage does a task of a micro-batch."""
+        first = stage if ahead else self.slots[0].last_backward - stage - self.each * (self.count - 1)
+        return first + self.each * micro_batch
+
+    def _go_on(self, own: slice, times: float, period: float, waits: Array) -> None:
+        """So many micro-batches more, one each period; ranks wait as they did between two backwards."""
+        more = times * np.maximum(0.0, period - self.seconds[:, own].sum(axis=0))
+        whole = waits.sum(axis=0)
+        share = np.divide(waits[0], whole, out=np.ones_like(whole), where=whole > 0)
+        self.waited[:, own] += share * more, (1 - share) * more
+        self.free[own] += times * period
+
+    def _period(self) -> float:
         """What a micro-batch takes once the pipeline is full: at the last stage, which no end of a step has touched;
         with ``gpipe`` forwards there, and then backwards at the first."""
 
-        def spent(ranks: Sequence[_Rank], ahead: bool) -> float:
-            return max(rank.done[ahead][-2] - rank.done[ahead][-2 - SETTLING] for rank in ranks) / SETTLING
+        def spent(stage: int, ahead: bool) -> float:
+            slots = [self._slot(ahead, stage, self.count - 2 - back) for back in (0, SETTLING)]
+            last, first = self.ends[int(ahead)][slots, self.places[stage]]
+            return float((last - first).max()) / SETTLING
 
+        depth = len(self.places)
         if self.workload.schedule == "gpipe":
-            return spent(stages[-1], True) + spent(stages[0], False)
-        return spent(stages[-1], False)
+            return spent(depth - 1, True) + spent(0, False)
+        return spent(depth - 1, False)
 
     def _ended(self) -> Step:
         """The sums of gradients, one after the other on each rank, and the update."""
-        ready = {index: rank.free for index, rank in self.ranks.items()}
+        free = dict(zip(self.ranks, self.free.tolist(), strict=True))
+        ready = dict(free)
         waiting, summed = dict.fromkeys(ready, 0.0), dict.fromkeys(ready, 0.0)
         for reduction in self.workload.reductions:
-            start = max(max(self.ranks[index].free, ready[index]) for index in reduction.ranks)
+            start = max(max(free[index], ready[index]) for index in reduction.ranks)
             for index in reduction.ranks:
                 waiting[index] += start - ready[index]
                 summed[index] += reduction.seconds
@@ -192,23 +229,17 @@ class _Pass:
         last = max(ends, key=lambda index: (ends[index], -index))
         seconds = ends[last] + self.workload.overhead
         times = self.workload.micro_batches - 1 + self.workload.last_share
-        rank = self.ranks[last]
+        place = self.ranks.index(last)
+        inside = float(self.communication[place])
         breakdown = {
-            "compute": times * (rank.forward + rank.backward - rank.communication),
-            "communication": times * rank.communication,
-            "pipeline": rank.pipeline,
-            "transfer": rank.transfer,
+            "compute": times * (float(self.seconds[:, place].sum()) - inside),
+            "communication": times * inside,
+            "pipeline": float(self.waited[0, place]),
+            "transfer": float(self.waited[1, place]),
             "stall": waiting[last],
             "reduction": summed[last],
             "update": update[last],
             "overhead": self.workload.overhead,
         }
-        waits = sum(rank.pipeline + rank.transfer + ends[last] - ends[index] for index, rank in self.ranks.items())
+        waits = float(self.waited.sum()) + sum(ends[last] - end for end in ends.values())
         return Step(seconds, breakdown, min(1.0, waits / len(ends) / seconds))
-
-
-def _ranks(stage: StageWork) -> Iterator[tuple[int, _Rank]]:
-    communication: Sequence[float] = stage.communication or (0.0,) * len(stage.ranks)
-    for rank, *times in zip(stage.ranks, stage.forward, stage.backward, communication, strict=True):
-        forward, backward, inside = times
-        yield rank, _Rank(forward, backward, inside)
