@@ -222,7 +222,7 @@ class _Engine:
         self.events[task.event] = event
         rank.last_event = task.event
         seconds, communication, _, _ = task.price
-        slowed = now - rank.start - seconds if rank.slowed else 0.0
+        slowed = max(0.0, now - rank.start - seconds) if rank.slowed else 0.0  # rounding may make it less
         rank.parts["reduction"] += slowed
         rank.parts["communication"] += communication
         rank.parts["compute"] += now - rank.start - slowed - communication
