@@ -67,14 +67,14 @@ ROUNDS = 40
 HIGHEST = 4.0
 """Times the work alone, above which no bound is looked for, where no plan is known."""
 
-STEPS, ENOUGH = 4, 0.01
+STEPS, ENOUGH = 5, 0.005
 """Times that a larger bound is looked for, for a number of rows; and the share of it that is not."""
 
 START, LOOK = 1.3, 0.85
 """Times the work alone, and a plan that is known: there numbers of rows are compared, those with the least to show for
 it come first."""
 
-TRIES = 24
+TRIES = 32
 """Of prices, for a number of rows and a step."""
 
 DEPTH = 6

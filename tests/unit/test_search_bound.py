@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from tests.chains import card, chain, layer
 from whale.ir.cluster import Cluster, Link
-from whale.planner.search.bound import bound_seconds, least_work, work_of_parts
+from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.search.bound import Duals, bound_seconds, cases_of, least_work, work_of_parts
 from whale.planner.search.chain import Chain
+from whale.planner.search.choices import StageChoice
 from whale.planner.search.devices import pools_of
+from whale.planner.search.evaluate import score
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
+from whale.planner.search.slices import Slices
 
 FAST, SLOW = card("fast"), card("slow")
 ROOMY = Link(bandwidth=1e12, latency=1e-7)
@@ -71,3 +77,24 @@ def test_a_stage_may_have_few_rows_on_each_of_its_slower_devices() -> None:
     cluster = Cluster.of([("node", FAST), ("node", SLOW), ("node", SLOW)], intra=ROOMY)
     bound_of = bound_seconds(meshes_of(chain(kinds, (0, 1, 0)), cluster), 4, [1])
     assert 0.9 * 0.06 < bound_of < 0.06 + 0.004
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("ahead", [0.2, 0.6])
+def test_it_comes_near_to_a_pipeline_whose_last_micro_batch_is_small(schedule: str, ahead: float) -> None:
+    """Two layers of which a device holds one; five rows as four and one."""
+    type_ = card("fast", gib=0.025)
+    profile = chain([layer({type_.name: 0.01}, parameters=1e6, ahead=ahead)], (0, 0))
+    cluster = Cluster.of([("node", type_)] * 2, intra=ROOMY)
+    meshes = meshes_of(profile, cluster)
+    assert meshes.rows(5, 2) == 4
+    stages = [
+        StageChoice(first=index, last=index + 1, ranks=(index,), data=1, tensor=1, rows=(4,)) for index in range(2)
+    ]
+    plan = score(meshes.prices, stages, micro_batches=2, schedule=schedule, batch=5)
+    assert plan.prediction.fits
+    taken = plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS
+    (case,) = cases_of(meshes, Slices.of(meshes, 5), 5, [2], (schedule,), 2 * taken)
+    weights = product(np.linspace(-2, 1, 13), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0))
+    shown = [case.shown(taken * 1.01, Duals((1.0,), *one)) + taken * 1.01 for one in weights]
+    assert 0.8 * taken < max(shown) <= taken * (1 + 1e-6)
