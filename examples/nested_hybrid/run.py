@@ -52,7 +52,7 @@ from whale.trial import ModelTrial
 
 HERE = Path(__file__).resolve().parent
 DEGREES = (1, 2, 3, 4, 6, 8)
-"""Tensor degrees at which layers are profiled."""
+"""Tensor and expert degrees at which layers are profiled."""
 
 ON_THE_TESTBED = ("gpt", "moe")
 
@@ -101,7 +101,9 @@ class Folder:
         if self.file("wanted.json").exists():
             return
         model, batch = build(self.experiment, small=self.small, device="meta")
-        profile = profile_model(model, batch, tensor_degrees=DEGREES, name=self.experiment.model)
+        profile = profile_model(
+            model, batch, tensor_degrees=DEGREES, expert_degrees=DEGREES, name=self.experiment.model
+        )
         self.file("profile.json").write_text(profile.dumps())
         num_devices = len(self._cluster_with(profile).devices)
         for nesting in self.experiment.nestings:
