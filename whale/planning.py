@@ -116,7 +116,7 @@ def make_plan(
 
     def predicted(plan: Plan) -> Predicted:
         chosen = replace(options, plan=plan)
-        compilation = compile_model(model, batch, costs.cluster, chosen, device="cpu", training=True, like=first)
+        compilation = compile_model(model, batch, costs.cluster, chosen, device=costs.device, training=True, like=first)
         return predict(compilation, costs, schedule=options.schedule)
 
     even = predicted(start)

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from whale.cli.model_loader import load_model
+from whale.compiler import Options
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
 from whale.planner.catalog import device_types
+from whale.planning import make_plan
+from whale.prediction import Costs
 from whale.runtime.collectives import Bridge
+from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial
 
 EXAMPLES = Path(__file__).parents[2] / "examples/models"
@@ -54,3 +58,17 @@ def test_on_processors_they_are_summed_everywhere(trial: ModelTrial) -> None:
     found = collectives(trial, PROCESSOR)
     assert found["all_reduce"] >= 8
     assert not found["reduce_scatter"]
+
+
+def test_a_plan_is_predicted_as_it_is_tried(trial: ModelTrial) -> None:
+    a100 = device_types()["A100-SXM4-80GB"]
+    cluster = Cluster.homogeneous(4, a100, intra=a100.intra_node)
+    sizes = {"layers": 2, "hidden": 768, "heads": 12, "seq": 1024, "vocab": 50304}
+    loaded = load_model(str(EXAMPLES / "gpt.py:gpt"), sizes, batch_size=8, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 4))
+    costs = Costs(profile=profile, cluster=cluster, precision="fp32", micro_batches=1, device="cuda")
+    planned = make_plan(
+        loaded.model, loaded.batch, costs, Options(), rows=8, name="gpt", annotations={"": ("split(4)",)}
+    )
+    tried, _ = trial.predict(planned.plan, profile, cluster)
+    assert tried.step_seconds == pytest.approx(planned.predicted.prediction.step_seconds)
