@@ -58,7 +58,7 @@ def drawn(
 ) -> list[Choice]:
     """Random plans that compile and fit, none twice and none that is *known*, in the order of their predictions."""
     prices = Prices.of(profile, cluster, eager=True, batch=batch)
-    seen = {look(choice) for choice in known.values()}
+    seen: set[object] = {look(choice) for choice in known.values()}
     return sorted(islice(_random_plans(prices, trial, seen), count), key=lambda choice: choice.prediction.step_seconds)
 
 

@@ -49,8 +49,10 @@ class SailorPrices(Prices):
         seconds = self.rules.message(ends[0], ends[1], max(1.0, whole))
         return Hop(0.0, max(1, num_bytes) / seconds)
 
-    def _seconds(self, kind: int, type_: DeviceType, degree: int, rows: int, micro_batches: int) -> LayerSeconds:
+    def _seconds(
+        self, kind: int, type_: DeviceType, degrees: tuple[int, int], rows: int, micro_batches: int
+    ) -> LayerSeconds:
         forward, backward, update = (
-            UNKNOWN_SECONDS if isinf(value) else value for value in self.rules.times(kind, type_.name, degree, rows)
+            UNKNOWN_SECONDS if isinf(value) else value for value in self.rules.times(kind, type_.name, degrees[0], rows)
         )
         return LayerSeconds(forward=forward, backward=backward, weights=backward / 2, update=update, measured=True)

@@ -8,7 +8,7 @@ unlike devices, against every single strategy, against random plans, and against
 the same search finds within it: all devices as replicas with rows by speed, all as one tensor group, or stages of one
 device each. Random plans are drawn from the search's space: stages, devices in any order, cuts, data x tensor meshes
 and micro-batches, with rows by speed; what does not compile or fit is drawn again. Of twenty those are run whose steps
-are predicted to take up to 1.5 times as long as the found plan's, the five best at least; the others are too slow to
+are predicted to take up to 1.25 times as long as the found plan's, the three best at least; the others are too slow to
 win, by prediction. Each is first timed once beside the found plan, and the two quickest stay. torch's
 DistributedDataParallel has equal rows, torch.distributed.pipelining equal numbers of blocks and as many micro-batches
 as the best pipeline; batch norm sees the whole batch in Whale, a rank's part in DistributedDataParallel.
@@ -57,8 +57,8 @@ from whale.runtime.launch import initialize
 from whale.trial import ModelTrial
 
 TORCH = ("DDP", "pipelining")
-RANDOM, FEWEST, FINALISTS = 20, 5, 2
-TOO_SLOW = 1.5
+RANDOM, FEWEST, FINALISTS = 20, 3, 2
+TOO_SLOW = 1.25
 ERROR = 0.05
 BLOCKS = 8
 """Of both models, as torch's pipelining divides them."""
