@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import whale
 from tests.small_models import decoder, tokens
@@ -18,3 +20,41 @@ def test_entries_of_the_example_that_are_one_tensor_stay_apart() -> None:
     parallel = whale.parallelize(model, example, device="cpu")
     assert parallel.train_step(tokens=ids, labels=ids.roll(1, 0)).item() == pytest.approx(local, rel=1e-12)
     assert parallel.train_step(**example).item() != pytest.approx(local, rel=1e-3)
+
+
+class _Averages(nn.Module):
+    """Keeps an average of what it sees, and adds it."""
+
+    average: torch.Tensor
+
+    def __init__(self, *, replaced: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.replaced = replaced
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.replaced:
+            self.average = self.average * 0.9 + x.detach().mean(0)
+        else:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(x.mean(0))
+        return (x + self.average).square().mean()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_averages_in_buffers_are_kept_and_have_no_gradient(replaced: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Averages(replaced=replaced), torch.randn(2, 4)
+    captured = capture(model, (x,))
+    assert captured.mutated == ("average",)
+    values = {**dict(model.named_parameters()), **{name: b.clone() for name, b in model.named_buffers()}}
+    names = {**captured.parameters, **captured.buffers}
+    holes = captured.graph.find_nodes(op="placeholder")
+    loss, average = captured.module(*(values[names[n.name]] if n.name in names else x for n in holes))
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    expected = model(x)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(average, model.average)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, list(model.parameters())))

@@ -139,6 +139,7 @@ def test_what_others_read_of_the_inside_of_layers_is_found(monkeypatch: pytest.M
     def note(x: Tensor) -> None:
         notes.append(x)
 
+    monkeypatch.setattr(repeats._Reach, "token", lambda self, x: repeats._Same(x) if callable(x) else repr(x))
     copied, traced, count = both(Reading(*(Noting(note) for _ in range(4))), BATCH, monkeypatch)
     assert copied == traced
     assert count > 0  # at first
@@ -156,3 +157,162 @@ def test_layers_with_other_attributes_are_traced(monkeypatch: pytest.MonkeyPatch
     copied, traced, count = both(Stack(*(Numbered(number) for number in (2, 2, 2, 2, 3, 3))), BATCH, monkeypatch)
     assert copied == traced
     assert count == 1
+
+
+class Config:
+    """What all layers share."""
+
+    calls = 0
+    scale = 1
+    rates = (1, 1, 2, 2, 3, 3)
+
+
+SHARED = Config()
+
+
+class Sharing(Layer):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+
+class Fourth(Sharing):
+    """Every fourth call is another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.calls += 1
+        return super().forward(x) * (2 if self.config.calls % 4 == 0 else 1)
+
+
+class Scaled(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config.scale
+
+
+def scale() -> int:
+    return SHARED.scale
+
+
+class Globally(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * scale()
+
+
+class Enclosed(Sharing):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.scale = lambda: config.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale()
+
+
+class Placed(Sharing):
+    """A layer that looks for itself in what holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parent = self.__dict__["parent"]
+        return super().forward(x) * Config.rates[list(parent.layers).index(self)]
+
+
+class Drawing(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.config.numbers)  # type: ignore[attr-defined]
+
+
+class Kept(Sharing):
+    """The result is also put where the model finds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.config.kept.append(result)  # type: ignore[attr-defined]
+        return result
+
+
+class Model(nn.Module):
+    """Layers that share what the model changes between them."""
+
+    def __init__(self, kind: type[Sharing]) -> None:
+        super().__init__()
+        self.config = SHARED if kind is Globally else Config()
+        self.first = nn.Linear(8, 8)  # the inputs of all the layers have gradients
+        self.layers = nn.ModuleList(kind(self.config) for _ in range(6))
+        for layer in self.layers:
+            layer.__dict__["parent"] = self if kind is Placed else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        config: Any = SHARED if isinstance(self.layers[0], Globally) else self.layers[0].config
+        config.calls, config.kept = 0, []
+        config.numbers = iter(Config.rates) if isinstance(self.layers[0], Drawing) else None
+        x = self.first(x)
+        for rate, layer in zip(Config.rates, self.layers, strict=True):
+            config.scale = rate
+            x = layer(x)
+        return x.square().sum() + sum(kept.mean() for kept in config.kept)
+
+
+@pytest.mark.parametrize("kind", [Fourth, Scaled, Globally, Enclosed, Placed, Drawing, Kept])
+def test_layers_that_reach_what_changes_are_traced(kind: type[Sharing], monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, traced, count = both(Model(kind), BATCH, monkeypatch)
+    assert copied == traced
+    assert count == 0
+
+
+def test_layers_that_share_what_does_not_change_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Config, "rates", (1, 1, 1, 1, 1, 1))
+    copied, traced, count = both(Model(Scaled), BATCH, monkeypatch)
+    assert copied == traced
+    assert count == 4
+
+
+class Telling(Layer):
+    """A layer that says in an argument what it did."""
+
+    def forward(self, x: Tensor, told: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        told["scale"] = 3.0
+        return super().forward(x)
+
+
+class Listening(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            told: dict[str, Any] = {}
+            x = layer(x, told) * told.get("scale", 1.0)
+        return x.square().sum()
+
+
+def test_layers_that_change_an_argument_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, traced, count = both(Listening(*(Telling() for _ in range(5))), BATCH, monkeypatch)
+    assert copied == traced
+    assert count == 0
+
+
+class Spread(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1, keepdim=True).expand(-1, 8)
+
+
+def test_layers_whose_results_overlap_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, traced, count = both(Stack(*(Spread() for _ in range(5))), BATCH, monkeypatch)
+    assert copied == traced
+    assert count == 0
+
+
+class Averaging(Layer):
+    """A buffer is another tensor after the forward."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average * 0.9 + x.detach().mean(0)
+        return super().forward(x)
+
+
+def test_layers_that_replace_a_buffer_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, traced, count = both(Stack(*(Averaging() for _ in range(5))), BATCH, monkeypatch)
+    assert copied == traced
+    assert count == 0

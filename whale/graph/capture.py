@@ -26,7 +26,7 @@ from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
 from whale.graph.refusals import capture_error, check_batch, check_hooks, check_static, refusing
-from whale.graph.repeats import Escaped, Repeats
+from whale.graph.repeats import Repeats
 
 Batch = Any
 """A dict of keyword arguments, a tuple of positional arguments, or one tensor."""
@@ -104,6 +104,7 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Any) -> torch.Tensor:
         values = dict(zip(self.names, leaves, strict=True))
+        held = [(inner, dict(inner._buffers)) for inner in self.model.modules()]
         args = [v for k, v in values.items() if k.startswith("args[")]
         kwargs = {k: v for k, v in values.items() if not k.startswith("args[")}
         if self.loss_fn is None:
@@ -114,8 +115,25 @@ class _Loss(nn.Module):
             batch = kwargs if kwargs else tuple(args)
             output = self.loss_fn(output, batch)
         loss = _pick_loss(output)
+        _write_replaced(held)
         self.check()
         return loss
+
+
+def _write_replaced(held: Sequence[tuple[nn.Module, Mapping[str, torch.Tensor | None]]]) -> None:
+    """Write into the buffers that modules *held* what replaced them: torch.export sees that in the root only."""
+    replaced = [
+        (old, module._buffers[name])
+        for module, buffers in held
+        for name, old in buffers.items()
+        if old is not None and module._buffers.get(name) is not old
+    ]
+    for module, buffers in held:
+        module._buffers.update(buffers)
+    for old, new in replaced:
+        if new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise CaptureError("a buffer is replaced in forward by one of another shape or dtype, or by None")
+        old.copy_(new.detach())
 
 
 def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tuple[int, list[str]]:
@@ -205,10 +223,11 @@ def capture(
                 program = torch.export.export(root, tuple(fakes.values()), strict=False)
                 check_static(program.graph, type(model).__name__)
                 if _mutates(program.graph):
+                    _detach_regions(program.graph)
                     program = program.run_decompositions({})
-        except Escaped:
-            return exported(copying=False)
         except Exception as error:
+            if copying:  # the copies may be to blame
+                return exported(copying=False)
             raise capture_error(error, model) from error
         return program, entered["stage"]
 
@@ -292,6 +311,26 @@ def _mutates(graph: fx.Graph) -> bool:
             node.target = functional
             written.add(node)
     return False
+
+
+def _detach_regions(graph: fx.Graph) -> None:
+    """Detach what regions under ``no_grad`` read: a program that is functionalized has no such regions any more."""
+    for module in [graph.owning_module, *_submodules(graph)]:
+        for node in list(module.graph.nodes) if module is not None else ():
+            if getattr(node.target, "__name__", "") != "wrap_with_set_grad_enabled" or node.args[0]:
+                continue
+            body: Any = module.get_submodule(node.args[1].target)  # type: ignore[union-attr]
+            holes = body.graph.find_nodes(op="placeholder")
+            first = next(inner for inner in body.graph.nodes if inner.op != "placeholder")
+            for hole in holes:
+                value = hole.meta.get("val")
+                if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+                    continue
+                with body.graph.inserting_before(first):
+                    detached = body.graph.call_function(torch.ops.aten.detach.default, (hole,))
+                detached.meta = dict(hole.meta)
+                hole.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+            body.recompile()
 
 
 def _functional(target: Any) -> Any:

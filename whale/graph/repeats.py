@@ -3,31 +3,44 @@
 Tracing an operator takes torch milliseconds, copying a node takes microseconds, so a capture costs what the kinds of
 layers cost, hardly what their number does. Two modules are alike if nothing tells them apart when they are called:
 class and attributes, modules inside of them, shapes of parameters and inputs, other arguments, the modes that torch is
-in. Both the first and the second are traced, and only where their operators are equal are those of the third a copy.
+in, and all that their code reaches through objects, closures and globals. Both the first and the second are traced,
+and only where their operators are equal are those of the third a copy.
 
-A layer that does more than return a result is traced every time: one whose attributes or lists change meanwhile, or
-that enters annotations. What it leaves where only others look is seen in the end, by who reads it (`Escaped`): the
-model is then to be captured without this. Knows torch's tracer; nothing of devices and plans.
+A layer that does more than return a result is traced every time: one that changes any of these, its arguments or what
+its buffers are, or that enters annotations. What it leaves where only others look is seen in the end, by who reads it
+(`Escaped`): the model is then to be captured without this. Knows torch's tracer; nothing of devices and plans.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-    track_tensor_tree,
-)
-from torch.fx.traceback import get_current_meta
 from torch.utils import _pytree as pytree
+
+try:
+    from torch.fx.experimental.proxy_tensor import (
+        disable_proxy_modes_tracing,
+        get_proxy_mode,
+        get_proxy_slot,
+        track_tensor_tree,
+    )
+    from torch.fx.traceback import get_current_meta
+except ImportError:  # they are not public: where torch has none of them, every layer is traced
+
+    def get_proxy_mode() -> None:  # type: ignore[misc]
+        return None
+
 
 __all__ = ["Escaped", "Repeats"]
 
@@ -36,11 +49,21 @@ TRACED = 2
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
+_REACHED = 10_000
+"""Objects that are looked at to tell what a layer reaches, at most; one that reaches more is traced."""
+
+_STATELESS = ("torch", "whale", "logging", *sys.stdlib_module_names)
+"""Packages whose functions and classes read nothing that tells layers apart, but what `_modes` knows."""
+
 _WATCHES = "_whale_watches"
 """Mark of the functions that stand in place of a layer's forward."""
 
 Token = tuple[Any, ...]
 """What stands for a node in a description: a number among the layer's own nodes, inputs or parameters."""
+
+
+class _Unknown(Exception):
+    """A layer reaches something of which nobody can say whether it changed."""
 
 
 class Escaped(Exception):
@@ -54,6 +77,7 @@ class _Call:
     path: str
     inputs: tuple[fx.Node, ...]
     own: tuple[fx.Node, ...]
+    given: Hashable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +107,7 @@ class Repeats:
     def __init__(self, model: nn.Module, entered: Mapping[str, int]) -> None:
         self._entered = entered
         self._kinds: dict[Hashable, _Kind] = {}
+        self._unknown: set[type] = set()
         for parent in list(model.modules()):
             if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(parent) > TRACED:
                 for child in parent.children():
@@ -108,7 +133,7 @@ class Repeats:
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:
             mode = get_proxy_mode()
-            described = None if mode is None else _described(mode.tracer, module, args, kwargs)
+            described = None if mode is None else self._described(mode.tracer, module, args, kwargs)
             if mode is None or described is None:
                 return forward(*args, **kwargs)
             key, call = described
@@ -121,7 +146,8 @@ class Repeats:
             before, known = self._state(module), _last(mode.tracer.graph)
             result = forward(*args, **kwargs)
             trace = _traced(mode.tracer, call, known, (args, kwargs), result)
-            if trace is None or before != self._state(module) or any(trace.text != one.text for one in kind.traces):
+            changed = before is None or before != self._state(module)
+            if trace is None or changed or any(trace.text != one.text for one in kind.traces):
                 kind.refused = True
             else:
                 kind.traces.append(trace)
@@ -130,9 +156,22 @@ class Repeats:
         watched.__dict__[_WATCHES] = True
         return watched
 
+    def _described(self, tracer: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Hashable, _Call] | None:
+        if type(module) in self._unknown:
+            return None
+        try:
+            return _described(tracer, module, args, kwargs)
+        except _Unknown:
+            self._unknown.add(type(module))
+            return None
+
     def _state(self, module: nn.Module) -> Hashable:
-        """What a call must leave as it was."""
-        return sum(self._entered.values()), _modes(), _attributes(module)
+        """What a call must leave as it was; None where nobody can say."""
+        own = tuple((name, _Same(x)) for name, x in _tensors(module))
+        try:
+            return sum(self._entered.values()), _modes(), own, _attributes(module)
+        except _Unknown:
+            return None
 
 
 # --- what tells modules and calls apart -------------------------------------------------------------------------------
@@ -143,7 +182,7 @@ def _described(tracer: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[
     *around, (path, (name, _)) = tracer.module_stack.items()
     tensors = list(_tensors(module))
     own = [_node(tracer, x) for _, x in tensors]
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     inputs = [_node(tracer, x) for x in leaves if isinstance(x, Tensor)]
     if path != name or None in inputs or None in own or set(inputs) & set(own):
         return None
@@ -153,13 +192,18 @@ def _described(tracer: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[
         _attributes(module),
         tuple((name, _shape(x)) for name, x in tensors),
         tuple(own.index(node) for node in own),
-        tuple(_shape(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+        (given := _given(args, kwargs)),
         tuple(inputs.index(node) for node in inputs),
-        repr(structure),
         tuple(outer for outer, _ in around),
         _modes(),
     )
-    return key, _Call(path=path, inputs=tuple(inputs), own=tuple(own))  # type: ignore[arg-type]
+    return key, _Call(path=path, inputs=tuple(inputs), own=tuple(own), given=given)  # type: ignore[arg-type]
+
+
+def _given(args: Any, kwargs: Any) -> Hashable:
+    """Arguments, but for which tensors of a shape they are."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    return tuple(_shape(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves), repr(structure)
 
 
 def _node(tracer: Any, x: Tensor) -> fx.Node | None:
@@ -186,30 +230,120 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{path}.{name}", x
 
 
+class _Same:
+    """An object as a key, kept alive: one made later at its address is another."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.x is other.x
+
+
 def _attributes(module: nn.Module) -> Hashable:
-    """Everything that a module and those inside of it hold, but parameters and buffers."""
+    """Everything that a module and those inside of it hold and reach, but parameters and buffers.
+
+    Raises:
+        _Unknown: something is reached of which nobody can say whether it changed.
+    """
+    reach = _Reach(module)
     found = []
     for path, inner in module.named_modules(remove_duplicate=False):
         held = [
-            (name, _token(x))
+            (name, reach.token(x))
             for name, x in inner.__dict__.items()
             if name not in ("_parameters", "_buffers", "_modules") and _WATCHES not in getattr(x, "__dict__", ())
         ]
-        found.append((path, type(inner), tuple(held)))
+        found.append((path, reach.token(type(inner)), tuple(held)))
     return tuple(found)
 
 
-def _token(x: Any) -> Hashable:
-    """Equal for what is equal; an object that is no plain value is equal to itself only."""
-    if isinstance(x, _PLAIN):
-        return type(x), x
-    if isinstance(x, Mapping):
-        return type(x), tuple((_token(key), _token(value)) for key, value in x.items())
-    if isinstance(x, tuple | list):
-        return type(x), tuple(_token(item) for item in x)
-    if isinstance(x, set | frozenset):
-        return type(x), frozenset(_token(item) for item in x)
-    return type(x), id(x)
+class _Reach:
+    """Tokens of what a module reaches: equal for equal values, and for the same object in the same state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._inside = {id(inner): path for path, inner in module.named_modules()}
+        self._seen: dict[int, tuple[int, Any]] = {}
+
+    def token(self, x: Any) -> Hashable:
+        if isinstance(x, _PLAIN):
+            return type(x), x
+        if id(x) in self._inside:
+            return nn.Module, self._inside[id(x)]
+        if id(x) in self._seen:
+            return _Reach, self._seen[id(x)][0]
+        if isinstance(x, nn.Module | Iterator) or len(self._seen) > _REACHED:
+            raise _Unknown  # a module around the layer finds the layer's place in it; an iterator hides its own
+        self._seen[id(x)] = len(self._seen), x
+        if isinstance(x, Mapping):
+            return type(x), tuple((self.token(key), self.token(value)) for key, value in x.items())
+        if isinstance(x, tuple | list | deque):
+            return type(x), tuple(self.token(item) for item in x)
+        if isinstance(x, set | frozenset):
+            return type(x), frozenset(self.token(item) for item in x)
+        if isinstance(x, MethodType):
+            return type(x), self.token(x.__func__), self.token(x.__self__)
+        return _Same(x), tuple(self.token(part) for part in self._parts(x))
+
+    def _parts(self, x: Any) -> Iterator[Any]:
+        """What decides beside its identity what an object does."""
+        if isinstance(x, ref | ContextVar):
+            yield x() if isinstance(x, ref) else x.get(None)
+        elif isinstance(x, FunctionType | type):
+            if _package(x) not in _STATELESS:
+                yield from _read(x) if isinstance(x, FunctionType) else _defined(x)
+        elif isinstance(x, staticmethod | classmethod):
+            yield x.__func__
+        elif isinstance(x, property):
+            yield from (x.fget, x.fset)
+        elif not isinstance(x, Tensor | ModuleType) and _package(type(x)) not in ("torch", "logging"):
+            yield type(x)
+            yield getattr(x, "__dict__", None)
+            yield from (getattr(x, name, None) for name in _slots(type(x)))  # type: ignore[arg-type]
+            if isinstance(x, functools.partial):
+                yield from (x.func, x.args, x.keywords)
+
+
+def _package(x: Any) -> str:
+    return str(getattr(x, "__module__", "")).partition(".")[0]
+
+
+def _read(function: FunctionType) -> Iterator[Any]:
+    """What a function finds beside its arguments: defaults, variables around it, globals and those of modules."""
+    yield from (function.__defaults__, function.__kwdefaults__)
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            yield None
+    names = _names(function.__code__)
+    for name in names:
+        x = function.__globals__.get(name)
+        yield x
+        if isinstance(x, ModuleType) and x.__name__.partition(".")[0] not in _STATELESS:
+            yield from (vars(x).get(inner) for inner in names)
+
+
+@functools.cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _defined(kind: type) -> Iterator[Any]:
+    """What the bodies of a class and of those that it inherits from define."""
+    for base in kind.__mro__:
+        if _package(base) not in _STATELESS:
+            yield from (x for name, x in list(vars(base).items()) if name not in ("__dict__", "__weakref__"))
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return tuple(name for slots in found for name in ((slots,) if isinstance(slots, str) else slots))
 
 
 # --- what a call computed ---------------------------------------------------------------------------------------------
@@ -227,8 +361,8 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
         node = node.next
     place: dict[fx.Node, Token] = {node: ("input", i) for i, node in reversed(list(enumerate(call.inputs)))}
     place |= {node: ("own", i) for i, node in reversed(list(enumerate(call.own)))}
-    before = [_node(tracer, x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-    if before != list(call.inputs) or any(node.op != "call_function" for node in nodes):
+    after = [_node(tracer, x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    if after != list(call.inputs) or _given(*given) != call.given or any(node.op != "call_function" for node in nodes):
         return None  # an input was changed, or something was made that is no operator
     text = []
     for i, node in enumerate(nodes):
@@ -243,6 +377,8 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
         token = ("plain", x) if maker is None else place.get(maker, ("fixed",))
         if token[0] not in ("here", "input") and not isinstance(x, _PLAIN):
             return None
+        if isinstance(x, Tensor) and _overlaps(x):
+            return None  # no blank could be made like it
         results.append(token)
         shapes.append(_shape(x) if isinstance(x, Tensor) else None)
     return _Trace(
@@ -253,6 +389,16 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
         shapes=tuple(shapes),
         structure=structure,
     )
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements may share memory, as those of an expanded tensor do."""
+    extent = 0
+    for step, count in sorted(zip(x.stride(), x.shape, strict=True)):
+        if count > 1 and step <= extent:
+            return True
+        extent += step * (count - 1)
+    return False
 
 
 def _moved(node: fx.Node, source: str, target: str) -> dict[str, tuple[str, Any]]:
