@@ -53,7 +53,10 @@ _REACHED = 10_000
 """Objects that are looked at to tell what a layer reaches, at most; one that reaches more is traced."""
 
 _STATELESS = ("torch", "whale", "logging", *sys.stdlib_module_names)
-"""Packages whose functions and classes read nothing that tells layers apart, but what `_modes` knows."""
+"""Packages whose functions and classes find nothing that tells layers apart, but what `_modes` knows."""
+
+_CLASSES = ("transformers", *_STATELESS)
+"""Packages of which that is known of the classes only: functions of theirs may stand as hooks that collect values."""
 
 _WATCHES = "_whale_watches"
 """Mark of the functions that stand in place of a layer's forward."""
@@ -265,6 +268,7 @@ class _Reach:
     """Tokens of what a module reaches: equal for equal values, and for the same object in the same state."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._inside = {id(inner): path for path, inner in module.named_modules()}
         self._seen: dict[int, tuple[int, Any]] = {}
 
@@ -275,7 +279,8 @@ class _Reach:
             return nn.Module, self._inside[id(x)]
         if id(x) in self._seen:
             return _Reach, self._seen[id(x)][0]
-        if isinstance(x, nn.Module | Iterator) or len(self._seen) > _REACHED:
+        around = isinstance(x, nn.Module) and any(inner is self._module for inner in x.modules())
+        if around or isinstance(x, Iterator) or len(self._seen) > _REACHED:
             raise _Unknown  # a module around the layer finds the layer's place in it; an iterator hides its own
         self._seen[id(x)] = len(self._seen), x
         if isinstance(x, Mapping):
@@ -293,8 +298,10 @@ class _Reach:
         if isinstance(x, ref | ContextVar):
             yield x() if isinstance(x, ref) else x.get(None)
         elif isinstance(x, FunctionType | type):
-            if _package(x) not in _STATELESS:
-                yield from _read(x) if isinstance(x, FunctionType) else _defined(x)
+            if isinstance(x, type):
+                yield from _defined(x)
+            elif _package(x) not in _STATELESS:
+                yield from _read(x)
         elif isinstance(x, staticmethod | classmethod):
             yield x.__func__
         elif isinstance(x, property):
@@ -336,7 +343,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 def _defined(kind: type) -> Iterator[Any]:
     """What the bodies of a class and of those that it inherits from define."""
     for base in kind.__mro__:
-        if _package(base) not in _STATELESS:
+        if _package(base) not in _CLASSES:
             yield from (x for name, x in list(vars(base).items()) if name not in ("__dict__", "__weakref__"))
 
 
