@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from whale.cli.model_loader import load_model
+from whale.graph import capture as capturing
 from whale.graph import repeats
 from whale.graph.capture import Captured, capture
 from whale.graph.ordering import settle_order
@@ -42,11 +43,18 @@ def both(model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> tuple
         return copy(*arguments)
 
     monkeypatch.setattr(repeats, "_copied", counted)
+    monkeypatch.setattr(capturing, "_has_values", lambda model: False)
     copied = lines(capture(model, batch))
     with monkeypatch.context() as patch:
         patch.setattr(repeats, "TRACED", 1000)
         traced = lines(capture(model, batch))
     return copied, traced, len(made)
+
+
+def test_a_model_that_runs_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(str(EXAMPLES / "gpt.py:gpt"), {"layers": 5, "hidden": 32, "heads": 2, "seq": 8}, batch_size=2)
+    monkeypatch.setattr(repeats, "_copied", None)
+    assert lines(capture(loaded.model, loaded.batch))
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "moe"])

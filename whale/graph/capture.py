@@ -231,7 +231,8 @@ def capture(
             raise capture_error(error, model) from error
         return program, entered["stage"]
 
-    program, stages = exported(copying=True)
+    # A model that runs is traced whole: what tells its layers apart may hide where nobody looks.
+    program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
@@ -331,6 +332,10 @@ def _detach_regions(graph: fx.Graph) -> None:
                 detached.meta = dict(hole.meta)
                 hole.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
             body.recompile()
+
+
+def _has_values(model: nn.Module) -> bool:
+    return any(not parameter.is_meta for parameter in model.parameters())
 
 
 def _functional(target: Any) -> Any:

@@ -8,7 +8,9 @@ and only where their operators are equal are those of the third a copy.
 
 A layer that does more than return a result is traced every time: one that changes any of these, its arguments or what
 its buffers are, or that enters annotations. What it leaves where only others look is seen in the end, by who reads it
-(`Escaped`): the model is then to be captured without this. Knows torch's tracer; nothing of devices and plans.
+(`Escaped`): the model is then to be captured without this. State that is out of sight, as in objects of C, may still be
+missed, so a model that runs is traced whole, and plans are made of copies: a plan of another graph than the run's is
+refused by its hash. Knows torch's tracer; nothing of devices and plans.
 """
 
 from __future__ import annotations
