@@ -213,9 +213,11 @@ def within(captured: Captured, model: nn.Module, rows: Sequence[int]) -> dict[in
     except _Coupled:
         return None
     found = {count: one for count, one in apart.items() if one is not None}
+    if len(found) < len(rows):
+        return None
     for one in list(found.values())[1:]:
         one.like = found[max(rows)]
-    return found if len(found) == len(rows) else None
+    return found
 
 
 class _Coupled(UsageError):

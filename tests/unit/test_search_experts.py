@@ -251,3 +251,10 @@ def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, b
         )
         assert found.exact and found.best.prediction.step_seconds <= least * (1 + 1e-6)
         assert bound_seconds(meshes, BATCH, [count]) <= found.best.prediction.step_seconds
+
+
+def test_a_batch_that_has_rows_for_some_of_the_traces_only_is_captured_again() -> None:
+    few = load_model("examples/models/moe.py:moe", SIZES["moe"] | {"batch_size": 13}, device="meta")
+    captured = ModelTrial(few.model, few.batch, name="moe").captured
+    made = profile_model(few.model, few.batch, tensor_degrees=(1,), expert_degrees=(4,), captured=captured)
+    assert [[one.expert_degree for one in kind.expert_variants] for kind in made.kinds] == [[], [4], []]
