@@ -50,6 +50,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import ceil, inf
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,10 +70,6 @@ HIGHEST = 4.0
 
 STEPS, ENOUGH = 5, 0.005
 """Times that a larger bound is looked for, for a number of rows; and the share of it that is not."""
-
-START, LOOK = 1.3, 0.85
-"""Times the work alone, and a plan that is known: there numbers of rows are compared, those with the least to show for
-it come first."""
 
 TRIES = 32
 """Of prices, for a number of rows and a step."""
@@ -140,12 +137,13 @@ def bound_seconds(
     bound = min(least * HIGHEST, known - STEP_OVERHEAD_SECONDS)
     first = Duals(tuple(best_prices(work, slices.nums).tolist()), *FIRST)
     cases = cases_of(meshes, slices, batch, micro_batches, schedules, bound)
-    look = bound * LOOK if known < inf else min(bound, least * START)
-    shown = {case: case.shown(look, first) for case in cases}
     found = [first]
-    for case in sorted(cases, key=lambda case: shown[case]):
-        bound, last = case.bound(min(least, bound), bound, found, tries)
-        found = [first, last]
+    while cases:
+        shown = {case: max((case.shown(bound, one), one) for one in found) for case in cases}
+        cases = sorted((case for case in cases if shown[case][0] < 0), key=lambda case: shown[case][0])
+        if cases:
+            bound, last = cases[0].bound(min(least, bound), bound, shown[cases[0]][1], tries)
+            cases, found = cases[1:], [first, last]
     return bound + STEP_OVERHEAD_SECONDS
 
 
@@ -237,11 +235,13 @@ class _Stretches:
             fewer never take more); stretches of the same ones are one.
         between: the stretch from each part (rows) up to each part (columns); one more than there are where none is.
         later: parts after a stretch, at most.
+        longest: parts of a stretch, at most.
     """
 
     counts: Array
     between: Integers
     later: Array
+    longest: Integers
 
     @classmethod
     def of(cls, order: Sequence[int], num: int) -> _Stretches:
@@ -255,9 +255,11 @@ class _Stretches:
         which = which.reshape(-1)
         later = np.zeros(len(counts))
         np.maximum.at(later, which, len(order) - last)
+        longest = np.zeros(len(counts), dtype=np.int64)
+        np.maximum.at(longest, which, last - first)
         between = np.full((len(order) + 1, len(order) + 1), len(counts))
         between[first, last] = which
-        return cls(counts=counts, between=between, later=later)
+        return cls(counts=counts, between=between, later=later, longest=longest)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -271,10 +273,9 @@ class Case:
     schedule: str
     most: float
 
-    def bound(self, least: float, wanted: float, known: Sequence[Duals], tries: int) -> tuple[float, Duals]:
-        """The largest bound up to *wanted* that is shown by prices that are known or better ones, and those; *least*
-        holds."""
-        shown, prices = max((self.shown(wanted, one), one) for one in known)
+    def bound(self, least: float, wanted: float, prices: Duals, tries: int) -> tuple[float, Duals]:
+        """The largest bound up to *wanted* that is shown by these prices or better ones, and those; *least* holds."""
+        shown = self.shown(wanted, prices)
         step, high = wanted, wanted
         for _ in range(STEPS):
             if shown < 0:
@@ -335,15 +336,26 @@ class Case:
     def _shortest(self, first: Array, later: Array) -> float:
         """What the cheapest chain pays; by stages after it (first axis) and stretch, what the first stage and others
         pay."""
-        between = self.stretches.between
-        left = np.full((DEPTH + 1, len(between)), NEVER)  # by stages and their first part
+        ends, stretch = self._ahead
+        left = np.full((DEPTH + 1, ends.shape[1] + 1), NEVER)  # by stages and their first part
         left[0, -1] = 0.0
         for after in range(DEPTH):
-            left[after + 1] = (later[after][between] + left[after]).min(axis=1)
-        more, many = later[DEPTH][between], left[DEPTH]
-        for part in range(len(between) - 2, -1, -1):
-            many[part] = min(many[part], (more[part, part + 1 :] + many[part + 1 :]).min())
-        return float((first[:, between[0]] + left).min())
+            left[after + 1, :-1] = (later[after][stretch] + left[after][ends]).min(axis=0)
+        more, many = later[DEPTH][stretch.T].tolist(), left[DEPTH].tolist()
+        for part in range(len(more) - 1, -1, -1):
+            many[part] = min(many[part], *map(add, more[part], many[part + 1 : part + 1 + len(stretch)]))
+        left[DEPTH] = many
+        return float((first[:, stretch[:, 0]] + left[:, ends[:, 0]]).min())
+
+    @cached_property
+    def _ahead(self) -> tuple[Integers, Integers]:
+        """Of each part (columns) the ends of stretches that begin there and are as long as one of a pair at most, the
+        shortest first, and which these are; beyond the end of the chain one that there is not."""
+        between, longest = self.stretches.between, int(self.stretches.longest[self._pairs[0]].max())
+        first = np.arange(len(between) - 1)
+        ends = first + np.arange(1, longest + 1)[:, None]
+        within = np.minimum(ends, len(first))
+        return within, np.where(ends > within, len(self.stretches.counts), between[first, within])
 
     # By pair of a stretch and a slice on which it fits and is done in time
 
