@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf, prod
 from typing import Any, Literal, NamedTuple
@@ -70,6 +71,13 @@ class Group:
     working_bytes: tuple[float, ...] = ()
     overhead_bytes: float = 0.0
     capacity_bytes: float = inf
+
+    @cached_property
+    def sums(self) -> tuple[Array, Array, Array, Array]:
+        """Of every possible stage [first layer, first layer of the next stage]: seconds, bytes that are fixed and that
+        are kept, infinite where it has no layers; and the most that a layer works with."""
+        working = self.working_bytes or (0.0,) * len(self.seconds)
+        return _sums(self.seconds), _sums(self.fixed_bytes), _sums(self.kept_bytes), _maxima(working)
 
 
 class Tie(NamedTuple):
@@ -245,11 +253,11 @@ class _Tables:
         self.problem = problem
         self.kinds = list(dict.fromkeys(problem.groups))
         across = _across(problem.starts, problem.num_layers)
-        self.seconds = [_sums(kind.seconds) + across for kind in self.kinds]
+        self.seconds = [kind.sums[0] + across for kind in self.kinds]
         twice, self.once = _twice_and_once(problem.ties, problem.num_layers)
-        self._fixed = [_sums(kind.fixed_bytes) - twice + kind.overhead_bytes for kind in self.kinds]
-        self._kept = [_sums(kind.kept_bytes) for kind in self.kinds]
-        self._working = [_maxima(kind.working_bytes or (0.0,) * problem.num_layers) for kind in self.kinds]
+        self._fixed = [kind.sums[1] - twice + kind.overhead_bytes for kind in self.kinds]
+        self._kept = [kind.sums[2] for kind in self.kinds]
+        self._working = [kind.sums[3] for kind in self.kinds]
         self._send: dict[tuple[int, int], Array] = {}
         self._costs: dict[tuple[int, int, int], Array] = {}
 

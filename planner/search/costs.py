@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from whale.planner.cuts import Group
 from whale.planner.memory import message_bytes
 from whale.planner.search.devices import Mesh
 from whale.planner.search.prices import TensorGroup
@@ -21,6 +22,9 @@ __all__ = ["Array", "Integers", "MeshCosts", "SliceCosts"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+BARRED_SECONDS = 1e6
+"""What a part takes on a mesh of other degrees than are decided for it: more than anything else."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,6 +203,31 @@ class MeshCosts:
             sums, ends = self.pace(micro_batches)
             self._pace_lists[micro_batches] = sums.tolist(), ends.tolist()
         return self._pace_lists[micro_batches]
+
+    def group(self, micro_batches: int) -> Group:
+        """The mesh as `whale.planner.cuts` sees it: memory as parts of the room of whichever slice has least for it."""
+        if micro_batches not in self._groups:
+            self._groups[micro_batches] = self._group(micro_batches)
+        return self._groups[micro_batches]
+
+    def _group(self, micro_batches: int) -> Group:
+        sums, _ = self.pace(micro_batches)
+        barred = self.allowed[1:] == np.arange(1, len(self.allowed))
+        rooms = [max(one.room, 1.0) for one in self.slices]
+        kept = np.max([np.diff(one.kept) / room for one, room in zip(self.slices, rooms, strict=True)], axis=0)
+        working = np.max([one.working / room for one, room in zip(self.slices, rooms, strict=True)], axis=0)
+        return Group(
+            name=" / ".join(map(str, self.mesh)),
+            seconds=tuple(np.where(barred, BARRED_SECONDS, np.diff(sums)).tolist()),
+            fixed_bytes=tuple((np.diff(self.slices[0].fixed) / min(rooms)).tolist()),
+            kept_bytes=tuple(kept.tolist()),
+            working_bytes=tuple(working.tolist()),
+            capacity_bytes=1.0,
+        )
+
+    @cached_property
+    def _groups(self) -> dict[int, Group]:
+        return {}
 
     @cached_property
     def _reaches(self) -> dict[int, Integers]:

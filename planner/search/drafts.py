@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from whale.errors import InfeasibleError
-from whale.planner.cuts import CutProblem, Group, evenest_cut, fastest_cut
+from whale.planner.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
-from whale.planner.search.costs import Array, MeshCosts
+from whale.planner.search.costs import Array
 from whale.planner.search.devices import Mesh
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.steps import SETTLING, Slot, in_flight, slots_of
@@ -51,9 +51,6 @@ MOST_TABLED = 100_000
 
 PRECISION = 1e-3
 """To which the bound on the slowest stage is bisected, as a part of it."""
-
-BARRED_SECONDS = 1e6
-"""What a part takes on a mesh of other degrees than are decided for it: more than anything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,32 +422,15 @@ def allowed(meshes: Meshes, sequence: Sequence[Mesh], starts: Sequence[int]) -> 
 
 def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> CutProblem:
     rows, depth = meshes.rows(batch, micro_batches), len(sequence)
-    costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in sequence}
-    groups = {mesh: _group(own, micro_batches) for mesh, own in costs.items()}
-    hops = {groups[mesh].name: own.hop for mesh, own in costs.items()}
+    costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
+    groups = {mesh: own.group(micro_batches) for mesh, own in costs.items()}
+    hops = {groups[mesh].name: own.hop.tolist() for mesh, own in costs.items()}
     return CutProblem(
         groups=tuple(groups[mesh] for mesh in sequence),
         micro_batches=micro_batches,
-        send=lambda part, source, target: float(hops[source.name][part + 1]),
+        send=lambda part, source, target: hops[source.name][part + 1],
         in_flight=tuple(in_flight(schedule, depth, stage, micro_batches) for stage in range(depth)),
         starts=tuple(sorted(meshes.chain.starts - {0})),
-    )
-
-
-def _group(costs: MeshCosts, micro_batches: int) -> Group:
-    """A mesh as the cuts see it: memory as parts of the room of whichever slice has least for it."""
-    sums, _ = costs.pace(micro_batches)
-    barred = costs.allowed[1:] == np.arange(1, len(costs.allowed))
-    rooms = [max(one.room, 1.0) for one in costs.slices]
-    kept = np.max([np.diff(one.kept) / room for one, room in zip(costs.slices, rooms, strict=True)], axis=0)
-    working = np.max([one.working / room for one, room in zip(costs.slices, rooms, strict=True)], axis=0)
-    return Group(
-        name=" / ".join(map(str, costs.mesh)),
-        seconds=tuple(np.where(barred, BARRED_SECONDS, np.diff(sums)).tolist()),
-        fixed_bytes=tuple((np.diff(costs.slices[0].fixed) / min(rooms)).tolist()),
-        kept_bytes=tuple(kept.tolist()),
-        working_bytes=tuple(working.tolist()),
-        capacity_bytes=1.0,
     )
 
 

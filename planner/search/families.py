@@ -80,6 +80,7 @@ class Family:
         max_stages: of its pipelines.
         micro_batches: of a step.
         num: families that this one stands for: if it does not hold the model they do neither.
+        extremes: of the meshes of one dimension the smallest and the largest of each tensor and expert degree.
     """
 
     name: str
@@ -87,7 +88,8 @@ class Family:
     quotas: tuple[int, ...]
     max_stages: int
     micro_batches: int
-    num: int = 1
+    num: int
+    extremes: tuple[Sized, ...]
 
     def all_devices(self) -> tuple[Mesh, ...]:
         """A sequence of its smallest meshes that uses as many devices as there are."""
@@ -97,11 +99,6 @@ class Family:
                 left = [rest - need for need, rest in zip(units, left, strict=True)]
                 found.append(mesh)
         return tuple(found[: self.max_stages])
-
-    @cached_property
-    def extremes(self) -> list[Sized]:
-        """Of the meshes of one dimension the smallest and the largest of each tensor degree."""
-        return _extremes(self.meshes)
 
     @cached_property
     def one_of_each(self) -> bool:
@@ -389,7 +386,8 @@ def _family(
     num: int = 1,
 ) -> Family | None:
     """The family of these meshes, if there are any that are of one dimension."""
-    if not _extremes(chosen):
+    extremes = _extremes(chosen)
+    if not extremes:
         return None
     sizes = [sum(units) for units, _ in chosen]
     return Family(
@@ -399,6 +397,7 @@ def _family(
         max_stages=max(1, min(deepest, len(meshes.chain), sum(quotas) // min(sizes))),
         micro_batches=micro_batches,
         num=num,
+        extremes=tuple(extremes),
     )
 
 

@@ -154,6 +154,7 @@ class Prices:
     batch: int = 0
     memo: Memo = field(default_factory=Memo)
     _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
+    _known: dict[tuple[tuple[int, ...], int, int], TensorGroup] = field(default_factory=dict, init=False)
     _within: dict[tuple[int, tuple[int, ...], int], TensorGroup] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
     _bytes: dict[tuple[int, str, int, int], tuple[Affine, Largest]] = field(default_factory=dict, init=False)
@@ -259,7 +260,13 @@ class Prices:
     def group(self, ranks: Sequence[int], num_alike: int, expert: int = 1) -> TensorGroup:
         """The tensor group of these ranks, one of *num_alike* in its stage, or with an expert degree their expert
         group."""
-        own, places = tuple(ranks), self._places
+        own = tuple(ranks)
+        if (own, num_alike, expert) not in self._known:
+            self._known[own, num_alike, expert] = self._found(own, num_alike, expert)
+        return self._known[own, num_alike, expert]
+
+    def _found(self, own: tuple[int, ...], num_alike: int, expert: int) -> TensorGroup:
+        places = self._places
         node = places[own[0]][0]
         if all(places[rank][0] == node for rank in own):  # where they lie there is all that matters
             key = (self._kinds_of_nodes[node], tuple(places[rank][1] for rank in own), expert)
