@@ -183,13 +183,19 @@ class MeshCosts:
             self._reaches[held] = found
         return self._reaches[held]
 
-    def pace(self, micro_batches: int) -> tuple[Array, Array]:
+    def pace(self, micro_batches: int, ahead: bool = False) -> tuple[Array, Array]:
         """Seconds for a micro-batch with its part of what comes once a step: sums up to each part, and the same for the
-        end of a stage, with what it hands on."""
-        if micro_batches not in self._paces:
-            sums = self.both + self.once / micro_batches
-            self._paces[micro_batches] = sums, sums + self.hop + self.latency / micro_batches
-        return self._paces[micro_batches]
+        end of a stage, with what it hands on.
+
+        A stage that does all forwards *ahead* of its first backward does all but one, and hands on all but one, while
+        it would wait: of these a step is longer by backwards alone.
+        """
+        key = micro_batches, ahead
+        if key not in self._paces:
+            share = micro_batches if ahead else 1
+            sums = self.forward / share + self.backward + self.once / micro_batches
+            self._paces[key] = sums, sums + self.hop / share + self.latency / micro_batches
+        return self._paces[key]
 
     def reach_list(self, held: int) -> list[int]:
         """As `reach`, as a list."""
@@ -197,12 +203,13 @@ class MeshCosts:
             self._reach_lists[held] = self.reach(held).tolist()
         return self._reach_lists[held]
 
-    def pace_lists(self, micro_batches: int) -> tuple[list[float], list[float]]:
+    def pace_lists(self, micro_batches: int, ahead: bool = False) -> tuple[list[float], list[float]]:
         """As `pace`, as lists."""
-        if micro_batches not in self._pace_lists:
-            sums, ends = self.pace(micro_batches)
-            self._pace_lists[micro_batches] = sums.tolist(), ends.tolist()
-        return self._pace_lists[micro_batches]
+        key = micro_batches, ahead
+        if key not in self._pace_lists:
+            sums, ends = self.pace(micro_batches, ahead)
+            self._pace_lists[key] = sums.tolist(), ends.tolist()
+        return self._pace_lists[key]
 
     def group(self, micro_batches: int) -> Group:
         """The mesh as `whale.planner.cuts` sees it: memory as parts of the room of whichever slice has least for it."""
@@ -238,9 +245,9 @@ class MeshCosts:
         return {}
 
     @cached_property
-    def _pace_lists(self) -> dict[int, tuple[list[float], list[float]]]:
+    def _pace_lists(self) -> dict[tuple[int, bool], tuple[list[float], list[float]]]:
         return {}
 
     @cached_property
-    def _paces(self) -> dict[int, tuple[Array, Array]]:
+    def _paces(self) -> dict[tuple[int, bool], tuple[Array, Array]]:
         return {}

@@ -36,6 +36,7 @@ __all__ = [
     "cut_exactly",
     "evenest_cuts",
     "exact_cuts",
+    "likely_cuts",
     "pipeline_bound",
     "pipeline_ends",
     "quick_cuts",
@@ -326,6 +327,24 @@ def exact_cuts(
     return starts if allowed(meshes, sequence, starts) and _fullness(meshes, draft, batch) <= 1 + 1e-6 else None
 
 
+def likely_cuts(
+    meshes: Meshes,
+    sequence: Sequence[Mesh],
+    batch: int,
+    micro_batches: int,
+    schedule: str,
+    *,
+    within: float = inf,
+) -> list[tuple[int, ...]]:
+    """As `quick_cuts`; of micro-batches that do not fill the pipeline, whose step is not that of the slowest stage
+    alone, the cuts by `exact_cuts` too."""
+    found = quick_cuts(meshes, sequence, batch, micro_batches, schedule, within=within)
+    if found and 1 < micro_batches <= len(sequence):
+        exact = exact_cuts(meshes, sequence, batch, micro_batches, schedule)
+        return found if exact is None or exact in found else [*found, exact]
+    return found
+
+
 def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
     """Of the fullest device, the part of its room that it takes: the cuts do not know all that a stage holds."""
     count, depth = draft.micro_batches, len(draft.meshes)
@@ -364,7 +383,9 @@ def quick_cuts(
         held = in_flight(schedule, depth, stage, micro_batches)
         if mesh not in hardest:
             hardest[mesh] = costs[mesh].reach_list(held)
-        stages.append((*paces[mesh], hardest[mesh], costs[mesh], held, stage))
+        ahead = schedule == "1f1b" and held == micro_batches
+        pace = costs[mesh].pace_lists(micro_batches, ahead) if ahead else paces[mesh]
+        stages.append((*pace, hardest[mesh], costs[mesh], held, stage))
     backward = stages[::-1]
 
     def cut(bound: float) -> tuple[int, ...] | None:

@@ -22,6 +22,7 @@ from whale.planner.search.drafts import (
     allowed,
     best_timed,
     cut_exactly,
+    likely_cuts,
     quick_cuts,
     seconds_of,
 )
@@ -138,7 +139,7 @@ def _moves(
         if not _is_legal(meshes, sequence, batch, count):
             return
         within = NEAR * hidden * scored.seconds * meshes.rows(batch, count) / batch
-        for starts in quick_cuts(meshes, sequence, batch, count, draft.schedule, within=within):
+        for starts in likely_cuts(meshes, sequence, batch, count, draft.schedule, within=within):
             yield Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
 
     place = micro_batches.index(draft.micro_batches)

@@ -56,7 +56,7 @@ from whale.planner.search.drafts import (
     best_timed,
     cut_exactly,
     evenest_cuts,
-    quick_cuts,
+    likely_cuts,
     score_draft,
 )
 from whale.planner.search.exact import is_small, walk
@@ -413,7 +413,7 @@ class _Search:
         for sequence, count in sequences:
             if self._over():
                 break
-            for starts in quick_cuts(self.meshes, sequence, self.batch, count, schedule):
+            for starts in likely_cuts(self.meshes, sequence, self.batch, count, schedule):
                 scored.append(self._scored(sequence, starts, count, schedule))
                 self._note(scored[-1])
         for one in best_timed(scored, MOST_CUT_EXACTLY):
