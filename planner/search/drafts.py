@@ -339,7 +339,7 @@ def likely_cuts(
     """As `quick_cuts`; of micro-batches that do not fill the pipeline, whose step is not that of the slowest stage
     alone, the cuts by `exact_cuts` too."""
     found = quick_cuts(meshes, sequence, batch, micro_batches, schedule, within=within)
-    if found and 1 < micro_batches <= len(sequence):
+    if found and micro_batches <= len(sequence):
         exact = exact_cuts(meshes, sequence, batch, micro_batches, schedule)
         return found if exact is None or exact in found else [*found, exact]
     return found

@@ -14,7 +14,11 @@ from whale.planner.catalog import device_types
 from whale.planner.configuration import Configuration
 from whale.planner.estimate import estimate
 from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, search
+from whale.planner.search.chain import Chain
 from whale.planner.search.devices import Mesh, lay_out, pools_of
+from whale.planner.search.drafts import Draft, likely_cuts, score_draft
+from whale.planner.search.meshes import Meshes
+from whale.planner.search.prices import Prices
 
 A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
 NETWORK = Link(bandwidth=25e9, latency=1e-5, adapters=8)
@@ -60,6 +64,22 @@ def test_a_fast_and_a_slow_half_are_both_used_by_their_speed() -> None:
     best = found().best
     assert {rank for stage in best.stages for rank in stage.ranks} == set(range(16))
     assert best.prediction.step_seconds < 0.8 * 32 * 12 * 0.02 / 16
+
+
+@pytest.mark.parametrize(("counts", "rows"), [((1, 1), 2), ((2, 1), 2), ((1, 2), 4), ((1, 1), 16)])
+def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tuple[int, int], rows: int) -> None:
+    """Of two micro-batches a first stage does both forwards while it would wait for a backward: it may do more."""
+    profile, cluster = chain([UNLIKE, layer({FAST.name: 0.03, SLOW.name: 0.02})], (0, 1) * 5), mixed(3, 3)
+    prices = Prices.of(profile, cluster)
+    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))
+    sequence = (Mesh((counts[0], 0), 1), Mesh((0, counts[1]), 1))
+
+    def seconds(start: int) -> float:
+        draft = Draft(meshes=sequence, starts=(0, start), micro_batches=rows // 2, schedule="1f1b")
+        return score_draft(meshes, draft, rows).timed.seconds
+
+    cuts = likely_cuts(meshes, sequence, rows, rows // 2, "1f1b")
+    assert min(seconds(start) for _, start in cuts) <= min(map(seconds, range(1, 10))) * 1.01
 
 
 def test_the_same_arguments_give_the_same_answer() -> None:
