@@ -306,9 +306,16 @@ class Case:
 
     def shown(self, step: float, prices: Duals) -> float:
         """By how much the cheapest chain of stages takes more than a step of so many seconds: if it does none takes
-        less, else none takes less than the chain."""
-        if not len(self._type):
-            return NEVER
+        less, else none takes less than the chain. Worked out once."""
+        if (step, prices) not in self._known:
+            self._known[step, prices] = self._beyond(step, prices) if len(self._type) else NEVER
+        return self._known[step, prices]
+
+    @cached_property
+    def _known(self) -> dict[tuple[float, Duals], float]:
+        return {}
+
+    def _beyond(self, step: float, prices: Duals) -> float:
         charge = np.array(prices.types)[self._type] * self._devices
         can = self._fits & (self._work + self._once < step) & (charge <= 1)
         ends = self._forward + prices.ends * self._last * self._backward
