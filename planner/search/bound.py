@@ -71,6 +71,10 @@ HIGHEST = 4.0
 STEPS, ENOUGH = 5, 0.005
 """Times that a larger bound is looked for, for a number of rows; and the share of it that is not."""
 
+START, LOOK = 1.3, 0.85
+"""Times the work alone, and a plan that is known: there numbers of rows are compared, those with the least to show for
+it come first."""
+
 TRIES = 32
 """Of prices, for a number of rows and a step."""
 
@@ -137,13 +141,12 @@ def bound_seconds(
     bound = min(least * HIGHEST, known - STEP_OVERHEAD_SECONDS)
     first = Duals(tuple(best_prices(work, slices.nums).tolist()), *FIRST)
     cases = cases_of(meshes, slices, batch, micro_batches, schedules, bound)
+    look = bound * LOOK if known < inf else min(bound, least * START)
+    shown = {case: case.shown(look, first) for case in cases}
     found = [first]
-    while cases:
-        shown = {case: max((case.shown(bound, one), one) for one in found) for case in cases}
-        cases = sorted((case for case in cases if shown[case][0] < 0), key=lambda case: shown[case][0])
-        if cases:
-            bound, last = cases[0].bound(min(least, bound), bound, shown[cases[0]][1], tries)
-            cases, found = cases[1:], [first, last]
+    for case in sorted(cases, key=lambda case: shown[case]):
+        bound, last = case.bound(min(least, bound), bound, found, tries)
+        found = [first, last]
     return bound + STEP_OVERHEAD_SECONDS
 
 
@@ -273,9 +276,10 @@ class Case:
     schedule: str
     most: float
 
-    def bound(self, least: float, wanted: float, prices: Duals, tries: int) -> tuple[float, Duals]:
-        """The largest bound up to *wanted* that is shown by these prices or better ones, and those; *least* holds."""
-        shown = self.shown(wanted, prices)
+    def bound(self, least: float, wanted: float, known: Sequence[Duals], tries: int) -> tuple[float, Duals]:
+        """The largest bound up to *wanted* that is shown by prices that are known or better ones, and those; *least*
+        holds."""
+        shown, prices = max((self.shown(wanted, one), one) for one in known)
         step, high = wanted, wanted
         for _ in range(STEPS):
             if shown < 0:
