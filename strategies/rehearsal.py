@@ -148,7 +148,7 @@ def rehearsing(program: LocalProgram) -> Iterator[list[CollectiveCall]]:
     names = {
         id(module): name
         for graph in (program.constant, program.step, program.micro_batch)
-        for name, module in graph.module.named_modules()
+        for name, module in graph.code.root.named_modules()
     }
     try:
         for bridge in program.bridges:
