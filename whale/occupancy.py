@@ -474,7 +474,7 @@ class _Living(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not torch.ops.prim.device.default:
-            for leaf in pytree.tree_leaves(result):
+            for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.add(leaf)
         return result
