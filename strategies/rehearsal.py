@@ -196,7 +196,8 @@ class _Items(NamedTuple):
 
 def _known_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Tensors of the shapes that an operator returns, found once for alike arguments; None where it must be run."""
-    found = _results(func, tuple(map(_shaped, args)), tuple((name, _shaped(x)) for name, x in kwargs.items()))
+    named = tuple((name, _shaped(x)) for name, x in kwargs.items())
+    found = _results(func, tuple(map(_shaped, args)), named, torch.get_default_dtype())
     if found is None:
         return None
     kind, shapes = found
@@ -206,9 +207,10 @@ def _known_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 @lru_cache(maxsize=65536)
 def _results(
-    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], default: torch.dtype
 ) -> tuple[type, tuple[_Shape | None, ...]] | None:
-    """The shapes of an operator's results, each with memory of its own; None where they are anything else.
+    """The shapes of an operator's results, each with memory of its own; None where they are anything else. They are of
+    the *default* type, which is set, where the arguments do not say which.
 
     torch has no other way to find them than to run it: many are functions of Python, slow for what they find.
     """

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whale.strategies.layers import default_dtype
 from whale.strategies.rehearsal import WithoutData
 
 aten = torch.ops.aten
@@ -47,3 +48,15 @@ def test_results_are_as_torch_says_whenever_they_are_asked_for(call: Callable[[T
     expected = looks(call)
     with WithoutData():
         assert [looks(call) for _ in range(2)] == [expected] * 2
+
+
+def test_what_has_no_type_of_its_own_has_the_one_that_is_set() -> None:
+    def made() -> list[torch.dtype]:
+        n = torch.empty(2, dtype=torch.int64, device="meta")
+        return [torch.zeros(2).dtype, (n / n).dtype]
+
+    with WithoutData():
+        before = made()
+        with default_dtype(torch.bfloat16):
+            assert made() == [torch.bfloat16] * 2
+        assert before == made() == [torch.float32] * 2
