@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from whale.runtime.experts import product_of_groups
-from whale.runtime.stage import LocalGraph, LocalProgram
+from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
 
 __all__ = ["FUSED", "Listener", "Traffic", "accelerated"]
 
@@ -214,15 +214,15 @@ FUSED: dict[Any, Callable[..., Any]] = {
 def accelerated(program: LocalProgram) -> LocalProgram:
     """The program with such kernels, on whatever device it runs: what it keeps is what it keeps on an accelerator."""
     graph = program.micro_batch
-    return replace(program, micro_batch=LocalGraph(_Accelerated(graph.module), graph.sources))  # type: ignore[arg-type]
+    return replace(program, micro_batch=LocalGraph(_Accelerated(graph.code), graph.sources))  # type: ignore[arg-type]
 
 
 class _Accelerated:
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, code: LocalCode) -> None:
+        self.code = code
 
     def __call__(self, *args: Any) -> Any:
-        return _Interpreter(self.module).run(*args)
+        return _Interpreter(self.code.root, graph=self.code.graph).run(*args)
 
 
 class _Interpreter(fx.Interpreter):

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
 from whale.runtime.collectives import Bridge
-from whale.runtime.stage import LocalGraph, LocalProgram
+from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
 from whale.strategies.fused import FUSED, Traffic
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.rehearsal import WithoutData, forward_without_data, rehearsing
@@ -312,12 +312,12 @@ class _Watched:
             numbers = self.recorder.received if kind == "received" else self.recorder.given
             numbers.add(self.recorder.number(x))
         self.recorder.begin([x for (kind, _), x in zip(self.graph.sources, args, strict=True) if kind == "received"])
-        return _Interpreter(self.graph.module, self.recorder).run(*args)
+        return _Interpreter(self.graph.code, self.recorder).run(*args)
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, recorder: _Recorder) -> None:
-        super().__init__(module)
+    def __init__(self, code: LocalCode, recorder: _Recorder) -> None:
+        super().__init__(code.root, graph=code.graph)
         self.recorder = recorder
 
     def run_node(self, n: fx.Node) -> Any:

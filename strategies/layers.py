@@ -188,8 +188,9 @@ def layered(
     Raises the errors of the capture; see `whale.errors`.
     """
     try:
-        together = None if captured is None else _within(captured, model, rows)
-        if together is None:
+        if captured is not None and (held := _batch_rows(captured)) >= sum(rows):
+            together = _chained(copy_of(captured), model, _filled(held, rows))
+        else:
             blank = _blank(model, dtype)
             together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
         return dict.fromkeys(rows, together)
@@ -203,21 +204,20 @@ def layered(
     return {count: found[count] for count in rows}
 
 
-def within(captured: Captured, model: nn.Module, rows: Sequence[int]) -> dict[int, LayeredModel] | None:
-    """As `layered`, of a capture as it is; None where its batch has too few rows for that."""
+def within(layers: LayeredModel, rows: Sequence[int]) -> dict[int, LayeredModel] | None:
+    """The same layers for micro-batches of other rows, as far as one is captured; None where its batch has too few."""
+    batch = _batch_rows(layers.captured)
     try:
-        together = _within(captured, model, rows)
-        if together is not None:
-            return dict.fromkeys(rows, together)
-        apart = {count: _within(captured, model, (count,)) for count in sorted(rows, reverse=True)}
+        if sum(rows) <= batch:
+            return dict.fromkeys(rows, _cut(layers, batch, rows))
+        if max(rows) > batch:
+            return None
+        apart = {count: _cut(layers, batch, (count,)) for count in sorted(rows, reverse=True)}
     except _Coupled:
         return None
-    found = {count: one for count, one in apart.items() if one is not None}
-    if len(found) < len(rows):
-        return None
-    for one in list(found.values())[1:]:
-        one.like = found[max(rows)]
-    return found
+    for count in rows:
+        apart[count].like = apart[max(rows)] if count < max(rows) else None
+    return apart
 
 
 class _Coupled(UsageError):
@@ -237,16 +237,22 @@ def _layered(
     return _chained(captured, model, rows)
 
 
-def _within(captured: Captured, model: nn.Module, rows: Sequence[int]) -> LayeredModel | None:
-    """The layers of a capture whose batch is cut into micro-batches of these rows and others that are no larger; None
-    where it has too few."""
+def _batch_rows(captured: Captured) -> int:
+    """Rows of the batch of a capture; none where nothing in it has rows."""
     batch = batch_placeholders(captured)
-    left = value_shape((batch[0], 0))[0] - sum(rows) if batch else -1
-    if left < 0:
-        return None
-    full, rest = divmod(left, max(rows))
-    others = (max(rows),) * full + ((rest,) if rest else ())
-    return _chained(copy_of(captured), model, (*rows, *others))
+    return value_shape((batch[0], 0))[0] if batch else 0
+
+
+def _filled(batch: int, rows: Sequence[int]) -> tuple[int, ...]:
+    """These micro-batches, and others that are no larger, of a whole batch."""
+    full, rest = divmod(batch - sum(rows), max(rows))
+    return (*rows, *(max(rows),) * full, *((rest,) if rest else ()))
+
+
+def _cut(layers: LayeredModel, batch: int, rows: Sequence[int]) -> LayeredModel:
+    """The layers with a batch that is cut into these rows and others that are no larger."""
+    filled = _filled(batch, rows)
+    return replace(layers, rows=filled, time=_time(layers.chain, layers.analysis, len(filled)), like=None, _placed={})
 
 
 def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> LayeredModel:
@@ -254,11 +260,16 @@ def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> Lay
     identity = model_hash(captured)
     chain = chain_of(captured, model)
     analysis = analyse(captured.graph, batch_placeholders(captured))
+    time = _time(chain, analysis, len(rows))
+    return LayeredModel(hash=identity, chain=chain, analysis=analysis, rows=rows, time=time)
+
+
+def _time(chain: Chain, analysis: Analysis, micro_batches: int) -> Mapping[fx.Node, Choice]:
+    """How every operator is cut into so many micro-batches."""
     try:
-        time = place_time(captured, analysis, chain.partition, len(rows), apart=True)
+        return place_time(chain.captured, analysis, chain.partition, micro_batches, apart=True)
     except UsageError as error:
         raise _Coupled(str(error)) from error
-    return LayeredModel(hash=identity, chain=chain, analysis=analysis, rows=rows, time=time)
 
 
 def at_rows(batch: Batch, rows: int) -> Batch:

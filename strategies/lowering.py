@@ -27,7 +27,7 @@ from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, Conversion, Take
 from whale.runtime.experts import group, grouped_product, product_of_groups
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
-from whale.runtime.stage import LocalGraph, LocalProgram, Source
+from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
 from whale.strategies.halos import causal_mask, windowed_call
@@ -101,7 +101,9 @@ class _Emitter:
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "call_module") and not node.users:
                 self.graph.erase_node(node)
-        return LocalGraph(fx.GraphModule(self.root, self.graph), self.sources)
+                if node.op == "call_module":
+                    delattr(self.root, node.target)
+        return LocalGraph(LocalCode(self.root, self.graph), self.sources)
 
 
 def lower(
@@ -161,7 +163,7 @@ class _Lowering:
         _group_once(main.graph)
         _mark_reusable(main.graph, main.root)
         constant, step, micro_batch = (emitter.finish() for emitter in self.emitters)
-        modules = (m for g in (constant, step, micro_batch) for m in g.module.modules())
+        modules = (m for g in (constant, step, micro_batch) for m in g.code.root.modules())
         return LocalProgram(
             constant=constant,
             step=step,
@@ -584,7 +586,7 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
                 sources.append((kind, (leaf, stage.layout.intervals(value, want, coordinates))))
             else:
                 sources.append((kind, what))
-        return LocalGraph(graph.module, sources)
+        return LocalGraph(graph.code, sources)
 
     return LocalProgram(
         constant=located(program.constant),

@@ -40,6 +40,9 @@ __all__ = ["profile_model"]
 ROWS = (2, 3, 4)
 """Rows at which layers are traced. Not 1, where some copies are views."""
 
+LEAST_ROWS = 2
+"""Of these as many as make a law. The others check it, where the batch has them."""
+
 ELEMENT_BYTES = (2, 4, 8)
 """Of the number types in which a profile may be read."""
 
@@ -99,7 +102,7 @@ def profile_model(
     experts = [_experts(first, kind) for kind in range(len(kinds))]
     ways = sorted({*expert_degrees} - {1})
     if ways and any(experts):
-        more = _for_experts(model, batch, ways, loss_fn, captured)
+        more = _for_experts(model, batch, ways, loss_fn, captured, first)
         for position, modules in enumerate(experts):
             costs_at = {way: _KindCosts(own, position) for way, own in more.items()} if modules else {}
             split = _expert_variants(costs_at, modules, sent=sent[position])
@@ -142,12 +145,15 @@ def _for_experts(
     degrees: Sequence[int],
     loss_fn: Callable[..., Any] | None,
     captured: Captured | None,
+    layers: LayeredModel,
 ) -> dict[int, Mapping[int, LayeredModel]]:
-    """The model for the rows at which each of these expert degrees is traced; captured again for those of which the
-    batch has too few, all together."""
+    """The model for the rows at which each of these expert degrees is traced: its *layers* as they are, where they are
+    those of *captured*; captured again for those of which the batch has too few, all together."""
     rows = {degree: [degree * count for count in ROWS] for degree in degrees}
-    known = {} if captured is None else {degree: within(captured, model, own) for degree, own in rows.items()}
-    found: dict[int, Mapping[int, LayeredModel]] = {degree: own for degree, own in known.items() if own is not None}
+    found: dict[int, Mapping[int, LayeredModel]] = {}
+    for degree, own in rows.items() if captured is not None else ():
+        if known := within(layers, own) or within(layers, own[:LEAST_ROWS]):
+            found[degree] = known
     if missing := [degree for degree in degrees if degree not in found]:
         every = sorted({count for degree in missing for count in rows[degree]})
         found |= dict.fromkeys(missing, _captured(model, batch, every, loss_fn, captured))
@@ -256,7 +262,8 @@ class _KindCosts:
     def measure(self, degree: int, experts: tuple[str, ...] = ()) -> None:
         """Trace the layer split over so many devices, or with only its *experts* split."""
         with default_dtype(self.dtype):  # as it was captured: what a model makes as it goes has no other hint
-            self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in _whole_rows(degree, experts)]
+            counts = [rows for rows in _whole_rows(degree, experts) if rows in self.models]
+            self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in counts]
 
     def _trace(self, rows: int, degree: int, experts: tuple[str, ...]) -> Trace:
         model = self.models[rows]
@@ -312,14 +319,14 @@ class _KindCosts:
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
         if len({len(run) for run in runs}) > 1:
-            counts = ", ".join(f"{len(run)} at {rows} rows" for rows, run in zip(ROWS, runs, strict=True))
+            counts = ", ".join(f"{len(run)} at {rows} rows" for rows, run in zip(ROWS, runs, strict=False))
             raise _NoLaw(f"layer {self.name}: its {what} depend on the number of rows ({counts}), so it has no law")
         return list(zip(*runs, strict=True))
 
     def _law(self, values: Sequence[int]) -> Affine:
         slope = values[1] - values[0]
         fixed = values[0] - ROWS[0] * slope
-        if values[2] != fixed + ROWS[2] * slope:
+        if any(value != fixed + rows * slope for rows, value in zip(ROWS, values, strict=False)):
             raise _NoLaw(
                 f"layer {self.name}: something in it grows with the rows of a micro-batch as "
                 f"{', '.join(map(str, values))} at {', '.join(map(str, ROWS))} rows, not by the row; such a model has "

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,7 @@ def rehearsing(program: LocalProgram) -> Iterator[list[CollectiveCall]]:
     names = {
         id(module): name
         for graph in (program.constant, program.step, program.micro_batch)
-        for name, module in graph.module.named_modules()
+        for name, module in graph.code.root.named_modules()
     }
     try:
         for bridge in program.bridges:
@@ -172,7 +172,86 @@ class WithoutData(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if _have_data(args) or _have_data(kwargs.values()):
             args, kwargs = pytree.tree_map(_blank, args), pytree.tree_map(_blank, kwargs)
-        return func(*args, **kwargs)
+        known = _known_results(func, args, kwargs) if _returns_its_own(func) else None
+        return func(*args, **kwargs) if known is None else known
+
+
+class _Shape(NamedTuple):
+    """A tensor without data."""
+
+    sizes: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def blank(self) -> Tensor:
+        """Such a tensor."""
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device="meta")
+
+
+class _Items(NamedTuple):
+    """A list of arguments."""
+
+    items: tuple[Any, ...]
+
+
+def _known_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Tensors of the shapes that an operator returns, found once for alike arguments; None where it must be run."""
+    named = tuple((name, _shaped(x)) for name, x in kwargs.items())
+    found = _results(func, tuple(map(_shaped, args)), named, torch.get_default_dtype())
+    if found is None:
+        return None
+    kind, shapes = found
+    blanks = [None if shape is None else shape.blank() for shape in shapes]
+    return blanks[0] if kind is Tensor else kind(blanks)
+
+
+@lru_cache(maxsize=65536)
+def _results(
+    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], default: torch.dtype
+) -> tuple[type, tuple[_Shape | None, ...]] | None:
+    """The shapes of an operator's results, each with memory of its own; None where they are anything else. They are of
+    the *default* type, which is set, where the arguments do not say which.
+
+    torch has no other way to find them than to run it: many are functions of Python, slow for what they find.
+    """
+    given, named = [_unshaped(x) for x in args], {name: _unshaped(x) for name, x in kwargs}
+    result = func(*given, **named)
+    results = result if isinstance(result, list | tuple) else (result,)
+    tensors = [x for x in results if isinstance(x, Tensor)]
+    memory = [x.untyped_storage()._cdata for x in tensors]
+    others = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, Tensor)]
+    if len(set(memory)) < len(memory) or not {x.untyped_storage()._cdata for x in others}.isdisjoint(memory):
+        return None
+    if any(x.is_complex() for x in (*tensors, *others)):  # it may be a conjugate, which no blank is
+        return None
+    shapes = tuple(None if x is None else _shaped(x) for x in results)
+    if not all(shape is None or isinstance(shape, _Shape) for shape in shapes):
+        return None
+    alike = ((x, shape.blank()) for x, shape in zip(tensors, filter(None, shapes), strict=True))
+    if not all(x.is_meta and x.untyped_storage().nbytes() == y.untyped_storage().nbytes() for x, y in alike):
+        return None
+    return type(result) if isinstance(result, list | tuple) else Tensor, shapes
+
+
+def _shaped(x: Any) -> Any:
+    """An argument as a key; numbers with their types, because some that are equal are of different ones."""
+    if isinstance(x, Tensor):
+        return _Shape(x.shape, x.stride(), x.dtype)
+    if isinstance(x, list | tuple):
+        return _Items(tuple(map(_shaped, x)))
+    return type(x), x
+
+
+def _unshaped(x: Any) -> Any:
+    if isinstance(x, _Shape):
+        return x.blank()
+    return [_unshaped(item) for item in x.items] if isinstance(x, _Items) else x[1]
+
+
+@cache
+def _returns_its_own(func: Any) -> bool:
+    """Whether an operator changes none of its arguments, and says of no result that it is a part of one."""
+    return all(x.alias_info is None for x in (*func._schema.arguments, *func._schema.returns))
 
 
 @cache

@@ -140,9 +140,9 @@ def check(
     def rank_program(rank: int) -> tuple[list[Tensor], dict[Value, Tensor]]:
         own = {value: given[value][rank].detach().requires_grad_(needs_grad(value)) for value in wanted}
         program = programs[rank]
-        given_by = {"received": list(own.values()), "constant": program.constant.module()}
+        given_by = {"received": list(own.values()), "constant": program.constant.code.module()}
         outputs = list(
-            program.micro_batch.module(*(given_by[kind][what] for kind, what in program.micro_batch.sources))
+            program.micro_batch.code.module(*(given_by[kind][what] for kind, what in program.micro_batch.sources))
         )
         local = {value: part(c, layout.intervals(value, made[value], places[rank])) for value, c in cotangents.items()}
         picked = [(out, local[value]) for out, value in zip(outputs, call.values, strict=True) if value in local]

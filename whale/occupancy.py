@@ -11,9 +11,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
 from whale.ir.schedule import Order, peak_in_flight
+from whale.likeness import Likeness, likeness
 from whale.planner.memory import MESSAGES
 from whale.planner.optimizers import Optimizer, costs_of, temporary_bytes
 from whale.planner.orders import schedule_order
@@ -37,7 +38,7 @@ from whale.runtime.random import Clock
 from whale.strategies.fused import accelerated
 from whale.strategies.rehearsal import TaskCalls, WithoutData
 
-__all__ = ["Device", "Occupancy", "TaskBytes", "brief_occupancy", "occupancy"]
+__all__ = ["Device", "Known", "Occupancy", "TaskBytes", "brief_occupancy", "occupancy"]
 
 Device = Literal["cpu", "cuda"]
 """Whose kernels run, and how an optimizer steps there. Tensors are the processor's anyway: others want a driver."""
@@ -105,7 +106,7 @@ def occupancy(
     with _without_data(device), _unchanged_bridges(compilation, rank, clock):
         trial = _Trial(compilation, rank, device, clock)
         trial.run(_program(compilation, rank, schedule))
-    return _held(trial, optimizer, Counter())
+    return _held(trial.found(), rank, optimizer, device, Counter())
 
 
 def brief_occupancy(
@@ -116,23 +117,29 @@ def brief_occupancy(
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
     clock: Clock | None = None,
+    known: Known | None = None,
 ) -> Occupancy:
     """As `occupancy`, from a single micro-batch, and so in a fraction of the time.
 
     The gradients are there when it begins, as for all micro-batches but the first. What the others in flight keep is
-    added, and their messages are guessed from its own.
+    added, and their messages are guessed from its own. What is *known* of compilations of the same captured model is
+    looked up, and added to: ranks that do the same but for names are tried once.
     """
     sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
     order = schedule_order(schedule, len(compilation.stages), 1, sets)
-    first = compilation.of_first
-    with _without_data(device), _unchanged_bridges(first, rank, clock):
-        trial = _Trial(first, rank, device, clock)
-        program = project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
-        trial.run(program, begin=trial.hold_gradients)
+    program = project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
+    first, known = compilation.of_first, {} if known is None else known
+    like = likeness(first, rank, program, clock)
+    if (device, like.description) not in known:
+        with _without_data(device), _unchanged_bridges(first, rank, clock):
+            trial = _Trial(first, rank, device, clock)
+            trial.run(program, begin=trial.hold_gradients)
+        known[device, like.description] = like, trial.found()
+    found = _renamed(*known[device, like.description], like)
     most = peak_in_flight(compilation.order)
-    kept = sum((most[stage] - 1) * task.kept for stage, task in trial.tasks().items())
-    messages = (min(MESSAGES, len(compilation.rows)) - 1) * trial.live.at_peak["buffers"]
-    return _held(trial, optimizer, Counter(activations=kept, buffers=messages))
+    kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
+    messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
+    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages))
 
 
 def _without_data(device: Device) -> AbstractContextManager[Any]:
@@ -141,25 +148,57 @@ def _without_data(device: Device) -> AbstractContextManager[Any]:
     return WithoutData() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _held(trial: _Trial, optimizer: Optimizer, more: Counter[str]) -> Occupancy:
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a trial found: bytes by purpose at the peak and after the last backward, those of each parameter that is
+    trained, and what the tasks of each stage took and called."""
+
+    at_peak: Counter[str]
+    after: Counter[str]
+    sizes: tuple[int, ...]
+    tasks: Mapping[int, TaskBytes]
+    calls: Mapping[int, TaskCalls]
+
+
+Known = dict[Hashable, tuple[Likeness, _Found]]
+"""What was found of ranks, by what they do."""
+
+
+def _renamed(one: Likeness, found: _Found, other: Likeness) -> _Found:
+    """What was found of one rank, in the words of another that does the same."""
+    stages = dict(zip(one.stages, other.stages, strict=True))
+    groups = dict(zip(one.groups, other.groups, strict=True))
+
+    def of(calls: Iterable[CollectiveCall]) -> tuple[CollectiveCall, ...]:
+        return tuple(call._replace(ranks=groups[call.ranks]) for call in calls)
+
+    return replace(
+        found,
+        tasks={stages[stage]: task for stage, task in found.tasks.items()},
+        calls={
+            stages[stage]: TaskCalls(forward=of(calls.forward), backward=of(calls.backward))
+            for stage, calls in found.calls.items()
+        },
+    )
+
+
+def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: Counter[str]) -> Occupancy:
     """What a trial found, with *more* bytes at its peak."""
     costs = costs_of(optimizer)
-    parameters = [t for t in trial.parameters.values() if t.requires_grad]
-    sizes = [p.numel() * p.element_size() for p in parameters]
-    state = costs.states * sum(sizes) + costs.counter_bytes * len(sizes)
-    at_peak, live = trial.live.at_peak + more, trial.live.by_purpose
-    update = temporary_bytes(optimizer, sizes, processor=trial.device == "cpu")
-    if live.total() + update > at_peak.total():  # after the last backward
-        at_peak = live + Counter(activations=update)
+    state = costs.states * sum(found.sizes) + costs.counter_bytes * len(found.sizes)
+    at_peak = found.at_peak + more
+    update = temporary_bytes(optimizer, found.sizes, processor=device == "cpu")
+    if found.after.total() + update > at_peak.total():
+        at_peak = found.after + Counter(activations=update)
     return Occupancy(
-        rank=trial.rank,
+        rank=rank,
         parameters=at_peak["parameters"],
         gradients=at_peak["gradients"],
         optimizer=state,
         activations=at_peak["activations"] + _SMALL_BYTES,
         buffers=at_peak["buffers"] + at_peak["sums"],
-        tasks=trial.tasks(),
-        calls=trial.calls(),
+        tasks=found.tasks,
+        calls=found.calls,
     )
 
 
@@ -320,6 +359,17 @@ class _Trial:
             for stage in step.stages:
                 stage.finish()
 
+    def found(self) -> _Found:
+        """What the run showed."""
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        return _Found(
+            at_peak=self.live.at_peak.copy(),
+            after=self.live.by_purpose.copy(),
+            sizes=tuple(parameter.numel() * parameter.element_size() for parameter in trained),
+            tasks=self.tasks(),
+            calls=self.calls(),
+        )
+
     def tasks(self) -> dict[int, TaskBytes]:
         """What the tasks of each stage took: the most of all micro-batches."""
         noted = self.noting.noted
@@ -424,7 +474,7 @@ class _Living(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not torch.ops.prim.device.default:
-            for leaf in pytree.tree_leaves(result):
+            for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.add(leaf)
         return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
 from whale.ir.workload import Prediction, Workload
-from whale.occupancy import Device, brief_occupancy
+from whale.occupancy import Device, Known, brief_occupancy
 from whale.planner.optimizers import Optimizer
 from whale.planner.precision import BY_DTYPE
 from whale.prediction import Costs, predict
@@ -69,6 +70,7 @@ class ModelTrial:
                 f"the forward of {name} enters annotations, which the search cannot keep as constraints; put them on "
                 "modules with whale.annotate, or let 'whale plan' divide the work of the model as it is annotated"
             )
+        self._known: Known = {}
         self.identity = ModelIdentity(name=name, hash=model_hash(self._base.captured))
 
     @property
@@ -136,7 +138,7 @@ class ModelTrial:
             device=_device(cluster),
             optimizer=self.optimizer,
         )
-        found = predict(compilation, costs, schedule=plan.schedule, held_by=brief_occupancy)
+        found = predict(compilation, costs, schedule=plan.schedule, held_by=partial(brief_occupancy, known=self._known))
         return found.prediction, found.workload
 
     def _annotated(self, plan: Plan) -> Partition:

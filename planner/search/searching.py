@@ -42,7 +42,7 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError, UsageError
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
 from whale.planner.advice import advised, gib
 from whale.planner.search.bound import bound_seconds, least_seconds
@@ -112,6 +112,9 @@ QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
 
 MORE = (1, 2, 4, 8, 16)
 """Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
+
+MULTIPLES = (2, 4, 8, 16)
+"""Of the devices of a type that are weighed where no such addition is enough."""
 
 SPARE = 5
 """Drafts that are laid out beyond those that are wanted, where some do not fit on ranks."""
@@ -553,21 +556,26 @@ class _Search:
             return time.monotonic() < until and self._like(prices, batch, settings).fits_at_all()
 
         for pool in self.meshes.pools:
-            larger = {times: replace(prices, cluster=with_more(prices.cluster, pool.type, times)) for times in MORE}
-            counts = {times: len(given.cluster.devices) - num for times, given in larger.items()}
-            some = [times for times in MORE if times == 1 or counts[times] <= num]
-            least = _least([larger[times] for times in some], lambda given: fits(given, self.batch))
-            if least is not None:
-                count = len(least.cluster.devices) - num
-                yield True, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
+
+            def enough(times: int, type_: DeviceType = pool.type) -> bool:
+                return fits(replace(prices, cluster=with_more(prices.cluster, type_, times)), self.batch)
+
+            own = sum(device.type == pool.type for device in prices.cluster.devices)
+            node = len(with_more(prices.cluster, pool.type, 1).devices) - num
+            few = [times for times in MORE if times == 1 or times * node <= num]
+            many = [times for multiple in MULTIPLES if (times := (multiple - 1) * own // node) > few[-1]]
+            least = _least(few, enough) or _least(many, enough)
+            count = node * (least or max(*few, *many))
+            if least is not None or time.monotonic() < until:
+                yield least is not None, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
         if self.settings.micro_batches is not None and self.settings.micro_batches < self.batch:
             other = self._like(prices, self.batch, replace(self.settings, micro_batches=None))
             if other.fits_at_all():
                 yield True, f"{other._leading(1)[0].draft.micro_batches} micro-batches"
         batches = [self.batch // parts for parts in (2, 4, 8) if self.batch % parts == 0]
         batch = _least(batches, lambda given: fits(prices, given))
-        if batch is not None:
-            yield True, f"a batch of {batch}"
+        if batch is not None or (batches and time.monotonic() < until):
+            yield batch is not None, f"a batch of {batch or batches[-1]}"
 
     def _like(self, prices: Prices, batch: int, settings: SearchSettings | None = None) -> _Search:
         """Another search for a quick look: a plan that fits is enough."""

@@ -45,7 +45,7 @@ def test_a_gradient_that_others_hold_is_copied() -> None:
     compilation = solve(PassedOn(), (torch.zeros(4, 8),), {"first": whale.split(), "second": whale.split()}).compilation
     shared = []
     for stage in compilation.stages:
-        graph = compilation.local_programs(stage, 0, None)[0].micro_batch.module
+        graph = compilation.local_programs(stage, 0, None)[0].micro_batch.code.module
         for node in graph.graph.nodes:
             bridge = graph.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(bridge, Bridge) and any(user.target is torch.ops.aten.add.Tensor for user in node.users):

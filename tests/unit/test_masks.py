@@ -20,7 +20,7 @@ def attentions(model: nn.Module, batch: Any, annotations: dict[str, Any], **opti
     """Of each attention of rank 0's program: whether it reads a mask, and whether it is told to be causal."""
     compilation = solve(model, batch, annotations, **options).compilation
     program = compilation.local_programs(compilation.stages[0], 0, None)[0]
-    calls = [node for node in program.micro_batch.module.graph.nodes if node.target is ATTENTION]
+    calls = [node for node in program.micro_batch.code.module.graph.nodes if node.target is ATTENTION]
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     bound = [dict(zip(names, node.args, strict=False)) | dict(node.kwargs) for node in calls]
     return [(isinstance(b.get("attn_mask"), fx.Node), bool(b.get("is_causal"))) for b in bound]

@@ -20,7 +20,7 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.ir.workload import Workload
-from whale.occupancy import brief_occupancy, occupancy
+from whale.occupancy import Known, brief_occupancy, occupancy
 from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.simulate import simulate
 from whale.planning import Planned, make_plan, stage_annotations
@@ -291,3 +291,24 @@ def test_a_single_micro_batch_tells_what_a_step_holds(schedule: str) -> None:
     for rank in range(2):
         whole, brief = (held(compilation, rank, schedule=schedule) for held in (occupancy, brief_occupancy))
         assert brief.total == pytest.approx(whole.total, rel=0.15)  # messages weigh much in a small model
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("inner", [replicate, split])
+def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device: Any) -> None:
+    model = decoder(layers=6, heads=4, width=16).float().to("meta")
+    whale.annotate(model, {f"layers.{layer}": [stage(), inner(2)] for layer in range(6)})
+    machines, batch = cluster(*(1,) * 12), tokens(24, 32)
+    captured = compile_model(model, batch, machines, Options(), device="cpu", training=True)
+    known: Known = {}
+    for count in (6, 2):  # with fewer micro-batches less is kept
+        options = Options(micro_batches=count)
+        compilation = compile_model(model, batch, machines, options, device=device, training=True, like=captured)
+        stages = [{rank for rank in range(12) if rank in own.mesh.ranks} for own in compilation.stages]
+        for rank in range(12):
+            alone = brief_occupancy(compilation, rank, schedule="1f1b", device=device)
+            told = brief_occupancy(compilation, rank, schedule="1f1b", device=device, known=known)
+            assert told == alone
+            for index, calls in told.calls.items():
+                assert {other for call in (*calls.forward, *calls.backward) for other in call.ranks} <= stages[index]
+    assert len(known) <= 2 * 3 * 2  # of each number of rows and place along the axis: the first, the last, the others

@@ -197,6 +197,10 @@ def test_what_is_missing_is_said_with_what_would_help() -> None:
         InfeasibleError, match=r"needs .* GiB .* too little.*would fit with 4 more devices like cpu-fast"
     ):
         search(chain([heavy], (0,) * 10), cluster, batch=8)
+    with pytest.raises(InfeasibleError, match="would fit with 28 more devices like cpu-fast"):
+        search(chain([heavy], (0,) * 30), cluster, batch=8)
+    with pytest.raises(InfeasibleError, match="Not even enough: 60 more devices like cpu-fast; a batch of 1"):
+        search(chain([heavy], (0,) * 200), cluster, batch=8)
 
 
 # Ranks

@@ -45,7 +45,7 @@ def deepseek() -> nn.Module:
 
 
 def program(compilation: Any) -> fx.GraphModule:
-    return compilation.local_programs(compilation.stages[0], 0, None)[0].micro_batch.module
+    return compilation.local_programs(compilation.stages[0], 0, None)[0].micro_batch.code.module
 
 
 @pytest.mark.parametrize("build", [mixtral, gpt_oss, deepseek])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.collecting import seldom_collecting
 from whale.cli.files import write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
@@ -94,6 +95,7 @@ def search(
     from whale.planner.catalog import device_types, device_types_with
     from whale.planner.search import SearchSettings
 
+    ctx.with_resource(seldom_collecting())
     began = time.monotonic()
     if spec is None and profile_file is None:
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,11 +24,28 @@ Source = tuple[str, Any]
 ("input", (leaf, intervals)), ("received", position), or (level, position) for an earlier graph's output."""
 
 
+@dataclass(eq=False)
+class LocalCode:
+    """A graph with the modules that it calls. torch makes code of it when it is first run, if it ever is."""
+
+    root: nn.Module
+    graph: fx.Graph
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The graph as torch runs it."""
+        return fx.GraphModule(self.root, self.graph)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        return self.module(*args)
+
+
 @dataclass
 class LocalGraph:
     """One graph of a local program, and what feeds its placeholders, in order."""
 
-    module: fx.GraphModule
+    code: LocalCode
     sources: list[Source]
 
 
@@ -109,7 +127,7 @@ class LocalStage:
         if program.nothing is not None:  # many operators refuse tensors without rows
             device = next(iter(self._tensors.values())).device
             return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in program.nothing)
-        results = program.micro_batch.module(*self._arguments(program, program.micro_batch, received))
+        results = program.micro_batch.code(*self._arguments(program, program.micro_batch, received))
         if self.mutated:
             count = len(self.outputs)
             self._changed = dict(zip(self.mutated, results[count:], strict=True))
@@ -154,16 +172,16 @@ class LocalStage:
         return fixed, changing
 
     def _constant(self, program: LocalProgram) -> tuple[Tensor, ...]:
-        key = id(program.constant.module)
+        key = id(program.constant.code)
         if key not in self._constants:
             with torch.no_grad():
                 graph = program.constant
-                self._constants[key] = graph.module(*self._arguments(program, graph, ()))
+                self._constants[key] = graph.code(*self._arguments(program, graph, ()))
         return self._constants[key]
 
     def _step(self, program: LocalProgram) -> tuple[Tensor, ...]:
-        key = id(program.step.module)
+        key = id(program.step.code)
         if key not in self._steps:
             with torch.no_grad():
-                self._steps[key] = program.step.module(*self._arguments(program, program.step, ()))
+                self._steps[key] = program.step.code(*self._arguments(program, program.step, ()))
         return self._steps[key]
