@@ -59,7 +59,7 @@ from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, NUMBERS, Integers, Slices
 from whale.planner.search.steps import in_flight
 
-__all__ = ["Duals", "bound_seconds", "cases_of", "least_seconds", "least_work", "work_of_parts"]
+__all__ = ["SLACK", "Case", "Duals", "best_prices", "bound_seconds", "cases_of", "least_seconds", "least_work", "work_of", "work_of_parts"]
 
 ROUNDS = 40
 """Of improving the prices in `least_work`; each halves a step."""
@@ -135,7 +135,7 @@ def bound_seconds(
         tries: of prices, for a number of rows and a step.
     """
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    work = _work_of(slices, batch)
+    work = work_of(slices, batch)
     least = least_work(work, slices.nums)
     bound = min(least * HIGHEST, known - STEP_OVERHEAD_SECONDS)
     first = Duals(tuple(best_prices(work, slices.nums).tolist()), *FIRST)
@@ -173,16 +173,17 @@ def cases_of(
 def work_of_parts(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> Array:
     """Device-seconds of each part of the chain for the whole batch, on each type at its best."""
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    return _work_of(slices, batch)
+    return work_of(slices, batch)
 
 
 def least_seconds(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> float:
     """No plan takes less than its work, divided among all devices: a bound that is there at once."""
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    return least_work(_work_of(slices, batch), slices.nums) + STEP_OVERHEAD_SECONDS
+    return least_work(work_of(slices, batch), slices.nums) + STEP_OVERHEAD_SECONDS
 
 
-def _work_of(slices: Slices, batch: int) -> Array:
+def work_of(slices: Slices, batch: int) -> Array:
+    """As `work_of_parts`."""
     found: Array = batch * least_of_types(slices)[np.array(slices.order)]
     return found
 
@@ -260,6 +261,28 @@ class _Stretches:
         return cls(counts=counts, between=between, later=later)
 
 
+class Pairs(NamedTuple):
+    """Stretches of the chain, ascending, with a kind of slices each on which they fit and are done in time.
+
+    Attributes:
+        stretch, type: their positions.
+        devices: of a stage that has only such slices, as a share of those of their type.
+        forward, backward: seconds of a micro-batch; ``work``: of all of them.
+        once: seconds of sums of gradients and updates.
+        state, kept: shares of a device's room, as `whale.planner.search.slices.Slices` has them.
+    """
+
+    stretch: Integers
+    type: Integers
+    devices: Array
+    forward: Array
+    backward: Array
+    work: Array
+    once: Array
+    state: Array
+    kept: Array
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """Plans whose micro-batches have so many rows; of interest are those that take less than *most* seconds."""
@@ -310,7 +333,7 @@ class Case:
             return NEVER
         charge = np.array(prices.types)[self._type] * self._devices
         can = self._fits & (self._work + self._once < step) & (charge <= 1)
-        ends = self._forward + prices.ends * self._last * self._backward
+        ends = self._forward + prices.ends * self.last * self._backward
         usual = prices.later * step * self.rows / self.batch
         beyond = np.minimum(0.0, self._waits - ends - usual)
         pays = self._excess(usual) + (self._work + (1 - prices.ends) * self._once - ends - prices.level * step)
@@ -344,6 +367,24 @@ class Case:
         for part in range(len(between) - 2, -1, -1):
             many[part] = min(many[part], (more[part, part + 1 :] + many[part + 1 :]).min())
         return float((first[:, between[0]] + left).min())
+
+    def pairs(self) -> Pairs:
+        """All that may be a stage."""
+        return Pairs(
+            stretch=self._pairs[0],
+            type=self._type,
+            devices=self._devices,
+            forward=self._forward,
+            backward=self._backward,
+            work=self._work,
+            once=self._once,
+            state=self._over(self.slices.state),
+            kept=self._over(self.slices.kept),
+        )
+
+    def held(self, later: int) -> int:
+        """Micro-batches of which a stage with so many later ones keeps what their gradients need."""
+        return in_flight(self.schedule, later + 1, 0, self.num)
 
     # By pair of a stretch and a slice on which it fits and is done in time
 
@@ -389,7 +430,7 @@ class Case:
     def _fits(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """By the stages after it, and pair."""
         state, kept = self._over(self.slices.state), self._over(self.slices.kept)
-        held = np.array([in_flight(self.schedule, after + 1, 0, self._num) for after in range(DEPTH + 1)])
+        held = np.array([self.held(after) for after in range(DEPTH + 1)])
         found: np.ndarray[Any, np.dtype[np.bool_]] = state + held[:, None] * kept <= 1 + SLACK
         return found
 
@@ -433,7 +474,7 @@ class Case:
     @cached_property
     def _waits(self) -> Array:
         """What each earlier stage waits for a stage."""
-        return self._backward + (self._last if self.schedule == "gpipe" else 1.0) * self._forward
+        return self._backward + (self.last if self.schedule == "gpipe" else 1.0) * self._forward
 
     def _excess(self, usual: float) -> Array:
         """What is usual of each later stage without the forwards that are done meanwhile, at least; by the number of
@@ -443,17 +484,17 @@ class Case:
             return num * usual
         num = np.repeat(num, len(self._type), axis=1)
         # The last are more stages too. The least is where there are fewest, or as many as micro-batches, at most.
-        most = np.clip(self._num - 1, DEPTH, np.maximum(self.stretches.later[self._pairs[0]], DEPTH))
+        most = np.clip(self.num - 1, DEPTH, np.maximum(self.stretches.later[self._pairs[0]], DEPTH))
         num[-1] = np.where(self._forward > usual, most, DEPTH)
-        found: Array = num * usual - np.minimum(num, self._num - 1) * self._forward
+        found: Array = num * usual - np.minimum(num, self.num - 1) * self._forward
         return found
 
     @property
-    def _num(self) -> int:
+    def num(self) -> int:
         """Micro-batches."""
         return ceil(self.batch / self.rows - 1e-9)
 
     @property
-    def _last(self) -> float:
+    def last(self) -> float:
         """The share of the rows of a micro-batch that the last one has."""
-        return self.batch / self.rows - self._num + 1
+        return self.batch / self.rows - self.num + 1
