@@ -447,18 +447,14 @@ class Case:
 
     @cached_property
     def _pace(self) -> Array:
-        """Seconds a byte of the sum over as many slices as there are at least; between two numbers that are priced it
-        is on the line, by the share that is sent (a ring sends 1 - 1 / number of the bytes twice)."""
+        """Seconds a byte of the sum over as many slices as there are at least, or the next lower number that is
+        priced."""
         slices = self.slices
         most = np.minimum(slices.most, self.rows)
         number = np.ceil(self.rows / (most + 1) / slices.slower - 1e-9)
         number = np.maximum(number, 1.0 + (most < self.rows))
         paces = np.concatenate([np.zeros((1, len(most))), slices.paces])
-        sent, known = 1 - 1 / number, 1 - 1 / np.array([1.0, *NUMBERS])
-        place = np.clip(np.searchsorted(known, sent, side="right") - 1, 0, len(known) - 2)
-        part = np.clip((sent - known[place]) / (known[place + 1] - known[place]), 0.0, 1.0)
-        column = np.arange(len(most))
-        found: Array = paces[place, column] * (1 - part) + paces[place + 1, column] * part
+        found: Array = paces[np.searchsorted(np.array(NUMBERS), number, side="right"), np.arange(len(most))]
         return found[self._pairs[1]]
 
     @cached_property

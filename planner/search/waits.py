@@ -52,6 +52,8 @@ ENOUGH = 0.005
 MOST = 1 + 1e-9
 """Charges, as far as they are rounded."""
 
+RATES = (8.0,)
+
 SIZES = (0.04, 0.02)
 """Of moves of the prices, one after the other."""
 
@@ -168,6 +170,8 @@ class Waits:
         before = self._least_before(charges, can)
         if before[-1] > MOST:
             return NEVER
+        rates = [rate / step for rate in RATES]
+        ahead = [self._least_before(charges + rate * pairs.forward, can) for rate in rates]
         unit, num = step / GRID, len(before)
         turns = np.floor(self._turn / unit).astype(np.int64)
         waited = np.arange(GRID + 1)
@@ -177,20 +181,26 @@ class Waits:
         while left.min() < NEVER:
             cheapest, quickest = left.min(axis=1), (left < NEVER).argmax(axis=1)
             usable = can & (pairs.state + self._case.held(later) * pairs.kept <= 1 + SLACK)
+            low, high = np.flatnonzero((left < NEVER).any(axis=0))[[0, -1]]
             more = np.full_like(left, NEVER)
             for first, (pair, upto) in enumerate(self._stages):
                 chosen = usable[pair] & (charges[pair] + cheapest[upto] + before[first] <= MOST)
                 pair, upto = pair[chosen], upto[chosen]
-                most = np.floor(self._room(step, first, pair, later) / unit + SLACK)
+                most = self._room(step, first, pair, later) / unit + SLACK
                 chosen = most >= quickest[upto]
                 if not chosen.any():
                     continue
                 pair, upto, most = pair[chosen], upto[chosen], most[chosen]
-                own = waited - turns[pair][:, None]
+                window = slice(low + turns[pair].min(), min(high, int(most.max())) + turns[pair].max() + 1)
+                own = waited[window] - turns[pair][:, None]
                 charged = left[upto[:, None], np.maximum(own, 0)] + charges[pair][:, None]
-                charged[(own < 0) | (own > most[:, None])] = NEVER
+                in_time = (own >= 0) & (own <= most[:, None])
+                for rate, both in zip(rates, ahead, strict=True):
+                    slack = most + (self._ahead[first] - (both[first] - MOST) / rate) / unit
+                    in_time &= own + charged / (rate * unit) <= slack[:, None]
+                charged[~in_time] = NEVER
                 least = charged.min(axis=0)
-                more[first] = np.where(least + before[first] <= MOST, least, NEVER)
+                more[first, window] = np.where(least + before[first] <= MOST, least, NEVER)
             found = min(found, float(more[0].min()))
             more[0] = NEVER
             better = np.minimum.accumulate(more, axis=1)
