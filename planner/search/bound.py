@@ -59,7 +59,18 @@ from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, NUMBERS, Integers, Slices
 from whale.planner.search.steps import in_flight
 
-__all__ = ["SLACK", "Case", "Duals", "best_prices", "bound_seconds", "cases_of", "least_seconds", "least_work", "work_of", "work_of_parts"]
+__all__ = [
+    "SLACK",
+    "Case",
+    "Duals",
+    "best_prices",
+    "bound_seconds",
+    "cases_of",
+    "least_seconds",
+    "least_work",
+    "work_of",
+    "work_of_parts",
+]
 
 ROUNDS = 40
 """Of improving the prices in `least_work`; each halves a step."""

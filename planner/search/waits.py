@@ -1,28 +1,33 @@
 """A larger bound than that of `bound`, for some seconds: of every stage it knows how long it waits for the later ones.
 
 Objective: the largest step for which it is proven that no plan takes less. As there, a row is followed whose slices
-charge 1 at most by any prices of the types. But no mean is taken: a step of less than x seconds needs a chain of stages
-each of which is done before x and fits in memory, and the least that such a chain charges is worked out. If that is
-more than 1 there is no such plan.
+charge 1 at most by any prices of the types. But no mean of the stages is taken. A step of less than x seconds needs a
+chain of stages each of which is done before x and fits in memory; the least that such a chain charges is worked out,
+and if that is more than 1 there is no such plan. So stages of whole layers and rows count as they are.
 
-What a stage waits. Let W be what a micro-batch takes through all k later stages and back, messages with it: the turn.
+What a stage waits. Let W be what a micro-batch takes through all k later stages and back, with messages: the turn.
 Under 1F1B a stage does F_1 .. F_k+1, then B_1, F_k+2, B_2, F_k+3 and so on. Between F_i and B_i there is a turn;
 meanwhile it does k forwards if i is 1, k backwards if i is M, the last of all micro-batches, else both. So of turns of
 which none begins before the last one ended, as those of 1, k + 2, 2 k + 3 and so on and finally M are, each makes the
-stage wait W less what it does meanwhile. With mu, C, f, b, once and sigma as in `bound`, a stage is not done before::
+stage wait for W less what it does meanwhile. With mu, C, f, b, once and sigma as in `bound`, it is not done before::
 
     F + mu C + (W - min(k, M - 1) f) + J (W - k C) + (sigma W - k b) + max(once, sigma B)
 
-where F and B are forward and backward of all that comes before, J = (M - 1) // (k + 1) - 1 or 0, and J and the last
+where F and B are forward and backward of all that comes before, and J is (M - 1) // (k + 1) - 1 or 0; J and the last
 turn count if M >= k + 2. In place of M the last turn may be that of M - 1, which has all its rows: W - k b - sigma f.
-Under GPipe W is of the last one's forwards and whole backwards, and the stage is not done before F + mu C + W + ...
+Under GPipe W is made of the last one's forwards and whole backwards, and a stage is not done before F + mu C + W +
+max(once, sigma B).
+
+What comes before is that of the quickest slices for each part. Slices that are quick charge more: for any rate r the
+cheapest chain of earlier stages comes to Z with r times its forwards. So if those that are chosen already charge u, F
+is at least (Z - (1 - u)) / r. (That is used with the first turn alone.)
 
 Messages. A row goes from the first device of a slice to that of the next one. If nodes have P devices at most, those of
-k + 1 stages lie on at least (k + 1) / P nodes, rounded up, and so many less 1 times a row goes to another node, and its
-gradient back. F and B are of the quickest slices for each part, without messages.
+k + 1 stages lie on (k + 1) / P nodes, rounded up, and so many less 1 times a row goes to another node, and its gradient
+back: so long W is at least besides.
 
-Method: a shortest path by charges from the last stage to the first over the cut, k and W (rounded down to a part of x).
-Its prices are moved while the least charge is 1 or less.
+Method: a shortest path by charges from the last stage to the first, over the cut, k and W (in parts of x, rounded
+down). The prices are moved while the least charge is 1 or less.
 
 Complexity: O(cuts x cuts x slices x `GRID`) for each number of later stages, x and prices.
 """
@@ -52,7 +57,8 @@ ENOUGH = 0.005
 MOST = 1 + 1e-9
 """Charges, as far as they are rounded."""
 
-RATES = (8.0,)
+RATE = 8.0
+"""Of forwards before a stage, in charges for as many seconds as a step."""
 
 SIZES = (0.04, 0.02)
 """Of moves of the prices, one after the other."""
@@ -108,10 +114,12 @@ def least_message(meshes: Meshes) -> float:
     ranks = [rank for alike in ends.values() for rank in alike[:2]]
     sizes = {prices.output_bytes(last - 1, 1) for last in meshes.chain.bounds[1:-1]}
     pairs = [
-        pair for pair in permutations(ranks, 2) if prices.cluster.node_of(pair[0]) is not prices.cluster.node_of(pair[1])
+        pair
+        for pair in permutations(ranks, 2)
+        if prices.cluster.node_of(pair[0]) is not prices.cluster.node_of(pair[1])
     ]
     found = inf
-    for (source, target), whole in product(pairs if sizes else [], sorted(sizes)[:1]):
+    for (source, target), whole in product(pairs, sizes):
         into = prices.group((target,), 1)
         for (a, in_rows), (b, _) in product(_degrees(meshes), repeat=2):
             size = prices.handed(whole, a, b, in_rows=in_rows)
@@ -170,8 +178,8 @@ class Waits:
         before = self._least_before(charges, can)
         if before[-1] > MOST:
             return NEVER
-        rates = [rate / step for rate in RATES]
-        ahead = [self._least_before(charges + rate * pairs.forward, can) for rate in rates]
+        rate = RATE / step
+        both = self._least_before(charges + rate * pairs.forward, can)
         unit, num = step / GRID, len(before)
         turns = np.floor(self._turn / unit).astype(np.int64)
         waited = np.arange(GRID + 1)
@@ -186,19 +194,17 @@ class Waits:
             for first, (pair, upto) in enumerate(self._stages):
                 chosen = usable[pair] & (charges[pair] + cheapest[upto] + before[first] <= MOST)
                 pair, upto = pair[chosen], upto[chosen]
-                most = self._room(step, first, pair, later) / unit + SLACK
+                usual, most = (room / unit + SLACK for room in self._room(step, first, pair, later))
                 chosen = most >= quickest[upto]
                 if not chosen.any():
                     continue
-                pair, upto, most = pair[chosen], upto[chosen], most[chosen]
+                pair, upto, usual, most = pair[chosen], upto[chosen], usual[chosen], most[chosen]
                 window = slice(low + turns[pair].min(), min(high, int(most.max())) + turns[pair].max() + 1)
                 own = waited[window] - turns[pair][:, None]
                 charged = left[upto[:, None], np.maximum(own, 0)] + charges[pair][:, None]
-                in_time = (own >= 0) & (own <= most[:, None])
-                for rate, both in zip(rates, ahead, strict=True):
-                    slack = most + (self._ahead[first] - (both[first] - MOST) / rate) / unit
-                    in_time &= own + charged / (rate * unit) <= slack[:, None]
-                charged[~in_time] = NEVER
+                rest = usual + (self._ahead[first] - (both[first] - MOST) / rate) / unit
+                in_time = (own <= most[:, None]) & (own + charged / (rate * unit) <= rest[:, None])
+                charged[(own < 0) | ~in_time] = NEVER
                 least = charged.min(axis=0)
                 more[first, window] = np.where(least + before[first] <= MOST, least, NEVER)
             found = min(found, float(more[0].min()))
@@ -217,14 +223,16 @@ class Waits:
             np.minimum.at(found, upto[chosen], found[first] + charges[pair[chosen]])
         return found
 
-    def _room(self, step: float, first: int, pair: Integers, later: int) -> Array:
-        """What all that is later may take of a micro-batch, so that stages of these pairs are done before *step*."""
+    def _room(self, step: float, first: int, pair: Integers, later: int) -> tuple[Array, Array]:
+        """What all that is later may take of a micro-batch, so that stages of these pairs are done before *step*: by
+        the first turn alone, and by all."""
         case, pairs = self._case, self._pairs
         forward, backward, once = pairs.forward[pair], pairs.backward[pair], pairs.once[pair]
         away = self._message * (-(-(later + 1) // self._per_node) - 1)
         left = step - pairs.work[pair] - self._ahead[first] - np.maximum(once, case.last * self._back[first])
         if case.schedule == "gpipe":
-            return left - away * (1 + case.last) / 2
+            room = left - away * (1 + case.last) / 2
+            return room, room
         left = left + min(later, case.num - 1) * forward
         room = left
         for last, share in ((case.num, case.last), (case.num - 1, 1.0)):
@@ -233,7 +241,7 @@ class Waits:
                 times = (last - 1) // (later + 1) - 1
                 every = (twice + times * later * self._both[pair]) / (1 + share + times)
                 room = np.minimum(room, np.minimum(twice / (1 + share), every))
-        return room - away
+        return left - away, room - away
 
 
 def _moved(prices: Prices, size: float) -> Iterator[Prices]:
