@@ -61,6 +61,7 @@ from whale.planner.search.steps import in_flight
 
 __all__ = [
     "SLACK",
+    "TRIES",
     "Case",
     "Duals",
     "best_prices",

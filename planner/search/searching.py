@@ -46,7 +46,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.advice import advised, gib
-from whale.planner.search.bound import bound_seconds, least_seconds
+from whale.planner.search.bound import TRIES, bound_seconds, least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of, with_more
@@ -520,9 +520,9 @@ class _Search:
 
     def _bound(self, micro_batches: Sequence[int], best: float) -> float:
         """No plan takes less; *best*: seconds of one that is known. Once the time is over nothing is tried for it."""
-        tries = {"tries": 0} if self._over() else {}
+        tries = 0 if self._over() else TRIES
         given = (self.meshes, self.batch, micro_batches, self.settings.schedules)
-        found = bound_seconds(*given, known=best, **tries)
+        found = bound_seconds(*given, known=best, tries=tries)
         if self.settings.larger_bound:
             found = raised_seconds(*given, least=found, known=best, over=self._over)
         return found

@@ -12,7 +12,7 @@ from tests.unit.test_search_bound import meshes_of
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
-from whale.planner.search.bound import cases_of
+from whale.planner.search.bound import Duals, cases_of
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import Mesh
 from whale.planner.search.drafts import Draft
@@ -48,7 +48,9 @@ TERMS = {
     "messages": Terms(output=1e6, network=Link(bandwidth=1e8, latency=1e-6)),
     "ragged": Terms(batch=13),
     "long": Terms(batch=60, slow=0.01, output=3e5, network=Link(bandwidth=1e8, latency=1e-6)),
+    "ends": Terms(parameters=1e6, network=Link(bandwidth=3e8, latency=1e-6), batch=8),
     "gpipe": Terms(schedule="gpipe", batch=13),
+    "gpipe, messages": Terms(schedule="gpipe", batch=13, output=1e6, network=Link(bandwidth=1e8, latency=1e-6)),
 }
 
 
@@ -72,14 +74,15 @@ def model(terms: Terms, draw: Random) -> ModelProfile:
 
 def plans(meshes: Meshes, terms: Terms, draw: Random, num: int) -> list[tuple[Candidate, tuple[Mesh, ...]]]:
     """Some plans that fit: chains of one-type stages, with as many micro-batches as may be."""
-    found = []
+    found: list[tuple[Candidate, tuple[Mesh, ...]]] = []
     while len(found) < num:
         free = [len(pool.ranks) for pool in meshes.pools]
         stages = draw.randint(1, min(len(meshes.chain), sum(free)))
         chosen = []
         for left in range(stages, 0, -1):
             pool = draw.choice([index for index, count in enumerate(free) if count])
-            count = draw.randint(1, max(1, min(free[pool], sum(free) - left + 1)))
+            most = max(1, min(free[pool], sum(free) - left + 1))
+            count = draw.choice([most, draw.randint(1, most)])
             free[pool] -= count
             chosen.append(Mesh(tuple(count * (index == pool) for index in range(len(free))), 1))
         counts = [count for count in range(1, terms.batch + 1) if -(-terms.batch // -(-terms.batch // count)) == count]
@@ -97,7 +100,7 @@ def plans(meshes: Meshes, terms: Terms, draw: Random, num: int) -> list[tuple[Ca
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", list(TERMS))
 def test_chains_that_are_done_in_time_charge_no_more_than_a_plan_that_is(name: str, seed: int) -> None:
-    """By any prices; of a plan they are those of its devices."""
+    """By any prices; of a plan they are those of its devices. Nor is there anything by which the mean shows more."""
     draw, terms = Random(seed), TERMS[name]
     for cluster in clusters(terms):
         meshes = meshes_of(model(terms, draw), cluster)
@@ -111,6 +114,8 @@ def test_chains_that_are_done_in_time_charge_no_more_than_a_plan_that_is(name: s
             shares = [num / len(pool.ranks) for num, pool in zip(used, meshes.pools, strict=True)]
             charge = sum(price * share for price, share in zip(prices, shares, strict=True))
             assert Waits(case, message, meshes.largest_node).charge(step, prices) <= charge + 1e-6
+            duals = Duals(prices, draw.uniform(-1.5, 0.5), draw.random(), draw.random())
+            assert case.shown(step, duals) <= 1e-6
 
 
 def pipeline(num: int, batch: int, micro_batches: int, output: float, network: Link) -> tuple[float, float]:
