@@ -47,10 +47,13 @@ TERMS = {
     "latency": Terms(parameters=1e5, network=Link(bandwidth=1e9, latency=3e-3)),
     "messages": Terms(output=1e6, network=Link(bandwidth=1e8, latency=1e-6)),
     "ragged": Terms(batch=13),
+    "many rows": Terms(batch=150, slow=0.01),
     "long": Terms(batch=60, slow=0.01, output=3e5, network=Link(bandwidth=1e8, latency=1e-6)),
     "ends": Terms(parameters=1e6, network=Link(bandwidth=3e8, latency=1e-6), batch=8),
     "gpipe": Terms(schedule="gpipe", batch=13),
-    "gpipe, messages": Terms(schedule="gpipe", batch=13, output=1e6, network=Link(bandwidth=1e8, latency=1e-6)),
+    "gpipe, messages": Terms(
+        schedule="gpipe", batch=13, ahead=0.6, output=1e6, network=Link(bandwidth=1e8, latency=1e-6)
+    ),
 }
 
 
