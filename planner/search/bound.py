@@ -60,7 +60,19 @@ from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, NUMBERS, Integers, Slices
 from whale.planner.search.steps import in_flight
 
-__all__ = ["Duals", "bound_seconds", "cases_of", "least_seconds", "least_work", "work_of_parts"]
+__all__ = [
+    "SLACK",
+    "TRIES",
+    "Case",
+    "Duals",
+    "best_prices",
+    "bound_seconds",
+    "cases_of",
+    "least_seconds",
+    "least_work",
+    "work_of",
+    "work_of_parts",
+]
 
 ROUNDS = 40
 """Of improving the prices in `least_work`; each halves a step."""
@@ -136,7 +148,7 @@ def bound_seconds(
         tries: of prices, for a number of rows and a step.
     """
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    work = _work_of(slices, batch)
+    work = work_of(slices, batch)
     least = least_work(work, slices.nums)
     bound = min(least * HIGHEST, known - STEP_OVERHEAD_SECONDS)
     first = Duals(tuple(best_prices(work, slices.nums).tolist()), *FIRST)
@@ -174,16 +186,17 @@ def cases_of(
 def work_of_parts(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> Array:
     """Device-seconds of each part of the chain for the whole batch, on each type at its best."""
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    return _work_of(slices, batch)
+    return work_of(slices, batch)
 
 
 def least_seconds(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> float:
     """No plan takes less than its work, divided among all devices: a bound that is there at once."""
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    return least_work(_work_of(slices, batch), slices.nums) + STEP_OVERHEAD_SECONDS
+    return least_work(work_of(slices, batch), slices.nums) + STEP_OVERHEAD_SECONDS
 
 
-def _work_of(slices: Slices, batch: int) -> Array:
+def work_of(slices: Slices, batch: int) -> Array:
+    """As `work_of_parts`."""
     found: Array = batch * least_of_types(slices)[np.array(slices.order)]
     return found
 
@@ -265,6 +278,28 @@ class _Stretches:
         return cls(counts=counts, between=between, later=later, longest=longest)
 
 
+class Pairs(NamedTuple):
+    """Stretches of the chain, ascending, with a kind of slices each on which they fit and are done in time.
+
+    Attributes:
+        stretch, type: their positions.
+        devices: of a stage that has only such slices, as a share of those of their type.
+        forward, backward: seconds of a micro-batch; ``work``: of all of them.
+        once: seconds of sums of gradients and updates.
+        state, kept: shares of a device's room, as `whale.planner.search.slices.Slices` has them.
+    """
+
+    stretch: Integers
+    type: Integers
+    devices: Array
+    forward: Array
+    backward: Array
+    work: Array
+    once: Array
+    state: Array
+    kept: Array
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """Plans whose micro-batches have so many rows; of interest are those that take less than *most* seconds."""
@@ -322,7 +357,7 @@ class Case:
     def _beyond(self, step: float, prices: Duals) -> float:
         charge = np.array(prices.types)[self._type] * self._devices
         can = self._fits & (self._work + self._once < step) & (charge <= 1)
-        ends = self._forward + prices.ends * self._last * self._backward
+        ends = self._forward + prices.ends * self.last * self._backward
         usual = prices.later * step * self.rows / self.batch
         beyond = np.minimum(0.0, self._waits - ends - usual)
         pays = self._excess(usual) + (self._work + (1 - prices.ends) * self._once - ends - prices.level * step)
@@ -368,6 +403,24 @@ class Case:
         within = np.minimum(ends, len(first))
         return within, np.where(ends > within, len(self.stretches.counts), between[first, within])
 
+    def pairs(self) -> Pairs:
+        """All that may be a stage."""
+        return Pairs(
+            stretch=self._pairs[0],
+            type=self._type,
+            devices=self._devices,
+            forward=self._forward,
+            backward=self._backward,
+            work=self._work,
+            once=self._once,
+            state=self._over(self.slices.state),
+            kept=self._over(self.slices.kept),
+        )
+
+    def held(self, later: int) -> int:
+        """Micro-batches of which a stage with so many later ones keeps what their gradients need."""
+        return in_flight(self.schedule, later + 1, 0, self.num)
+
     # By pair of a stretch and a slice on which it fits and is done in time
 
     @cached_property
@@ -412,7 +465,7 @@ class Case:
     def _fits(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """By the stages after it, and pair."""
         state, kept = self._over(self.slices.state), self._over(self.slices.kept)
-        held = np.array([in_flight(self.schedule, after + 1, 0, self._num) for after in range(DEPTH + 1)])
+        held = np.array([self.held(after) for after in range(DEPTH + 1)])
         found: np.ndarray[Any, np.dtype[np.bool_]] = state + held[:, None] * kept <= 1 + SLACK
         return found
 
@@ -429,18 +482,14 @@ class Case:
 
     @cached_property
     def _pace(self) -> Array:
-        """Seconds a byte of the sum over as many slices as there are at least; between two numbers that are priced it
-        is on the line, by the share that is sent (a ring sends 1 - 1 / number of the bytes twice)."""
+        """Seconds a byte of the sum over as many slices as there are at least, or the next lower number that is
+        priced."""
         slices = self.slices
         most = np.minimum(slices.most, self.rows)
         number = np.ceil(self.rows / (most + 1) / slices.slower - 1e-9)
         number = np.maximum(number, 1.0 + (most < self.rows))
         paces = np.concatenate([np.zeros((1, len(most))), slices.paces])
-        sent, known = 1 - 1 / number, 1 - 1 / np.array([1.0, *NUMBERS])
-        place = np.clip(np.searchsorted(known, sent, side="right") - 1, 0, len(known) - 2)
-        part = np.clip((sent - known[place]) / (known[place + 1] - known[place]), 0.0, 1.0)
-        column = np.arange(len(most))
-        found: Array = paces[place, column] * (1 - part) + paces[place + 1, column] * part
+        found: Array = paces[np.searchsorted(np.array(NUMBERS), number, side="right"), np.arange(len(most))]
         return found[self._pairs[1]]
 
     @cached_property
@@ -456,7 +505,7 @@ class Case:
     @cached_property
     def _waits(self) -> Array:
         """What each earlier stage waits for a stage."""
-        return self._backward + (self._last if self.schedule == "gpipe" else 1.0) * self._forward
+        return self._backward + (self.last if self.schedule == "gpipe" else 1.0) * self._forward
 
     def _excess(self, usual: float) -> Array:
         """What is usual of each later stage without the forwards that are done meanwhile, at least; by the number of
@@ -466,17 +515,17 @@ class Case:
             return num * usual
         num = np.repeat(num, len(self._type), axis=1)
         # The last are more stages too. The least is where there are fewest, or as many as micro-batches, at most.
-        most = np.clip(self._num - 1, DEPTH, np.maximum(self.stretches.later[self._pairs[0]], DEPTH))
+        most = np.clip(self.num - 1, DEPTH, np.maximum(self.stretches.later[self._pairs[0]], DEPTH))
         num[-1] = np.where(self._forward > usual, most, DEPTH)
-        found: Array = num * usual - np.minimum(num, self._num - 1) * self._forward
+        found: Array = num * usual - np.minimum(num, self.num - 1) * self._forward
         return found
 
     @property
-    def _num(self) -> int:
+    def num(self) -> int:
         """Micro-batches."""
         return ceil(self.batch / self.rows - 1e-9)
 
     @property
-    def _last(self) -> float:
+    def last(self) -> float:
         """The share of the rows of a micro-batch that the last one has."""
-        return self.batch / self.rows - self._num + 1
+        return self.batch / self.rows - self.num + 1

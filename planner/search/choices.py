@@ -216,6 +216,7 @@ class SearchSettings:
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
+        larger_bound: whether a larger bound is looked for in the end, for some seconds, up to the time limit.
     """
 
     precision: str = "fp32"
@@ -228,6 +229,7 @@ class SearchSettings:
     time_limit: float = 10.0
     top: int = 5
     fixed: Fixed | None = None
+    larger_bound: bool = False
 
     def check(self, batch: int) -> None:
         """Refuse settings that contradict each other or the batch.

@@ -19,7 +19,8 @@ Method, for clusters of any size:
 
 What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
 What is heuristic: that families hold the best meshes, and the descent; of few devices all plans are tried (`exact`).
-Every result comes with a bound that is proven (`bound`): what is between is what may have been missed, and more.
+Every result comes with a bound that is proven (`bound`; `waits` has a larger one, for some seconds more): what is
+between is what may have been missed, and more.
 Complexity: independent of the number of devices but for laying out and simulating a few plans; what could only lose is
 not priced, cut or timed to its end.
 
@@ -45,7 +46,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
 from whale.planner.advice import advised, gib
-from whale.planner.search.bound import bound_seconds, least_seconds
+from whale.planner.search.bound import TRIES, bound_seconds, least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of, with_more
@@ -67,6 +68,7 @@ from whale.planner.search.prices import Memo, Prices
 from whale.planner.search.quota import Sequences
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.runs import Runs
+from whale.planner.search.waits import raised_seconds
 
 __all__ = ["search"]
 
@@ -521,8 +523,12 @@ class _Search:
 
     def _bound(self, micro_batches: Sequence[int], best: float) -> float:
         """No plan takes less; *best*: seconds of one that is known. Once the time is over nothing is tried for it."""
-        tries = {"tries": 0} if self._over() else {}
-        return bound_seconds(self.meshes, self.batch, micro_batches, self.settings.schedules, known=best, **tries)
+        tries = 0 if self._over() else TRIES
+        given = (self.meshes, self.batch, micro_batches, self.settings.schedules)
+        found = bound_seconds(*given, known=best, tries=tries)
+        if self.settings.larger_bound:
+            found = raised_seconds(*given, least=found, known=best, over=self._over)
+        return found
 
     # Nothing fits
 

@@ -30,7 +30,7 @@ NEVER = 1e30
 SINGLE_ROWS, PER_OCTAVE = 16, 4
 """Up to so many rows each number is a kind of its own; then there are so many from a power of two to the next."""
 
-NUMBERS = (2, 4, 16, 64, 256)
+NUMBERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Of slices, over which a sum of gradients is priced; over a number between two of them it takes no less than over the
 lower one."""
 
