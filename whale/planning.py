@@ -17,14 +17,16 @@ from torch import nn
 
 from whale.annotations import Annotation, annotate
 from whale.compiler import Compilation, Options, compile_model
+from whale.costs import Costs
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.identity import model_hash
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
+from whale.layer_parts import Part, StageLayers, stage_layers
 from whale.planner.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.planner.planned import axis_role
-from whale.prediction import Costs, Part, Predicted, StageLayers, predict, stage_layers
+from whale.prediction import Predicted, predict
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Planned", "make_plan", "stage_annotations"]

@@ -15,6 +15,7 @@ from torch import nn
 
 from whale.annotations import Annotation, annotate, forget, module_scopes
 from whale.compiler import Compilation, Options, compile_model, main_dtype
+from whale.costs import Costs
 from whale.errors import UsageError
 from whale.graph.capture import Captured
 from whale.graph.identity import model_hash
@@ -29,7 +30,7 @@ from whale.ir.workload import Prediction, Workload
 from whale.occupancy import Device, Known, brief_occupancy
 from whale.planner.optimizers import Optimizer
 from whale.planner.precision import BY_DTYPE
-from whale.prediction import Costs, predict
+from whale.prediction import predict
 
 __all__ = ["ModelTrial", "scopes_by", "take_scopes"]
 

@@ -17,13 +17,15 @@ from torch import nn
 
 from whale.cli.model_loader import load_model
 from whale.compiler import Compilation
+from whale.costs import Costs
 from whale.ir.cluster import Cluster
 from whale.ir.document import read_document
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.record import Record, read_record
 from whale.ir.workload import Prediction, Workload
-from whale.prediction import Costs, predict, stage_layers
+from whale.layer_parts import stage_layers
+from whale.prediction import predict
 from whale.strategies.rehearsal import stage_calls
 from whale.traffic import Message, call_bytes
 

@@ -15,6 +15,7 @@ from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.app import app
 from whale.compiler import Options, compile_model
+from whale.costs import Costs
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
@@ -24,9 +25,9 @@ from whale.occupancy import Known, brief_occupancy, occupancy
 from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.simulate import simulate
 from whale.planning import Planned, make_plan, stage_annotations
-from whale.prediction import Backward, Costs
 from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial
+from whale.workload import Backward
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
 

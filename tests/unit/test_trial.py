@@ -9,11 +9,11 @@ import pytest
 
 from whale.cli.model_loader import load_model
 from whale.compiler import Options
+from whale.costs import Costs
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
 from whale.planner.catalog import device_types
 from whale.planning import make_plan
-from whale.prediction import Costs
 from whale.runtime.collectives import Bridge
 from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial

@@ -98,12 +98,12 @@ def plan(
 
     from whale.annotations import module_scopes
     from whale.compiler import Options, main_dtype
+    from whale.costs import Costs
     from whale.graph.capture import batch_rows
     from whale.planner.by_speed import pipeline_by_speed
     from whale.planner.gantt import milliseconds
     from whale.planner.precision import BY_DTYPE
     from whale.planning import make_plan, stage_annotations
-    from whale.prediction import Costs
     from whale.strategies.profile import profile_model
 
     rows = batch_rows(loaded.batch)
