@@ -15,7 +15,7 @@ from dataclasses import replace
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.planner.catalog import device_types
-from whale.profiling import Place, places_of
+from whale.profiling.places import Place, places_of
 from whale.runtime.launch import World
 
 __all__ = ["cluster_of", "detect"]

@@ -10,6 +10,7 @@ from tests.distributed.harness import Ranks
 from whale import profiling
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.profiling.links import OPERATIONS
 from whale.runtime.launch import World
 
 SIZES = profiling.Sizes(matmul=(("float32", (16, 32)),), copy=2**16, messages=(2**10, 2**12))
@@ -66,7 +67,7 @@ def test_devices_and_links_of_unlike_types_are_measured(ranks: Ranks, tmp_path: 
         for name in ("fast", "slow")
         for kind, dims in (("memory", (2**16,)), ("matmul", (16,) * 3), ("matmul", (32,) * 3))
     }
-    assert [curve.operation for curve in profile.links] == ["send", *profiling.OPERATIONS]
+    assert [curve.operation for curve in profile.links] == ["send", *OPERATIONS]
     for curve in profile.links:
         assert (curve.types, curve.within, curve.sizes) == (("fast", "slow"), "nodes", (2**10, 2**12))
         assert min(curve.bandwidths) > 0 and (curve.beside is not None) == (curve.operation == "all_reduce")

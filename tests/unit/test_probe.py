@@ -9,6 +9,7 @@ from torch import nn
 from whale import profiling
 from whale.cli.model_loader import load_model
 from whale.ir.profile import ModelProfile
+from whale.profiling.layers import _positions
 from whale.runtime import probe
 from whale.runtime.failure import Failures
 from whale.runtime.launch import World
@@ -158,8 +159,8 @@ def test_in_several_passes_everything_is_measured_again_and_medians_count() -> N
 
 def test_a_chain_that_is_too_large_for_the_memory_is_shortened(gpt: Any) -> None:
     start = profile_model(gpt.model, gpt.batch, tensor_degrees=(1,))
-    assert profiling._positions(start, 1, 1, 2**40) == [0, 1, 2, 3, 4]
-    assert profiling._positions(start, 1, 1, 1) == [0, 1, 4]
+    assert _positions(start, 1, 1, 2**40) == [0, 1, 2, 3, 4]
+    assert _positions(start, 1, 1, 1) == [0, 1, 4]
 
 
 @pytest.mark.gpu

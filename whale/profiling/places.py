@@ -1,0 +1,77 @@
+"""Where every rank of a launch runs: its type of device, its node, its memory.
+
+Whoever measures or describes a launch asks here. It measures nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whale.errors import PlanMismatchError
+from whale.ir.cluster import Cluster
+from whale.runtime.board import Board
+from whale.runtime.launch import World
+
+__all__ = ["Place", "first_of_types", "places_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank runs: its type of device, its node, and the memory of the device in bytes."""
+
+    rank: int
+    device_type: str
+    node: str
+    memory_bytes: int
+
+
+def places_of(world: World, cluster: Cluster | None) -> tuple[Place, ...]:
+    """Where every rank runs: as the cluster says, of which rank r is device r, or as the ranks themselves found out.
+
+    Raises:
+        PlanMismatchError: the cluster has another number of devices than there are ranks.
+    """
+    if cluster is not None and len(cluster.devices) != world.size:
+        raise PlanMismatchError(
+            f"the cluster has {len(cluster.devices)} devices, but {world.size} processes were started; use torchrun "
+            f"with {len(cluster.devices)} in total, or another cluster file"
+        )
+    if cluster is not None:
+        return tuple(
+            Place(rank=d.rank, device_type=d.type.name, node=d.node, memory_bytes=d.memory_bytes)
+            for d in cluster.devices
+        )
+    board = Board(world, "profile")
+    board.put(f"place/{world.rank}", [_device_name(world.device), socket.gethostname(), _memory_bytes(world.device)])
+    found = [board.get(f"place/{rank}") for rank in range(world.size)]
+    return tuple(
+        Place(rank=rank, device_type=name, node=node, memory_bytes=memory)
+        for rank, (name, node, memory) in enumerate(found)
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    """The driver's name in the form of the catalog, such as ``A100-SXM4-80GB``; ``cpu`` for a processor."""
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    return "-".join(name.replace("NVIDIA ", "").replace("GeForce ", "").split())
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def first_of_types(places: Sequence[Place]) -> list[Place]:
+    """The first rank of each type of device."""
+    firsts: dict[str, Place] = {}
+    for place in places:
+        firsts.setdefault(place.device_type, place)
+    return list(firsts.values())
