@@ -20,7 +20,7 @@ Method, for clusters of any size:
 What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
 What is heuristic: that families hold the best meshes, and the descent; of few devices all plans are tried (`exact`).
 Every result comes with a bound that is proven (`bound`; `waits` has a larger one, for some seconds more): what is
-between is what may have been missed, and more.
+between is what may have been missed, and more. Where nothing fits, the error says what would do (`remedies`).
 Complexity: independent of the number of devices but for laying out and simulating a few plans; what could only lose is
 not priced, cut or timed to its end.
 
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice, product
@@ -43,13 +43,12 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError, UsageError
-from whale.ir.cluster import Cluster, DeviceType
+from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.advice import advised, gib
 from whale.planner.search.bound import TRIES, bound_seconds, least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
-from whale.planner.search.devices import Mesh, pools_of, with_more
+from whale.planner.search.devices import Mesh, pools_of
 from whale.planner.search.drafts import (
     Draft,
     Scored,
@@ -67,6 +66,7 @@ from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Memo, Prices
 from whale.planner.search.quota import Sequences
 from whale.planner.search.refine import disturbed, refined
+from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.runs import Runs
 from whale.planner.search.waits import raised_seconds
 
@@ -108,15 +108,6 @@ MOST_STAGES_REFINED = 2_000
 
 MOST_LOOKED_AT = 3
 """Of the largest numbers of micro-batches, by which it is found out whether anything fits after a change."""
-
-QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
-"""For each change that is weighed where nothing fits, and for all, unless the time limit leaves less."""
-
-MORE = (1, 2, 4, 8, 16)
-"""Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
-
-MULTIPLES = (2, 4, 8, 16)
-"""Of the devices of a type that are weighed where no such addition is enough."""
 
 SPARE = 5
 """Drafts that are laid out beyond those that are wanted, where some do not fit on ranks."""
@@ -267,15 +258,16 @@ class _Search:
             exact=exact,
         )
 
-    def fits_at_all(self) -> bool:
-        """Whether a quick look finds a plan that fits: micro-batches of few rows take least memory, or only one."""
+    def quick_look(self) -> int | None:
+        """The micro-batches of a plan that fits, if one is found at once: those of few rows take least memory, or only
+        one does."""
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self._drafts(sorted({micro_batches[0], *micro_batches[-MOST_LOOKED_AT:]}), max_stages)
         if not self.best and is_small(self.meshes):
             found: list[Candidate] = []
             self._walked(found, micro_batches, max_stages, enough=1)
-            return bool(found)
-        return bool(self.best)
+            return found[0].micro_batches if found else None
+        return self._leading(1)[0].draft.micro_batches if self.best else None
 
     # What is tried
 
@@ -541,51 +533,12 @@ class _Search:
                 self._note(self._scored(sequence, starts, count, schedule))
         if self.nearest is None:
             return "no plan is possible with what is fixed and these devices; fix less, or use more devices"
-        draft = self.nearest.draft
-        memory = laid_out(self.meshes, draft, self.batch).prediction.memory
-        worst = max(memory, key=lambda one: one.total / one.capacity)
-        state = worst.parameters + worst.gradients + worst.optimizer
-        problem = (
-            f"no plan fits in memory. The one that comes nearest, {draft.label}, needs {gib(worst.total)} on "
-            f"{worst.device}, which has {gib(worst.capacity)}, {gib(max(0, worst.total - worst.capacity))} too little: "
-            f"{gib(state)} are weights, gradients and optimizer states, {gib(worst.activations)} activations"
-        )
-        return advised(problem, list(self._remedies()), otherwise="use devices with more memory, or a smaller model")
-
-    def _remedies(self) -> Iterator[tuple[bool, str]]:
-        """Of each kind of change the least that would do, found by a quick look each."""
-        prices, num = self.meshes.prices, len(self.meshes.prices.cluster.devices)
         left = self.settings.time_limit - (time.monotonic() - self.began)
-        until = time.monotonic() + min(REMEDIES_SECONDS, max(QUICK_LOOK_SECONDS, left))
+        weighed = remedies(self.meshes.prices, self.batch, self.settings, look=self._look, seconds=left)
+        return shortage(self.meshes, self.nearest.draft, self.batch, weighed)
 
-        def fits(prices: Prices, batch: int, settings: SearchSettings | None = None) -> bool:
-            return time.monotonic() < until and self._like(prices, batch, settings).fits_at_all()
-
-        for pool in self.meshes.pools:
-
-            def enough(times: int, type_: DeviceType = pool.type) -> bool:
-                return fits(replace(prices, cluster=with_more(prices.cluster, type_, times)), self.batch)
-
-            own = sum(device.type == pool.type for device in prices.cluster.devices)
-            node = len(with_more(prices.cluster, pool.type, 1).devices) - num
-            few = [times for times in MORE if times == 1 or times * node <= num]
-            many = [times for multiple in MULTIPLES if (times := (multiple - 1) * own // node) > few[-1]]
-            least = _least(few, enough) or _least(many, enough)
-            count = node * (least or max(*few, *many))
-            if least is not None or time.monotonic() < until:
-                yield least is not None, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
-        if self.settings.micro_batches is not None and self.settings.micro_batches < self.batch:
-            other = self._like(prices, self.batch, replace(self.settings, micro_batches=None))
-            if other.fits_at_all():
-                yield True, f"{other._leading(1)[0].draft.micro_batches} micro-batches"
-        batches = [self.batch // parts for parts in (2, 4, 8) if self.batch % parts == 0]
-        batch = _least(batches, lambda given: fits(prices, given))
-        if batch is not None or (batches and time.monotonic() < until):
-            yield batch is not None, f"a batch of {batch or batches[-1]}"
-
-    def _like(self, prices: Prices, batch: int, settings: SearchSettings | None = None) -> _Search:
-        """Another search for a quick look: a plan that fits is enough."""
-        settings = settings or self.settings
+    def _look(self, prices: Prices, batch: int, settings: SearchSettings) -> int | None:
+        """The `quick_look` of another search, which ends with the first plan that fits."""
         if settings.micro_batches is not None and batch % settings.micro_batches:
             settings = replace(settings, micro_batches=None)
         meshes = Meshes(
@@ -601,14 +554,7 @@ class _Search:
             tell=lambda _: None,
             stopped=lambda: self.stopped() or bool(look.best),
         )
-        return look
-
-
-def _least(values: Sequence[_T], fits: Callable[[_T], bool]) -> _T | None:
-    """The first of some changes, from small to large, that is enough, if the last one is."""
-    if not values or not fits(values[-1]):
-        return None
-    return values[bisect_left(values, True, hi=len(values) - 1, key=fits)]
+        return look.quick_look()
 
 
 def _spread(values: Sequence[_T], most: int) -> list[_T]:

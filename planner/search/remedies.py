@@ -1,0 +1,95 @@
+"""What a search says where nothing fits: what the plan that comes nearest lacks, and which changes would do.
+
+Weighed are more devices of each type, another number of micro-batches and smaller batches: of each kind the least
+change that is enough, found by quick looks, which are searches that end with the first plan that fits. How they search
+is not known here.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from whale.ir.cluster import DeviceType
+from whale.planner.advice import advised, gib
+from whale.planner.search.choices import SearchSettings
+from whale.planner.search.devices import pools_of, with_more
+from whale.planner.search.drafts import Draft
+from whale.planner.search.layout import laid_out
+from whale.planner.search.meshes import Meshes
+from whale.planner.search.prices import Prices
+
+__all__ = ["QUICK_LOOK_SECONDS", "Look", "remedies", "shortage"]
+
+_T = TypeVar("_T")
+
+QUICK_LOOK_SECONDS, REMEDIES_SECONDS = 1.0, 5.0
+"""For each change that is weighed where nothing fits, and for all, unless the time limit leaves less."""
+
+MORE = (1, 2, 4, 8, 16)
+"""Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
+
+MULTIPLES = (2, 4, 8, 16)
+"""Of the devices of a type that are weighed where no such addition is enough."""
+
+Look = Callable[[Prices, int, SearchSettings], int | None]
+"""A quick look for a batch: the number of micro-batches of a plan that fits, None where none is found."""
+
+
+def shortage(meshes: Meshes, nearest: Draft, batch: int, weighed: Iterable[tuple[bool, str]]) -> str:
+    """What the plan that comes *nearest* lacks, with the changes that were *weighed* and whether each would do."""
+    memory = laid_out(meshes, nearest, batch).prediction.memory
+    worst = max(memory, key=lambda one: one.total / one.capacity)
+    state = worst.parameters + worst.gradients + worst.optimizer
+    problem = (
+        f"no plan fits in memory. The one that comes nearest, {nearest.label}, needs {gib(worst.total)} on "
+        f"{worst.device}, which has {gib(worst.capacity)}, {gib(max(0, worst.total - worst.capacity))} too little: "
+        f"{gib(state)} are weights, gradients and optimizer states, {gib(worst.activations)} activations"
+    )
+    return advised(problem, list(weighed), otherwise="use devices with more memory, or a smaller model")
+
+
+def remedies(
+    prices: Prices, batch: int, settings: SearchSettings, *, look: Look, seconds: float
+) -> Iterator[tuple[bool, str]]:
+    """Of each kind of change the least that would do, or the largest that was weighed, and whether it does.
+
+    *seconds* are left of the search's time. What there is no time for is left out.
+    """
+    num = len(prices.cluster.devices)
+    until = time.monotonic() + min(REMEDIES_SECONDS, max(QUICK_LOOK_SECONDS, seconds))
+
+    def fits(prices: Prices, batch: int) -> bool:
+        return time.monotonic() < until and look(prices, batch, settings) is not None
+
+    for pool in pools_of(prices.cluster):
+
+        def enough(times: int, type_: DeviceType = pool.type) -> bool:
+            return fits(replace(prices, cluster=with_more(prices.cluster, type_, times)), batch)
+
+        own = sum(device.type == pool.type for device in prices.cluster.devices)
+        node = len(with_more(prices.cluster, pool.type, 1).devices) - num
+        few = [times for times in MORE if times == 1 or times * node <= num]
+        many = [times for multiple in MULTIPLES if (times := (multiple - 1) * own // node) > few[-1]]
+        least = _least(few, enough) or _least(many, enough)
+        count = node * (least or max(*few, *many))
+        if least is not None or time.monotonic() < until:
+            yield least is not None, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
+    if settings.micro_batches is not None and settings.micro_batches < batch:
+        micro_batches = look(prices, batch, replace(settings, micro_batches=None))
+        if micro_batches is not None:
+            yield True, f"{micro_batches} micro-batches"
+    batches = [batch // parts for parts in (2, 4, 8) if batch % parts == 0]
+    smaller = _least(batches, lambda given: fits(prices, given))
+    if smaller is not None or (batches and time.monotonic() < until):
+        yield smaller is not None, f"a batch of {smaller or batches[-1]}"
+
+
+def _least(values: Sequence[_T], fits: Callable[[_T], bool]) -> _T | None:
+    """The first of some changes, from small to large, that is enough, if the last one is."""
+    if not values or not fits(values[-1]):
+        return None
+    return values[bisect_left(values, True, hi=len(values) - 1, key=fits)]
