@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.compiler import Compilation, value_name
+from whale.compiler import Compilation
+from whale.graph.values import value_name
 from whale.ir.program import Program, Reduce
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from whale.errors import PlanMismatchError, UsageError
+from whale.exchanges import edges_between, sums_of_gradients
 from whale.graph.capture import Captured, capture, mark_gradients
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.partition import Partition, TaskGraph, partition
 from whale.graph.refusals import where
-from whale.graph.values import Value, needs_grad, operands, resolve, value_shape, value_tensor
+from whale.graph.values import Value, needs_grad, operands, resolve, value_name, value_shape, value_tensor
 from whale.ir.check import check_programs
 from whale.ir.cluster import Cluster
 from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
@@ -38,15 +39,12 @@ from whale.planner.planned import place_as_planned
 from whale.planner.simulate import check_workload, hop_seconds, task_seconds
 from whale.runtime.module import Shard
 from whale.runtime.random import Clock
-from whale.runtime.reduce import bucketize
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, analyse
-from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage, place_time
 from whale.strategies.rehearsal import calls_as_text, check_stage, stage_calls
 from whale.strategies.sharding import GLOO, Prices
-from whale.strategies.transfer import region_shape, transfers
 from whale.strategies.ungroup import ungroup
 
 
@@ -286,11 +284,12 @@ def compile_model(
     stages = _place_stages(captured, analysis, cut, assignment, rows, loss, device, report, stored or {})
     if options.plan is not None and options.plan.decides_meshes and stored is None:
         _check_units(analysis, stages, options.plan)
-    edges = _edges(stages, rows)
+    edges = edges_between(stages, rows)
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
-    compilation = Compilation(
+    reduces, bucket_parameters = sums_of_gradients(captured, stages)
+    return Compilation(
         captured=captured,
         partition=cut,
         analysis=analysis,
@@ -299,13 +298,11 @@ def compile_model(
         edges=edges,
         order=order,
         rows=rows,
-        reduces=(),
-        bucket_parameters=(),
+        reduces=reduces,
+        bucket_parameters=bucket_parameters,
         report=report,
         rank_specs=specs,
     )
-    compilation.reduces, compilation.bucket_parameters = _reduces(compilation)
-    return compilation
 
 
 def _assign(cut: Partition, cluster: Cluster, options: Options, dtype: str) -> Assignment:
@@ -472,128 +469,6 @@ def _warn(report: Report, captured: Captured) -> None:
         warnings.warn(
             f"split: {', '.join(matrices[:5])} cannot be stored in parts by its operators and stays whole", stacklevel=5
         )
-
-
-def _edges(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
-    """The values that cross stages, and their transfers.
-
-    Boxes are within local tensors, and parts of micro-batches of equal size differ only in where they lie in the
-    batch: so these have the same transfers.
-    """
-    edges: list[Edge] = []
-    firsts = {count: rows.index(count) for count in dict.fromkeys(rows)}
-
-    def held(stage: PlacedStage, value: Value, placements: Placements, micro_batch: int) -> dict[int, Any]:
-        return {
-            rank: stage.layout.intervals(value, placements, (micro_batch, *stage.mesh.coordinates(rank)))
-            for rank in stage.mesh.ranks
-        }
-
-    for source in stages:
-        for value, placements in source.sent.items():
-            for target in stages[source.index + 1 :]:
-                if value not in target.received:
-                    continue
-                grad = needs_grad(value)
-                ends = {
-                    count: (held(source, value, placements, m), held(target, value, target.stored[value], m))
-                    for count, m in firsts.items()
-                }
-                forward = {count: transfers(a, b) for count, (a, b) in ends.items()}
-                backward = {count: transfers(b, a) for count, (a, b) in ends.items()} if grad else {}
-                shapes = {
-                    count: tuple({rank: region_shape(region) for rank, region in end.items()} for end in both)
-                    for count, both in ends.items()
-                }
-                edges.append(
-                    Edge(
-                        index=0,
-                        value=value_name(value),
-                        source_stage=source.index,
-                        target_stage=target.index,
-                        needs_grad=grad,
-                        dtype=str(value_tensor(value).dtype).removeprefix("torch."),
-                        forward=tuple(forward[count] for count in rows),
-                        backward=tuple(backward[count] for count in rows) if grad else (),
-                        source_shapes=tuple(shapes[count][0] for count in rows),
-                        target_shapes=tuple(shapes[count][1] for count in rows),
-                    )
-                )
-    # A stage receives its values in the order of the edges' indices, which must be that of PlacedStage.received.
-    edges.sort(key=lambda e: (e.target_stage, [value_name(v) for v in stages[e.target_stage].received].index(e.value)))
-    return tuple(Edge(**{**edge.__dict__, "index": index}) for index, edge in enumerate(edges))
-
-
-def value_name(value: Value) -> str:
-    """Name of a value that crosses stages."""
-    return value[0].name if value[1] == 0 else f"{value[0].name}:{value[1]}"
-
-
-class _Part(NamedTuple):
-    """A part of a parameter whose gradient several ranks sum."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _reduces(compilation: Compilation) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
-    """Which gradients are sums over which ranks: replicas of a stage, and stages that share a parameter."""
-    readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
-    for stage in compilation.stages:
-        for value in stage.stored:
-            if value[0].name in compilation.captured.parameters and needs_grad(value):
-                readers.setdefault(compilation.parameter_name(value), []).append((stage, value))
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
-    known: dict[Any, list[_Owners]] = {}
-    for name, entries in readers.items():
-        stages = tuple(stage.index for stage, _ in entries)
-        ranks_of: dict[Any, list[int]] = {}
-        for stage, value in entries:
-            placements = stage.stored[value]
-            for copies, ranks in _owners(stage, placements, known):
-                region = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(ranks[0])))
-                ranks_of.setdefault((region, copies), []).extend(ranks)
-        dtype = value_tensor(entries[0][1]).dtype
-        for (region, _), ranks in ranks_of.items():
-            together = tuple(sorted(set(ranks)))
-            if len(together) > 1:
-                groups.setdefault((together, stages), []).append(_Part(name, region_shape(region), dtype))
-    specs: list[ReduceSpec] = []
-    names: list[tuple[str, ...]] = []
-    buckets: dict[tuple[_Part, ...], list[tuple[str, ...]]] = {}
-    for (together, stages), parts in groups.items():
-        key = tuple(parts)
-        if key not in buckets:
-            buckets[key] = _bucketized(key)
-        for bucket in buckets[key]:
-            specs.append(ReduceSpec(index=len(specs), ranks=together, stages=stages))
-            names.append(bucket)
-    return tuple(specs), tuple(names)
-
-
-_Owners = tuple[tuple[int, ...], list[int]]
-"""Ranks that hold one part of a parameter, with their places along the axes whose ranks have gradients alike."""
-
-
-def _owners(stage: PlacedStage, placements: Placements, known: dict[Any, list[_Owners]]) -> list[_Owners]:
-    """The ranks of a stage that sum the gradient of a parameter together: the same for all that are cut alike."""
-    key = (stage.index, stage.layout.form(placements))
-    if key not in known:
-        found: dict[Any, _Owners] = {}
-        for rank in stage.mesh.ranks:
-            at = stage.mesh.coordinates(rank)
-            copies = tuple(c for c, p in zip(at, placements[1:], strict=True) if p.kind == "R")
-            found.setdefault((stage.layout.cuts(placements, (0, *at)), copies), (copies, []))[1].append(rank)
-        known[key] = list(found.values())
-    return known[key]
-
-
-def _bucketized(parts: Sequence[_Part]) -> list[tuple[str, ...]]:
-    """The names of the parameters of each bucket."""
-    blanks = [nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta")) for part in parts]
-    names = {id(blank): part.name for blank, part in zip(blanks, parts, strict=True)}
-    return [tuple(names[id(p)] for p in bucket) for bucket in bucketize(blanks)]
 
 
 def local_tensors(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from whale.compiler import Compilation, value_name
-from whale.graph.values import value_tensor
+from whale.compiler import Compilation
+from whale.graph.values import value_name, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.program import Program
 from whale.runtime.random import Clock

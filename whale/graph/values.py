@@ -56,6 +56,11 @@ def value_shape(value: Value) -> tuple[int, ...]:
     return tuple(value_tensor(value).shape)
 
 
+def value_name(value: Value) -> str:
+    """Name of a value, which is the same on every rank."""
+    return value[0].name if value[1] == 0 else f"{value[0].name}:{value[1]}"
+
+
 def needs_grad(value: Value) -> bool:
     """Whether gradients flow through a value (see ``whale.graph.capture.mark_gradients``)."""
     return bool(value[0].meta.get("grad")) and value_tensor(value).is_floating_point()

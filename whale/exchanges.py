@@ -1,0 +1,145 @@
+"""What ranks exchange outside of their stages' graphs: the values that cross stages, and the sums of gradients.
+
+Both follow from where placed stages keep what: the compiler asks for them once the stages are placed, and every rank
+finds the same. What is exchanged inside of a stage is its graph's; when, the schedule's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from whale.graph.capture import Captured
+from whale.graph.values import Value, needs_grad, value_name, value_tensor
+from whale.ir.program import Edge, ReduceSpec
+from whale.runtime.reduce import bucketize
+from whale.strategies.layout import Placements
+from whale.strategies.lowering import PlacedStage
+from whale.strategies.transfer import region_shape, transfers
+
+__all__ = ["edges_between", "sums_of_gradients"]
+
+
+def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
+    """The values that cross stages, and their transfers.
+
+    Boxes are within local tensors, and parts of micro-batches of equal size differ only in where they lie in the
+    batch: so these have the same transfers.
+    """
+    edges: list[Edge] = []
+    firsts = {count: rows.index(count) for count in dict.fromkeys(rows)}
+
+    def held(stage: PlacedStage, value: Value, placements: Placements, micro_batch: int) -> dict[int, Any]:
+        return {
+            rank: stage.layout.intervals(value, placements, (micro_batch, *stage.mesh.coordinates(rank)))
+            for rank in stage.mesh.ranks
+        }
+
+    for source in stages:
+        for value, placements in source.sent.items():
+            for target in stages[source.index + 1 :]:
+                if value not in target.received:
+                    continue
+                grad = needs_grad(value)
+                ends = {
+                    count: (held(source, value, placements, m), held(target, value, target.stored[value], m))
+                    for count, m in firsts.items()
+                }
+                forward = {count: transfers(a, b) for count, (a, b) in ends.items()}
+                backward = {count: transfers(b, a) for count, (a, b) in ends.items()} if grad else {}
+                shapes = {
+                    count: tuple({rank: region_shape(region) for rank, region in end.items()} for end in both)
+                    for count, both in ends.items()
+                }
+                edges.append(
+                    Edge(
+                        index=0,
+                        value=value_name(value),
+                        source_stage=source.index,
+                        target_stage=target.index,
+                        needs_grad=grad,
+                        dtype=str(value_tensor(value).dtype).removeprefix("torch."),
+                        forward=tuple(forward[count] for count in rows),
+                        backward=tuple(backward[count] for count in rows) if grad else (),
+                        source_shapes=tuple(shapes[count][0] for count in rows),
+                        target_shapes=tuple(shapes[count][1] for count in rows),
+                    )
+                )
+    # A stage receives its values in the order of the edges' indices, which must be that of PlacedStage.received.
+    edges.sort(key=lambda e: (e.target_stage, [value_name(v) for v in stages[e.target_stage].received].index(e.value)))
+    return tuple(Edge(**{**edge.__dict__, "index": index}) for index, edge in enumerate(edges))
+
+
+class _Part(NamedTuple):
+    """A part of a parameter whose gradient several ranks sum."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def sums_of_gradients(
+    captured: Captured, stages: Sequence[PlacedStage]
+) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
+    """Which gradients are sums over which ranks: replicas of a stage, and stages that share a parameter.
+
+    Returns the buckets, and the names of the parameters in each.
+    """
+    readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
+    for stage in stages:
+        for value in stage.stored:
+            if value[0].name in captured.parameters and needs_grad(value):
+                readers.setdefault(captured.parameters[value[0].name], []).append((stage, value))
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
+    known: dict[Any, list[_Owners]] = {}
+    for name, entries in readers.items():
+        sharing = tuple(stage.index for stage, _ in entries)
+        ranks_of: dict[Any, list[int]] = {}
+        for stage, value in entries:
+            placements = stage.stored[value]
+            for copies, ranks in _owners(stage, placements, known):
+                region = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(ranks[0])))
+                ranks_of.setdefault((region, copies), []).extend(ranks)
+        dtype = value_tensor(entries[0][1]).dtype
+        for (region, _), ranks in ranks_of.items():
+            together = tuple(sorted(set(ranks)))
+            if len(together) > 1:
+                groups.setdefault((together, sharing), []).append(_Part(name, region_shape(region), dtype))
+    specs: list[ReduceSpec] = []
+    names: list[tuple[str, ...]] = []
+    buckets: dict[tuple[_Part, ...], list[tuple[str, ...]]] = {}
+    for (together, sharing), parts in groups.items():
+        key = tuple(parts)
+        if key not in buckets:
+            buckets[key] = _bucketized(key)
+        for bucket in buckets[key]:
+            specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing))
+            names.append(bucket)
+    return tuple(specs), tuple(names)
+
+
+_Owners = tuple[tuple[int, ...], list[int]]
+"""Ranks that hold one part of a parameter, with their places along the axes whose ranks have gradients alike."""
+
+
+def _owners(stage: PlacedStage, placements: Placements, known: dict[Any, list[_Owners]]) -> list[_Owners]:
+    """The ranks of a stage that sum the gradient of a parameter together: the same for all that are cut alike."""
+    key = (stage.index, stage.layout.form(placements))
+    if key not in known:
+        found: dict[Any, _Owners] = {}
+        for rank in stage.mesh.ranks:
+            at = stage.mesh.coordinates(rank)
+            copies = tuple(c for c, p in zip(at, placements[1:], strict=True) if p.kind == "R")
+            found.setdefault((stage.layout.cuts(placements, (0, *at)), copies), (copies, []))[1].append(rank)
+        known[key] = list(found.values())
+    return known[key]
+
+
+def _bucketized(parts: Sequence[_Part]) -> list[tuple[str, ...]]:
+    """The names of the parameters of each bucket."""
+    blanks = [nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta")) for part in parts]
+    names = {id(blank): part.name for blank, part in zip(blanks, parts, strict=True)}
+    return [tuple(names[id(p)] for p in bucket) for bucket in bucketize(blanks)]
