@@ -1,0 +1,152 @@
+"""Micro-batches that cannot be cut, models without a loss, batches that forward does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.refusals import refused
+from tests.small_models import decoder, tokens
+from whale import api
+from whale.errors import CaptureError, UsageError
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_that_do_not_divide_the_batch_name_the_nearest() -> None:
+    refused(UsageError, ["micro_batches=3", "batch of 8 rows", "use 2 or 4"], decoder(layers=1), micro_batches=3)
+
+
+class Coupled(nn.Module):
+    """A model whose rows depend on each other."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x = x - x.mean(0, keepdim=True) if self.norm is None else self.norm(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize(("norm", "operator"), [(False, "aten.sub.Tensor"), (True, "batch_norm")])
+def test_rows_that_depend_on_each_other_name_the_operator_and_its_line(norm: bool, operator: str) -> None:
+    line = Coupled.forward.__code__.co_firstlineno + 2
+    parts = ["micro_batches=2", operator, f"{__file__}:{line}", "from other rows", "use micro_batches=1"]
+    refused(UsageError, parts, Coupled(norm=norm), torch.randn(4, 8), micro_batches=2)
+
+
+class Unknown(nn.Module):
+    """A model with an operator of which no rule says what its rows are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svdvals(self.linear(x).reshape(-1, 2, 4)).sum()
+
+
+def test_an_operator_without_a_rule_is_not_said_to_mix_rows() -> None:
+    parts = ["micro_batches=2", "svd", "has no axis rule", "use micro_batches=1"]
+    refused(UsageError, parts, Unknown(), torch.randn(4, 8), micro_batches=2)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+class Returns(nn.Module):
+    """A model that returns what it is told to."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.linear(x), x)
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda y, x: y, ["must be a scalar", "shape (4, 8)", ".mean()", "loss_fn"]),
+        (lambda y, x: None, ["returns NoneType, which has no loss", "loss_fn(output, batch)"]),
+        (lambda y, x: {"logits": y}, ["returns dict, which has no loss", "pass labels"]),
+    ],
+)
+def test_an_output_without_a_scalar_loss_names_its_type_and_forward(make: Any, parts: list[str]) -> None:
+    line = Returns.forward.__code__.co_firstlineno
+    error = refused(CaptureError, parts, Returns(make), torch.randn(4, 8))
+    assert isinstance(error, CaptureError)
+    assert (error.file, error.line) == (__file__, line)
+
+
+def test_a_loss_without_a_parameter_or_a_gradient_is_refused_with_its_line() -> None:
+    def mean_of_input(y: Tensor, x: Tensor) -> Tensor:
+        return x.mean()
+
+    line = mean_of_input.__code__.co_firstlineno + 1
+    parts = [f"the loss at {__file__}:{line} depends on no parameter"]
+    refused(UsageError, parts, Returns(mean_of_input), torch.randn(4, 8))
+    model = Returns(lambda y, x: y.mean()).requires_grad_(False)
+    refused(UsageError, ["no parameter that requires a gradient", "requires_grad_()"], model, torch.randn(4, 8))
+    parallel = api.parallelize(model.eval(), torch.randn(4, 8), device="cpu")
+    parallel.eval_step(torch.randn(4, 8))
+    with pytest.raises(UsageError, match="nothing to train"):
+        parallel.train_step(torch.randn(4, 8))
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts"),
+    [
+        ({}, ["holds no tensor (nothing)", "Decoder.forward"]),
+        ((None,), ["holds no tensor (args[0]: NoneType)"]),
+        ({"tokens": [torch.zeros(4, 6).long()] * 2, "labels": torch.zeros(4, 6).long()}, ["tokens is a list"]),
+        ({"tokens": torch.zeros(4, 6).long()}, ["the batch has tokens", "(tokens, labels)", "'labels'"]),
+        (tokens() | {"mask": torch.ones(8)}, ["tokens, labels, mask", "unexpected keyword argument 'mask'"]),
+        (tuple(tokens().values()) * 2, ["4 positional", "too many positional"]),
+        (tokens(rows=0), ["tokens has shape (0, 6)", "no rows"]),
+    ],
+)
+def test_a_batch_that_forward_does_not_take_is_refused(batch: Any, parts: list[str]) -> None:
+    refused(UsageError, parts, decoder(layers=1), batch)
+
+
+def test_steps_take_batches_of_other_sizes_and_refuse_others() -> None:
+    model = api.parallelize(decoder(layers=1), tokens(), device="cpu", micro_batches=2)
+    local = decoder(layers=1)
+    for batch in (tokens(), tokens(rows=16), tokens(rows=3), tokens(length=9)):
+        torch.testing.assert_close(
+            model.train_step(**batch), local(**batch).detach(), rtol=1e-12, atol=0, check_dtype=False
+        )
+        torch.testing.assert_close(model.train_step(batch["tokens"], labels=batch["labels"]), model.train_step(batch))
+    with pytest.raises(UsageError, match="the batch has tokens, but .*missing a required argument: 'labels'"):
+        model.train_step(tokens=tokens()["tokens"])
+    with pytest.raises(UsageError, match="the batch has tokens, targets"):
+        model.train_step(tokens=tokens()["tokens"], targets=tokens()["labels"])
+    with pytest.raises(UsageError, match="the batch has 1 positional"):
+        model.train_step(tokens()["tokens"])
+    with pytest.raises(
+        CaptureError, match=r"small_models\.py:\d+: Decoder cannot be captured: .*but got torch.float32"
+    ):
+        model.train_step(**tokens() | {"tokens": torch.rand(8, 6)})
+    with pytest.raises(UsageError, match="train_step"):
+        model(**tokens())
+
+
+def test_a_batch_of_another_dtype_names_the_operator_and_both_dtypes() -> None:
+    model = api.parallelize(Returns(lambda y, x: y.mean()), torch.randn(4, 8), device="cpu")
+    with pytest.raises(
+        CaptureError, match=r"aten\.linear\.default of float32 and float64; give a batch of the model's"
+    ):
+        model.train_step(torch.randn(4, 8).double())

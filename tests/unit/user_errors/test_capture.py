@@ -1,0 +1,127 @@
+"""Code that cannot be captured: it is refused at its own line, and torch is left as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from tests.refusals import refused
+from tests.small_models import decoder, tokens
+from whale import api
+from whale.errors import CaptureError
+
+SOURCE = """\
+import numpy
+import torch
+from torch import nn
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 100 * gradient
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        x = self.between(x)
+        return self.last(x).pow(2).mean()
+
+    def between(self, x):
+        {code}
+        return x
+"""
+LINE = SOURCE[: SOURCE.index("{code}")].count("\n") + 1
+
+
+@pytest.fixture
+def model_of(tmp_path: Path) -> Callable[[str], nn.Module]:
+    def make(code: str) -> nn.Module:
+        file = tmp_path / "my_model.py"
+        file.write_text(SOURCE.replace("{code}", code))
+        specification = importlib.util.spec_from_file_location("my_model", file)
+        assert specification is not None and specification.loader is not None
+        module: ModuleType = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        model: nn.Module = module.Model()
+        return model
+
+    return make
+
+
+DATA = ["depends on a tensor's values", "torch.where"]
+
+
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        ("x = x if x.sum() > 0 else -x", DATA),
+        ("x = x * x.sum().item()", DATA),
+        ("x = x[: x.argmax().item() % 3]", DATA),
+        ("x = x[x[:, 0].nonzero().squeeze(1)]", DATA),
+        ("x = x[x > 0].sum() * x", DATA),
+        ("x = x * x.tolist()[0][0]", DATA),
+        ("x = sum([x for _ in range(int(x.sum()))], x)", DATA),
+        ("x = x * float(x.detach().numpy().sum())", ["numpy reads a tensor's values", "torch's operators"]),
+        ("x = x + torch.from_numpy(numpy.tanh(x.detach().numpy()))", ["numpy reads"]),
+        ("print('value', x)", ["printed", "remove it from forward"]),
+        ("print(f'{x.mean():.3f}')", ["printed", "remove it from forward"]),
+        ("x = Wrong.apply(x)", ["custom autograd function Wrong", "torch.library.custom_op"]),
+        ("x.register_hook(lambda gradient: 2 * gradient)", ["register_hook", "hook on a gradient"]),
+        ("raise ValueError('my own trouble')", ["its forward raised ValueError: my own trouble", "one device"]),
+        ("x = x @ torch.ones(3, 3)", ["[4, 8] X [3, 3]", "one device"]),
+    ],
+)
+def test_code_that_cannot_be_captured_is_refused_at_its_own_line(
+    model_of: Callable[[str], nn.Module], code: str, parts: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(CaptureError, parts, model_of(code), torch.randn(4, 8))
+    assert isinstance(error, CaptureError)
+    assert error.file is not None
+    assert (Path(error.file).name, error.line) == ("my_model.py", LINE)
+    assert str(error).startswith(f"{error.file}:{LINE}: ")
+    assert error.exit_code == 2
+    assert len(str(error)) < 600
+    assert capfd.readouterr().err == ""  # no dump of torch's
+
+
+def test_the_original_error_is_the_cause(model_of: Callable[[str], nn.Module]) -> None:
+    error = refused(CaptureError, ["my own trouble"], model_of("raise ValueError('my own trouble')"), torch.randn(4, 8))
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_hooks_on_gradients_are_refused_by_the_name_of_what_has_them() -> None:
+    model = decoder(layers=1)
+    handle = model.head.register_full_backward_hook(lambda *ignored: None)
+    refused(CaptureError, ["the module 'head' of Decoder has a backward hook", "remove it"], model)
+    handle.remove()
+    handle = model.head.weight.register_hook(lambda gradient: gradient)
+    refused(CaptureError, ["the parameter head.weight of Decoder has a gradient hook", "after train_step"], model)
+    handle.remove()
+    model.head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    twice = api.parallelize(model, tokens(), device="cpu").train_step(**tokens())
+    torch.testing.assert_close(twice, model(**tokens()).detach())
+
+
+def test_capture_leaves_torch_as_it_was(model_of: Callable[[str], nn.Module]) -> None:
+    apply = torch.autograd.Function.__dict__["apply"]
+    refused(CaptureError, ["Wrong"], model_of("x = Wrong.apply(x)"), torch.randn(4, 8))
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    model = model_of("x = Wrong.apply(x)")
+    model(torch.randn(4, 8)).backward()
