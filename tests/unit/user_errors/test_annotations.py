@@ -171,19 +171,24 @@ def test_an_attention_with_fewer_heads_than_ranks_names_module_heads_and_legal_d
     compiles(model)  # two heads on one rank and one on the other
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-def test_the_heads_of_a_library_s_attention_are_counted_too(launched: Launched, kind: str) -> None:
+def llama(*, heads: int, attention: str = "sdpa") -> Any:
+    """A library's model with heads of 8 numbers and two key-value heads."""
     transformers = pytest.importorskip("transformers")
-    launched(4)
     config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
+        num_hidden_layers=2,
+        hidden_size=8 * heads,
         intermediate_size=32,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         num_key_value_heads=2,
         vocab_size=32,
     )
-    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=kind)
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_the_heads_of_a_library_s_attention_are_counted_too(launched: Launched, kind: str) -> None:
+    launched(4)
+    model = llama(heads=2, attention=kind)
     whale.annotate(model, {"": whale.split()})
     ids = torch.zeros(2, 4, dtype=torch.long)
     parts = ["model.layers.0.self_attn", "modeling_llama.py:", "has 2 heads"]
@@ -191,17 +196,8 @@ def test_the_heads_of_a_library_s_attention_are_counted_too(launched: Launched, 
 
 
 def test_fewer_key_value_heads_than_ranks_are_legal_with_at_most_one_warning(launched: Launched) -> None:
-    transformers = pytest.importorskip("transformers")
     launched(4)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=32,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(heads=8)
     whale.annotate(model, {"": whale.split()})
     ids = torch.zeros(2, 4, dtype=torch.long)
     with warnings.catch_warnings(record=True) as caught:
