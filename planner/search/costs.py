@@ -128,7 +128,7 @@ class MeshCosts:
         forward, backward: sums up to each part, of the slowest slice; seconds of a micro-batch.
         once: sums of what comes once a step: the optimizer, and the bytes of gradients at the network's pace.
         latency: seconds of the sum of gradients however few they are.
-        hop: for each end of a stage the seconds of sending what it hands on, and as much back.
+        hop: for each end of a stage the seconds of sending what it hands on to a stage like it, and as much back.
     """
 
     mesh: Mesh
@@ -145,15 +145,15 @@ class MeshCosts:
         """Sums of forward and backward."""
         return self.forward + self.backward
 
-    def seconds(self, first: int, last: int) -> tuple[float, float, float, float]:
-        """What parts [first, last) take: forward, backward, once a step, and sending on and back."""
-        forward, backward, once, hop = self._lists
+    def seconds(self, first: int, last: int) -> tuple[float, float, float]:
+        """What parts [first, last) take: forward, backward, and once a step."""
+        forward, backward, once = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
         if len(self.slices) > 1:  # one that is slower with some layers may be quicker with others
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
-        return ahead, back, once[last] - once[first] + self.latency, hop[last]
+        return ahead, back, once[last] - once[first] + self.latency
 
-    def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float, float]:
+    def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
         """What parts [first, last) take, as `seconds` says it, and their `fullness`. Worked out once."""
         key = first, last, held
         if key not in self._stages:
@@ -162,10 +162,10 @@ class MeshCosts:
 
     @cached_property
     def _lists(self) -> list[list[float]]:
-        return [one.tolist() for one in (self.forward, self.backward, self.once, self.hop)]
+        return [one.tolist() for one in (self.forward, self.backward, self.once)]
 
     @cached_property
-    def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float, float]]:
+    def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:
         return {}
 
     def fullness(self, first: int, last: int, held: int) -> float:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -144,8 +144,10 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
         known[mesh].stage(first, last, in_flight(draft.schedule, depth, stage, count))
         for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
     ]
-    forward, backward, once, hops, fullness = zip(*stages, strict=True)
-    times = Times(forward, backward, tuple(hop / 2 for hop in hops), once, share)
+    forward, backward, once, fullness = zip(*stages, strict=True)
+    between = zip(pairwise(draft.meshes), draft.starts[1:], strict=True)
+    hops = tuple(meshes.hops(*both, rows, count)[part] / 2 for both, part in between)
+    times = Times(forward, backward, (*hops, 0.0), once, share)
     loads = tuple(
         (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
     )
@@ -445,11 +447,14 @@ def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches
     rows, depth = meshes.rows(batch, micro_batches), len(sequence)
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     groups = {mesh: own.group(micro_batches) for mesh, own in costs.items()}
-    hops = {groups[mesh].name: own.hop.tolist() for mesh, own in costs.items()}
+    hops = {
+        (groups[one].name, groups[other].name): meshes.hops(one, other, rows, micro_batches)
+        for one, other in pairwise(sequence)
+    }
     return CutProblem(
         groups=tuple(groups[mesh] for mesh in sequence),
         micro_batches=micro_batches,
-        send=lambda part, source, target: hops[source.name][part + 1],
+        send=lambda part, source, target: hops[source.name, target.name][part + 1],
         in_flight=tuple(in_flight(schedule, depth, stage, micro_batches) for stage in range(depth)),
         starts=tuple(sorted(meshes.chain.starts - {0})),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class Meshes:
     exact_rows: int = EXACT_ROWS
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
     _slices: dict[Any, SliceCosts] = field(default_factory=dict, init=False)
+    _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
@@ -162,6 +163,28 @@ class Meshes:
             latency=latency,
             hop=max(slices, key=lambda one: one.rows).hop,
         )
+
+    def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int) -> list[float]:
+        """Seconds to send what a stage on *source* hands on to one on *target*, and as much back, for each end of the
+        stage. Slices have their rows in order; what those of a kind send to those of another all goes through the one
+        link of whichever slice has most of it."""
+        key = (source, target, rows, self.prices.adding(micro_batches))
+        if key not in self._hops:
+            spans = [self._spans(mesh, rows, micro_batches) for mesh in (source, target)]
+            found = np.zeros(len(self.chain) + 1)
+            for (one, first, last), (other, start, end) in product(*spans):
+                busier, common = max(one, other, key=lambda own: own.rows), min(last, end) - max(first, start)
+                if common > 1e-9:
+                    found = np.maximum(found, busier.hop * min(1.0, common / max(1, busier.rows)))
+            self._hops[key] = found.tolist()
+        return self._hops[key]
+
+    def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[SliceCosts, float, float]]:
+        """The kinds of data slices of a mesh, and which rows of a micro-batch those of a kind have: first and last."""
+        slices, (groups, _) = self.costs(mesh, rows, micro_batches).slices, self.sample(mesh)
+        shares = [max(1, one.rows) * num for one, (_, num) in zip(slices, groups, strict=True)]
+        ends = np.cumsum([0, *shares]) * (rows / sum(shares))
+        return list(zip(slices, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
 
     def paces(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, float]:
         """Seconds for *rows* rows of each of *micro_batches* micro-batches, with their part of what comes once a step:

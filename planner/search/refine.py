@@ -190,7 +190,7 @@ def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
     count, rows = draft.micro_batches, meshes.rows(batch, draft.micro_batches)
 
     def load(stage: int, first: int, last: int) -> float:
-        ahead, back, once, _ = meshes.costs(draft.meshes[stage], rows, count).seconds(first, last)
+        ahead, back, once = meshes.costs(draft.meshes[stage], rows, count).seconds(first, last)
         return batch / rows * (ahead + back) + once
 
     ends = (*draft.starts[1:], len(meshes.chain))
