@@ -382,7 +382,9 @@ class _Search:
                 self.lacking.append(_Lacking(family, family.micro_batches, schedule, 1.0))
             solved += near < inf or bool(promises)
             promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
-            near = min([near, *promises])
+            if promises and promises[0] < near:  # it may not keep what it promises: unlike stages are slow to send
+                cut = (one for meshes in found.at(0) for one in self._cut(meshes, family.micro_batches, schedule))
+                near = min([near, *(one.timed.seconds for one in cut if one.fits)])
         for one in waiting:
             if self._over():
                 self._drop(one.family.name, "the time was up")
@@ -410,11 +412,17 @@ class _Search:
         for sequence, count in sequences:
             if self._over():
                 break
-            for starts in likely_cuts(self.meshes, sequence, self.batch, count, schedule):
-                scored.append(self._scored(sequence, starts, count, schedule))
-                self._note(scored[-1])
+            scored += self._cut(sequence, count, schedule)
         for one in best_timed(scored, MOST_CUT_EXACTLY):
             self._keep(one if self._over() else cut_exactly(self.meshes, one, self.batch, self._score))
+
+    def _cut(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> list[Scored]:
+        """Drafts of a sequence with its likely cuts."""
+        every = likely_cuts(self.meshes, sequence, self.batch, count, schedule)
+        scored = [self._scored(sequence, starts, count, schedule) for starts in every]
+        for one in scored:
+            self._note(one)
+        return scored
 
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
