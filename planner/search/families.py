@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import ceil, gcd, prod
+from math import ceil, gcd, inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
 from whale.planner.search.costs import Array
 from whale.planner.search.devices import Mesh, Pool
-from whale.planner.search.meshes import Division, Meshes
+from whale.planner.search.meshes import Division, Meshes, Pace
 from whale.planner.search.quota import Option, Sequences
 from whale.planner.search.runs import Run, Runs
 
@@ -67,6 +68,15 @@ HELD = 1 - 1e-9
 
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
 """Bounds on the slowest stage that are tried, as multiples of what it takes at least."""
+
+
+class EvenPace(NamedTuple):
+    """Seconds of stages for a micro-batch, if all were equal: of each; of the slowest, since layers are whole; and what
+    one sends to the next, and back."""
+
+    even: float
+    slowest: float
+    hop: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,41 +130,44 @@ class Family:
         together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))
         return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
 
-    def even_work(self, meshes: Meshes, batch: int) -> float:
-        """What a stage would take for a micro-batch if all were equal and all devices used (each dimension's units at
-        the rate of the best of a few meshes), without the sums of gradients, which take longer to price."""
+    def even_work(self, meshes: Meshes, batch: int) -> EvenPace:
+        """What stages would take if all were equal and all devices used (each dimension's units at the rate of the best
+        of a few meshes), without the sums of gradients, which take longer to price."""
         return self._even(meshes.work, meshes.rows(batch, self.micro_batches))
 
-    def _even(self, paces: Callable[[Mesh, int, int], tuple[float, float]], rows: int) -> float:
-        rates = [0.0] * len(self.quotas)
+    def _even(self, paces: Callable[[Mesh, int, int], Pace], rows: int) -> EvenPace:
+        rates, hop = [0.0] * len(self.quotas), inf
         for units, mesh in self.extremes:
             index = _dimension(units)
-            seconds, _ = paces(mesh, rows, self.micro_batches)
-            rates[index] = max(rates[index], 1 / max(seconds, 1e-12) / units[index])
-        return 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
+            pace = paces(mesh, rows, self.micro_batches)
+            rates[index] = max(rates[index], 1 / max(pace.of_chain, 1e-12) / units[index])
+            hop = min(hop, pace.hop)
+        even = 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
+        return EvenPace(even, even, hop)
 
-    def paces(self, meshes: Meshes, batch: int) -> tuple[float, float]:
+    def paces(self, meshes: Meshes, batch: int) -> EvenPace:
         """As `even_work`, with the sums of gradients; and what the slowest stage takes at least, since layers are
         whole."""
         rows = meshes.rows(batch, self.micro_batches)
-        even = self._even(meshes.paces, rows)
+        found = self._even(meshes.paces, rows)
         if not self.one_of_each:
-            return even, even
+            return found
         _, num = meshes.commonest
-        each = [meshes.paces(mesh, rows, self.micro_batches)[1] for _, mesh in self.extremes]
-        return even, max(even, _slowest(each, [self.quotas[_dimension(units)] for units, _ in self.extremes], num))
+        each = [meshes.paces(mesh, rows, self.micro_batches).of_part for _, mesh in self.extremes]
+        slowest = _slowest(each, [self.quotas[_dimension(units)] for units, _ in self.extremes], num)
+        return found._replace(slowest=max(found.even, slowest))
 
-    def reach(self, even: float, slowest: float) -> float:
-        """Seconds of a step with such `paces`, the least that the family could come to."""
+    def reach(self, pace: EvenPace) -> float:
+        """Seconds of a step with such `paces`, the least that the family could come to. What stages send each other and
+        back fills the pipeline, and once it is full each micro-batch waits for it, at all boundaries in turn."""
         stages = max(1, ceil(sum(self.quotas) / max(sum(units) for units, _ in self.meshes)))
-        return (self.micro_batches - 1) * slowest + stages * even
+        sent = (stages - 1) * pace.hop * (1 + max(0, self.micro_batches - stages) / stages)
+        return (self.micro_batches - 1) * pace.slowest + stages * pace.even + sent
 
-    def sequences(
-        self, meshes: Meshes, batch: int, schedule: str, paces: tuple[float, float], within: float
-    ) -> Sequences | Runs:
+    def sequences(self, meshes: Meshes, batch: int, schedule: str, pace: EvenPace, within: float) -> Sequences | Runs:
         """For some numbers of stages those with the quickest slowest stage, of steps that may take *within* seconds."""
         rows = meshes.rows(batch, self.micro_batches)
-        even, slowest = paces
+        even, slowest, _ = pace
         if self.one_of_each and self.max_stages > DEEP:
             return Runs(
                 [

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
 from whale.planner.search.devices import Mesh, Pool, slices_of
 from whale.planner.search.prices import Prices, TensorGroup
 
-__all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes"]
+__all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes", "Pace"]
 
 MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
@@ -45,6 +45,14 @@ def _lies_well(degree: int, pool: Pool) -> bool:
     return degree <= pool.per_node or degree % pool.per_node == 0
 
 
+class Pace(NamedTuple):
+    """Seconds for a micro-batch of the whole chain and of its commonest part, and of handing on after one, and back."""
+
+    of_chain: float
+    of_part: float
+    hop: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
     """Prices of meshes, each worked out once. Up to ``exact_rows`` rows times are not interpolated."""
@@ -61,8 +69,8 @@ class Meshes:
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
     _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
-    _paces: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
-    _work: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
+    _paces: dict[Any, Pace] = field(default_factory=dict, init=False)
+    _work: dict[Any, Pace] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
     _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
     _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
@@ -186,33 +194,35 @@ class Meshes:
         ends = np.cumsum([0, *shares]) * (rows / sum(shares))
         return list(zip(slices, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
 
-    def paces(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, float]:
-        """Seconds for *rows* rows of each of *micro_batches* micro-batches, with their part of what comes once a step:
-        of the whole chain, and of the commonest part (of its sums only what grows with the bytes). As `costs`, without
-        the parts between."""
+    def paces(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
+        """Seconds for *rows* rows of each of *micro_batches* micro-batches, with their part of what comes once a step.
+        As `costs`, without the parts between; of the sums of the commonest part only what grows with the bytes."""
         key = (mesh, rows, micro_batches)
         if key not in self._paces:
-            of_chain, of_part = self.work(mesh, rows, micro_batches)
+            of_chain, of_part, hop = self.work(mesh, rows, micro_batches)
             part, _ = self.commonest
             latency, summed = self._sums(mesh, self.sample(mesh)[1])
             of_chain += (latency + float(summed[-1])) / micro_batches
             of_part += float(summed[part + 1] - summed[part]) / micro_batches
-            self._paces[key] = of_chain, of_part
+            self._paces[key] = Pace(of_chain, of_part, hop)
         return self._paces[key]
 
-    def work(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, float]:
+    def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
         """As `paces`, without the sums of gradients."""
         key = (mesh, rows, micro_batches)
         if key not in self._work:
             groups, _ = self.sample(mesh)
             if len(groups) == 1:
                 ((group, num),) = groups
-                forward, backward, update = self._table(group, -(-rows // num), micro_batches)[:3]
+                table = self._table(group, -(-rows // num), micro_batches)
+                (forward, backward, update), hops = table[:3], table[5]
             else:
-                shared = self._shared(groups, rows, micro_batches)
-                forward, backward, update = self._slowest_of([self._table(*one, micro_batches)[:3] for one in shared])
+                tables = [self._table(*one, micro_batches) for one in self._shared(groups, rows, micro_batches)]
+                forward, backward, update = self._slowest_of([one[:3] for one in tables])
+                hops = np.max([one[5] for one in tables], axis=0)
             each, part = forward + backward + update / micro_batches, self._counts_of_commonest
-            self._work[key] = float(each @ self._num_layers), float(each @ part)
+            hop = float(hops[self._last_of_commonest])
+            self._work[key] = Pace(float(each @ self._num_layers), float(each @ part), hop)
         return self._work[key]
 
     @staticmethod
@@ -494,6 +504,11 @@ class Meshes:
         part, _ = self.commonest
         found: Array = self._counts[:, part + 1] - self._counts[:, part]
         return found
+
+    @cached_property
+    def _last_of_commonest(self) -> int:
+        """The kind of the last layer of `commonest`."""
+        return self.prices.profile.layers[self.chain.bounds[self.commonest[0] + 1] - 1]
 
     @cached_property
     def _num_layers(self) -> Array:

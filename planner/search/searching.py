@@ -60,7 +60,7 @@ from whale.planner.search.drafts import (
     score_draft,
 )
 from whale.planner.search.exact import is_small, walk
-from whale.planner.search.families import HELD, Family, families_of, fit_divisions
+from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Memo, Prices
@@ -195,12 +195,12 @@ class _Waiting(NamedTuple):
 
     Attributes:
         reach: seconds of a step to which it could come at best.
-        paces: what its stages take; None as long as that is not worked out, and ``reach`` without sums of gradients.
+        pace: of its stages; None as long as that is not worked out, and ``reach`` without sums of gradients.
     """
 
     reach: float
     place: int
-    paces: tuple[float, float] | None
+    pace: EvenPace | None
     family: Family
 
 
@@ -367,15 +367,15 @@ class _Search:
         while waiting and not self._over() and solved < MOST_FAMILIES * wider and waiting[0].reach <= NEAR * near:
             one = heappop(waiting)
             family = one.family
-            if one.paces is None:
+            if one.pace is None:
                 if (held := family.part_held(self.meshes, self.batch)) < HELD:
                     self._drop(family.name, "its devices do not hold the model", family.num)
                     self.lacking.append(_Lacking(family, family.micro_batches, schedule, held))
                 else:
-                    paces = family.paces(self.meshes, self.batch)
-                    heappush(waiting, one._replace(reach=family.reach(*paces), paces=paces))
+                    pace = family.paces(self.meshes, self.batch)
+                    heappush(waiting, one._replace(reach=family.reach(pace), pace=pace))
                 continue
-            found = family.sequences(self.meshes, self.batch, schedule, one.paces, NEAR * near)
+            found = family.sequences(self.meshes, self.batch, schedule, one.pace, NEAR * near)
             promises = found.promises
             if not promises:
                 self._drop(family.name, "no sequence of its meshes fits in memory")
@@ -402,7 +402,7 @@ class _Search:
         for count in micro_batches:
             for family in [] if self._over() else families_of(self.meshes, self.batch, count, max_stages):
                 even = family.even_work(self.meshes, self.batch)
-                found.append(_Waiting(family.reach(even, even), len(found), None, family))
+                found.append(_Waiting(family.reach(even), len(found), None, family))
         heapify(found)
         return found
 
