@@ -17,7 +17,7 @@ linear program over all pipelines and shares of the batch, with the strict rule 
 alone come out of ``sailor_scores.py`` too (``tests/unit/test_sailor_scores.py``); the other plans are not at hand.
 
 Whale's own *bound* is that of its search, by the same prices but for messages, which it may hide; the *larger bound* is
-what the search finds where it may take some seconds more for it (``larger_bound``), which *search s* does not count.
+what the search finds where it may take some seconds more for it (``thorough``), which *search s* does not count.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
         strict, physical = (rules(profile=profile, cluster=cluster, batch=BATCH) for rules in (Strict, Physical))
         theirs = search(profile, cluster, batch=BATCH, settings=settings, prices=SailorPrices.by(strict))
         own = search(profile, cluster, batch=BATCH, settings=settings)
-        longer = replace(settings, larger_bound=True)
+        longer = replace(settings, thorough=True)
         their_bound = search(
             profile, cluster, batch=BATCH, settings=longer, prices=SailorPrices.by(strict)
         ).bound_seconds

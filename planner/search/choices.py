@@ -216,7 +216,8 @@ class SearchSettings:
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
-        larger_bound: whether a larger bound is looked for in the end, for some seconds, up to the time limit.
+        thorough: whether more is tried of everything, and a larger bound looked for in the end: for some seconds more,
+            up to the time limit.
     """
 
     precision: str = "fp32"
@@ -229,7 +230,7 @@ class SearchSettings:
     time_limit: float = 10.0
     top: int = 5
     fixed: Fixed | None = None
-    larger_bound: bool = False
+    thorough: bool = False
 
     def check(self, batch: int) -> None:
         """Refuse settings that contradict each other or the batch.

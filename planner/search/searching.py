@@ -59,6 +59,7 @@ from whale.planner.search.drafts import (
     likely_cuts,
     score_draft,
 )
+from whale.planner.search.effort import QUICK, THOROUGH, Effort
 from whale.planner.search.exact import is_small, walk
 from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
 from whale.planner.search.layout import laid_out
@@ -74,10 +75,6 @@ __all__ = ["search"]
 
 _T = TypeVar("_T")
 
-MOST_MICRO_BATCHES = 5
-"""Numbers of micro-batches for which families are solved at first, where a batch has more divisors; then those next to
-the best, as long as that helps."""
-
 LONGEST_LINE = 8
 """Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
 
@@ -89,22 +86,6 @@ FEW_MICRO_BATCHES = 12
 
 MOST_TYPES_CHOSEN = 4
 """Types of devices up to which single stages leave out any of them."""
-
-MOST_FAMILIES = 12
-"""Quota programs that are solved for a set of numbers of micro-batches, from the first that leads to something: for two
-types of devices, and as many for each type more."""
-
-MOST_SEQUENCES, MOST_CUT_EXACTLY = 16, 4
-"""Of all quota programs, that are cut and scored; and of these, that get their exact cuts."""
-
-NEAR = 1.1
-"""Families that could at best come to so many times the best so far are dropped."""
-
-MOST_REFINED, RESTARTS = 3, 3
-"""Drafts from which a descent starts; and how often another one starts near the best, some random moves away."""
-
-MOST_STAGES_REFINED = 2_000
-"""Of all drafts that a descent scores."""
 
 MOST_LOOKED_AT = 3
 """Of the largest numbers of micro-batches, by which it is found out whether anything fits after a change."""
@@ -222,14 +203,19 @@ class _Search:
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     told: float = 0.0
 
+    @property
+    def effort(self) -> Effort:
+        """How much is tried."""
+        return THOROUGH if self.settings.thorough else QUICK
+
     def run(self) -> Found:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self.bound = least_seconds(self.meshes, self.batch, micro_batches)
         self._drafts(micro_batches, max_stages)
-        for start in self._leading(MOST_REFINED):
+        for start in self._leading(self.effort.refined):
             self._refine(start, micro_batches, max_stages)
         draw = Random(self.settings.seed)
-        for _ in range(RESTARTS if self.best else 0):
+        for _ in range(self.effort.restarts if self.best else 0):
             leading = self._leading(1)[0]
             if len(leading.draft.meshes) > 1 and not self._over():
                 start = disturbed(self.meshes, leading, self.batch, max_stages, draw, self._score)
@@ -277,7 +263,10 @@ class _Search:
         for schedule in self.settings.schedules:
             self._single_strategies(micro_batches, schedule, max_stages)
             self._single_stages(micro_batches, schedule)
-            tried = {*_spread(dividing, MOST_MICRO_BATCHES), *(count for count in matching if count in micro_batches)}
+            tried = {
+                *_spread(dividing, self.effort.micro_batches),
+                *(count for count in matching if count in micro_batches),
+            }
             self._families(sorted(tried), schedule, max_stages)
             while self.best and not self._over():
                 leading = self._leading(1)[0]
@@ -321,7 +310,7 @@ class _Search:
             score=self._score,
             tried=note,
             kept=self._keep,
-            stop=lambda: self._over() or scored > MOST_STAGES_REFINED,
+            stop=lambda: self._over() or scored > self.effort.stages_refined,
         )
 
     def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
@@ -364,7 +353,12 @@ class _Search:
         near, solved = self._best_seconds(), 0
         wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
         waiting = self._waiting(micro_batches, max_stages)
-        while waiting and not self._over() and solved < MOST_FAMILIES * wider and waiting[0].reach <= NEAR * near:
+        while (
+            waiting
+            and not self._over()
+            and solved < self.effort.families * wider
+            and waiting[0].reach <= self.effort.near * near
+        ):
             one = heappop(waiting)
             family = one.family
             if one.pace is None:
@@ -375,7 +369,7 @@ class _Search:
                     pace = family.paces(self.meshes, self.batch)
                     heappush(waiting, one._replace(reach=family.reach(pace), pace=pace))
                 continue
-            found = family.sequences(self.meshes, self.batch, schedule, one.pace, NEAR * near)
+            found = family.sequences(self.meshes, self.batch, schedule, one.pace, self.effort.near * near)
             promises = found.promises
             if not promises:
                 self._drop(family.name, "no sequence of its meshes fits in memory")
@@ -388,13 +382,13 @@ class _Search:
         for one in waiting:
             if self._over():
                 self._drop(one.family.name, "the time was up")
-            elif one.reach > NEAR * near:
+            elif one.reach > self.effort.near * near:
                 self._drop(one.family.name, "could not come near the best if its stages were equal")
             else:
-                self._drop(one.family.name, f"not among the {MOST_FAMILIES * wider} that could reach most")
+                self._drop(one.family.name, f"not among the {self.effort.families * wider} that could reach most")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
-        self._score_best(islice(sequences, MOST_SEQUENCES * wider), schedule)
+        self._score_best(islice(sequences, self.effort.sequences * wider), schedule)
 
     def _waiting(self, micro_batches: Sequence[int], max_stages: int) -> list[_Waiting]:
         """A heap of all families, those first that could come to least if layers were divided as one likes."""
@@ -413,7 +407,7 @@ class _Search:
             if self._over():
                 break
             scored += self._cut(sequence, count, schedule)
-        for one in best_timed(scored, MOST_CUT_EXACTLY):
+        for one in best_timed(scored, self.effort.cut_exactly):
             self._keep(one if self._over() else cut_exactly(self.meshes, one, self.batch, self._score))
 
     def _cut(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> list[Scored]:
@@ -526,7 +520,7 @@ class _Search:
         tries = 0 if self._over() else TRIES
         given = (self.meshes, self.batch, micro_batches, self.settings.schedules)
         found = bound_seconds(*given, known=best, tries=tries)
-        if self.settings.larger_bound:
+        if self.settings.thorough:
             found = raised_seconds(*given, least=found, known=best, over=self._over)
         return found
 
@@ -558,7 +552,7 @@ class _Search:
         look = _Search(
             meshes=meshes,
             batch=batch,
-            settings=replace(settings, time_limit=QUICK_LOOK_SECONDS),
+            settings=replace(settings, time_limit=QUICK_LOOK_SECONDS, thorough=False),
             tell=lambda _: None,
             stopped=lambda: self.stopped() or bool(look.best),
         )
