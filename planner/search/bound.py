@@ -90,6 +90,10 @@ it come first."""
 TRIES = 32
 """Of prices, for a number of rows and a step."""
 
+HOPE = 2.0
+"""Times as much as the last round of tries has gained each one that is left is expected to gain, at most; prices that
+would not do even so are given up."""
+
 DEPTH = 6
 """Stages after a stage that are told apart; of more it is known that there are at least so many."""
 
@@ -332,15 +336,18 @@ class Case:
     def _improved(self, step: float, prices: Duals, tries: int) -> tuple[float, Duals]:
         """What is shown of a step by prices that are moved while that is too little, and those; one number of them
         after the other, by more where that helped and by less where it did not."""
-        shown, sizes = self.shown(step, prices), list(SIZES)
+        shown, sizes, each = self.shown(step, prices), list(SIZES), 2 * len(SIZES)
         while shown < 0 and tries > 0 and max(sizes) > SMALLEST:
+            before = shown
             for index, size in enumerate(sizes):
                 moved = max((self.shown(step, one), one) for one in prices.moved(index, size))
-                tries -= 2
                 sizes[index] *= 1.5 if moved[0] > shown else 0.4
                 shown, prices = max((shown, prices), moved)
                 if shown >= 0:
                     break
+            tries -= each
+            if shown + HOPE * (shown - before) * tries / each < 0:
+                break
         return shown, prices
 
     def shown(self, step: float, prices: Duals) -> float:
