@@ -50,6 +50,9 @@ __all__ = ["Hop", "LayerPrice", "Memo", "Prices", "TensorGroup"]
 MOST_USUAL_ROWS = 4096
 """Up to so many powers of two are priced together; a search asks for most of them."""
 
+BUCKET_BYTES = 4 * 2**20
+"""Of the messages in which Whale sums small gradients, as `whale.runtime.reduce` has them."""
+
 Shape = tuple[tuple[int, int, int, int], ...]
 """Where a group lies: kind of node, its devices and adapters there, and how many such nodes follow each other."""
 
@@ -514,10 +517,23 @@ class Prices:
 
     def all_reduce(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
         """Seconds to sum gradients over the data group *ranks* (one of each tensor group) while the other *degree* - 1
-        data groups of the stage do the same."""
+        data groups of the stage do the same. As Whale runs it they come in messages, one after the other."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
-        return self.collective("all_reduce", ranks, num_bytes, self.sharing(ranks, degree))
+        message = min(num_bytes, max(BUCKET_BYTES, self._largest_bytes / degree)) if self.eager else num_bytes
+        return num_bytes / message * self.collective("all_reduce", ranks, message, self.sharing(ranks, degree))
+
+    @cached_property
+    def _largest_bytes(self) -> float:
+        """Of the gradients of the largest parameter of a layer, each of which is a message of its own: on average over
+        the bytes of the model. All gradients of a layer where that is not known."""
+        sizes = []
+        for index, num in Counter(self.profile.layers).items():
+            kind, whole = self.profile.kinds[index], sum(self.parameters_of(index, self.tensor_degrees[0]))
+            largest = variant_of(kind, self.tensor_degrees[0]).largest if kind.variants else 0
+            sizes.append((num * whole, (largest or whole) * self.tensor_degrees[0]))
+        total = sum(weight for weight, _ in sizes)
+        return sum(weight * size for weight, size in sizes) / max(total, 1.0) * self.gradient_bytes
 
     # Messages
 

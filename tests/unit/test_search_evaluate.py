@@ -10,12 +10,14 @@ import pytest
 from tests.chains import card, chain, layer, machines
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
-from whale.ir.profile import ModelProfile
+from whale.ir.profile import LayerKind, ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.configuration import Configuration
 from whale.planner.estimate import Estimate, estimate
 from whale.planner.search import StageChoice, evaluate
+from whale.planner.search.prices import BUCKET_BYTES, Prices
 from whale.planner.simulate import simulate
+from whale.runtime import reduce
 
 A100 = device_types()["A100-SXM4-80GB"]
 V100 = device_types()["V100-SXM2-32GB"]
@@ -197,3 +199,23 @@ def test_a_plan_that_cannot_be_is_refused(changes, said: str) -> None:  # type: 
     stages = [choice(0, 2, (2, 3), (2, 2)), replace(good, **changes)]
     with pytest.raises(UsageError, match=said):
         evaluate(small(), machines([FAST] * 4), stages, micro_batches=1)
+
+
+def test_gradients_are_summed_in_the_messages_that_whale_sends(gpt: ModelProfile) -> None:
+    """A large parameter is a message of its own, small ones share a bucket: more bytes are more messages, not larger
+    ones. Other stacks are priced with one message."""
+    assert BUCKET_BYTES == reduce.BUCKET_BYTES
+    largest, ranks = 10_000_000, range(16)
+
+    def known(kind: LayerKind) -> LayerKind:
+        return kind.model_copy(
+            update={"variants": tuple(one.model_copy(update={"largest": largest}) for one in kind.variants)}
+        )
+
+    profile = gpt.model_copy(update={"kinds": tuple(map(known, gpt.kinds))})
+    prices, other = (Prices.of(profile, nodes(A100, A100), precision="bf16", eager=eager) for eager in (True, False))
+    message = 2 * largest
+    assert prices.all_reduce(ranks, 1, 100 * message) == pytest.approx(100 * prices.all_reduce(ranks, 1, message))
+    assert prices.all_reduce(ranks, 1, message) == other.all_reduce(ranks, 1, message)
+    assert prices.all_reduce(ranks, 1, 100 * message) > 1.05 * other.all_reduce(ranks, 1, 100 * message)
+    assert prices.all_reduce(ranks, 1, BUCKET_BYTES / 2) == other.all_reduce(ranks, 1, BUCKET_BYTES / 2)
