@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -108,6 +109,16 @@ def place_stage(
                     nbytes *= max(unit_shares(length, layout_axis)) / length
             return max(int(nbytes), 1)
 
+        @cache
+        def left_units(leaf: int, cut: tuple[bool, ...]) -> float:
+            length = analysis.atoms.size(leaf)
+            shares = [max(unit_shares(length, one)) / length for one, own in zip(layout.axes, cut, strict=False) if own]
+            return length * prod(shares)
+
+        def units(node: fx.Node, leaf: int) -> float:
+            """Of the largest part, as earlier axes have cut it."""
+            return left_units(leaf, tuple(choice.leaf == leaf for choice in chosen[node]))
+
         solution = solve_axis(
             analysis,
             AxisProblem(
@@ -119,6 +130,7 @@ def place_stage(
                 received=frozenset(received),
                 outputs=outputs | {v: p[axis + 1] for v, p in problem.leaving.items()},  # type: ignore[arg-type]
                 local_bytes=local_bytes,
+                units=units,
                 prices=prices,
                 fixed={v: p[axis + 1] for v, p in problem.fixed.items()},
             ),

@@ -60,7 +60,7 @@ class AxisProblem:
     """What the solver needs to know of one mesh axis of one stage.
 
     ``along`` is the atom along which each operator is to be cut (the batch, or a dim of the region; -1: there is none);
-    None for those whose matrices are split.
+    None for those whose matrices are split. ``units`` says how much of an atom the earlier axes have left an operator.
     """
 
     nodes: Sequence[fx.Node]
@@ -71,6 +71,7 @@ class AxisProblem:
     received: frozenset[Value]
     outputs: Mapping[Value, Literal["sum", "whole", "any"] | Placement]
     local_bytes: Callable[[Value], int]
+    units: Callable[[fx.Node, int], float]
     prices: Prices = field(default_factory=Prices)
     fixed: Mapping[Value, Placement] = field(default_factory=dict)
 
@@ -139,6 +140,8 @@ def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[Ch
     fanout = Choice((FANOUT,) * len(op.operands), (FANOUT,) * len(output_shapes(node)))
     if leaf is None:
         choices = [c for c in choices if c.form not in ASKED]
+        # a rank without rows would wait for the others, and messages are padded to the largest part
+        choices = [c for c in choices if c.leaf < 0 or problem.units(node, c.leaf) >= problem.size]
         return [*choices, fanout] if op.operands else choices
     cut = [c for c in analysis.choices[node] if c.leaf == leaf >= 0]
     linear = [c for c in choices if c.leaf < 0 and PARTIAL in c.inputs]

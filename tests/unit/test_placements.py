@@ -11,7 +11,10 @@ from torch import nn
 
 import whale
 from tests.solved import solve, tokens
+from whale.compiler import Compilation
 from whale.ir.cluster import Cluster
+from whale.strategies import sharding
+from whale.strategies.rehearsal import TaskCalls, rehearse
 
 
 def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
@@ -132,13 +135,32 @@ def test_a_hundred_thousand_classes_gather_features_and_never_logits() -> None:
 
 
 def test_sequence_parallelism_is_found_where_links_are_fast_and_activations_large() -> None:
-    from whale.strategies import placing
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whale.compiler.GLOO", placing.Prices())
+        patch.setattr("whale.compiler.GLOO", sharding.Prices())
         solved = solve(gpt2(layers=2, hidden=768, heads=12, vocabulary=50257), tokens(8, 1024), SPLIT, world_size=4)
     assert solved.forward["reduce_scatter"] == solved.backward["reduce_scatter"] == 5
     assert solved.forward["all_reduce"] == solved.backward["all_reduce"] == 0
+
+
+@pytest.mark.parametrize(("rows", "replicas", "micro_batches"), [(2, 1, 1), (8, 4, 1), (4, 1, 2), (8, 2, 2)])
+def test_sequence_parallelism_cuts_what_there_is_enough_of(rows: int, replicas: int, micro_batches: int) -> None:
+    """A replica's micro-batch has fewer rows than its tensor group has ranks: not these are cut, a rank would have none
+    of them, but the sequence."""
+    annotations = {"": [whale.replicate(replicas), whale.split(4)]}
+    model, batch = gpt2(layers=2, hidden=768, heads=12, vocabulary=50257), tokens(rows, 1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whale.compiler.GLOO", sharding.Prices())
+        solved = solve(model, batch, annotations, world_size=4 * replicas, micro_batches=micro_batches)
+    assert solved.forward["reduce_scatter"] == 5
+    calls = [call for call in rehearsed(solved.compilation).forward if call.op == "all_gather"]
+    assert len(calls) >= 4
+    assert all(len(set(call.shapes)) == 1 and 0 not in call.shapes[0] for call in calls)
+
+
+def rehearsed(compilation: Compilation) -> TaskCalls:
+    """What the first rank calls in its first micro-batch."""
+    program = compilation.local_programs(compilation.stages[0], 0, None)[0]
+    return rehearse(compilation.captured, compilation.stages[0], 0, program, 0)
 
 
 def test_replicas_communicate_nothing_inside_the_graph() -> None:
@@ -154,8 +176,6 @@ def test_tensor_parallelism_inside_replicas_counts_as_it_does_alone() -> None:
 
 
 def test_equal_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whale.strategies import sharding
-
     solved_segments = []
     original = sharding._Solver._beam
 
