@@ -114,7 +114,9 @@ def main() -> None:
     held = sum(cells[-1] == "yes" for cells in rows)
     text = f"{table(HEAD, rows)}\n\nThe found plan holds against all others in {held} of {len(rows)} cases. Error of "
     text += f"its predicted step: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%} (wanted: {ERROR:.0%})."
-    report("search_pays", options, text)
+    chosen = f" --only {options.only}" if options.only else ""
+    name = "_".join(filter(None, ("search_pays", options.only)))
+    report(name, options, text, command=f"sudo python benchmarks/search_pays.py{chosen}")
 
 
 def row(bed: Bed, model: str, found: Mapping[str, Any]) -> tuple[str, ...]:

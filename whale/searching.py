@@ -43,6 +43,10 @@ class Trial(Protocol):
     identity: ModelIdentity
     dtype: str
 
+    @property
+    def uncut(self) -> str:
+        """Why the batch cannot be cut into micro-batches; empty where it can."""
+
     def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
         """For what the model computes, the path of its module and the stage, if stages begin with *anchors*."""
 
@@ -119,6 +123,8 @@ def search_plans(
         InfeasibleError: nothing fits; says what is missing and what would help.
     """
     begin = time.monotonic()
+    if trial is not None and settings.micro_batches is None and trial.uncut:
+        settings = replace(settings, micro_batches=1)
     fitting: list[float] = []
 
     def told(now: Progress) -> None:

@@ -31,6 +31,7 @@ from whale.occupancy import Device, Known, brief_occupancy
 from whale.planner.optimizers import Optimizer
 from whale.planner.precision import BY_DTYPE
 from whale.prediction import predict
+from whale.strategies.placing import place_time
 
 __all__ = ["ModelTrial", "scopes_by", "take_scopes"]
 
@@ -78,6 +79,16 @@ class ModelTrial:
     def captured(self) -> Captured | None:
         """The capture, for whoever profiles the model; None where it is not of the training model as it is."""
         return self._base.captured if self.training and not self.options.promote else None
+
+    @property
+    def uncut(self) -> str:
+        """Why its batch cannot be cut into micro-batches: an operator that computes a row from others, such as a batch
+        norm; empty where it can."""
+        try:
+            place_time(self._base.captured, self._base.analysis, self._base.partition, 2)
+        except UsageError as error:
+            return str(error)
+        return ""
 
     def _compile(
         self, cluster: Cluster, options: Options, like: Compilation | None = None, *, device: Device = "cpu"

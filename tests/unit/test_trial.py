@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from whale.cli.model_loader import load_model
 from whale.compiler import Options
@@ -13,8 +15,10 @@ from whale.costs import Costs
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
 from whale.planner.catalog import device_types
+from whale.planner.search import SearchSettings
 from whale.planning import make_plan
 from whale.runtime.collectives import Bridge
+from whale.searching import search_plans
 from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial
 
@@ -72,3 +76,32 @@ def test_a_plan_is_predicted_as_it_is_tried(trial: ModelTrial) -> None:
     )
     tried, _ = trial.predict(planned.plan, profile, cluster)
     assert tried.step_seconds == pytest.approx(planned.predicted.prediction.step_seconds)
+
+
+class Normalised(nn.Module):
+    """A batch norm among its layers, whose rows are not to be told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None:
+    """On a slow network, where a pipeline of many micro-batches would be quickest."""
+    assert not trial.uncut
+    with torch.device("meta"):
+        model, batch = Normalised(), {"x": torch.zeros(64, 256)}
+    own = ModelTrial(model, batch, name="normalised")
+    assert "computes a row of the batch from other rows" in own.uncut
+    profile = profile_model(model, batch, name="normalised", captured=own.captured)
+    nodes = [(f"node{index}", PROCESSOR) for index in range(4)]
+    cluster = Cluster.of(nodes, inter=Link(bandwidth=1e7, latency=5e-5))
+    found = search_plans(profile, cluster, batch=64, settings=SearchSettings(eager=True), trial=own)
+    assert found.best.compiled
+    assert {choice.plan.micro_batches for choice in found.choices} == {1}
+    assert not found.refused
