@@ -70,6 +70,7 @@ __all__ = [
     "cases_of",
     "least_seconds",
     "least_work",
+    "moved_prices",
     "work_of",
     "work_of_parts",
 ]
@@ -112,16 +113,21 @@ class Duals(NamedTuple):
     def moved(self, index: int, size: float) -> Iterator[Duals]:
         """With one of them moved either way; of the types all in turn."""
         if index == 0:
-            for place, part in product(range(len(self.types)), (size, -size)):
-                types = [max(0.0, price * (1 - part)) for price in self.types]
-                types[place] = max(0.0, types[place] + part)
-                yield self._replace(types=tuple(price / sum(types) for price in types))
+            yield from (self._replace(types=types) for types in moved_prices(self.types, size))
         elif index == 1:
             yield from (self._replace(level=self.level + part) for part in (size, -size))
         elif index == 2:
             yield from (self._replace(ends=min(1.0, max(0.0, self.ends + part))) for part in (size, -size))
         else:
             yield from (self._replace(later=max(0.0, self.later + part)) for part in (size, -size))
+
+
+def moved_prices(prices: Sequence[float], size: float) -> Iterator[tuple[float, ...]]:
+    """Prices of the types, with one of them more or less, and the others in turn."""
+    for place, part in product(range(len(prices)), (size, -size)):
+        moved = [max(0.0, price * (1 - part)) for price in prices]
+        moved[place] = max(0.0, moved[place] + part)
+        yield tuple(price / sum(moved) for price in moved)
 
 
 SIZES = (0.03, 0.2, 0.2, 0.1)

@@ -34,7 +34,7 @@ Complexity: O(cuts x cuts x slices x `GRID`) for each number of later stages, x 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations, product
 from math import inf
 from typing import Any
@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
-from whale.planner.search.bound import SLACK, Case, best_prices, cases_of, work_of
+from whale.planner.search.bound import SLACK, Case, best_prices, cases_of, moved_prices, work_of
 from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, Integers, Slices
 
@@ -165,7 +165,7 @@ class Waits:
         most = self.charge(step, prices)
         for size in SIZES:
             while most <= 1 and not over():
-                found = max((self.charge(step, one), one) for one in _moved(prices, size))
+                found = max((self.charge(step, one), one) for one in moved_prices(prices, size))
                 if found[0] <= most:
                     break
                 most, prices = found
@@ -242,11 +242,3 @@ class Waits:
                 every = (twice + times * later * self._both[pair]) / (1 + share + times)
                 room = np.minimum(room, np.minimum(twice / (1 + share), every))
         return left - away, room - away
-
-
-def _moved(prices: Prices, size: float) -> Iterator[Prices]:
-    """With one of them more or less, and the others in turn."""
-    for place, part in product(range(len(prices)), (size, -size)):
-        moved = [max(0.0, price * (1 - part)) for price in prices]
-        moved[place] = max(0.0, moved[place] + part)
-        yield tuple(price / sum(moved) for price in moved)
