@@ -28,7 +28,16 @@ from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
 from whale.planner.search.steps import in_flight
 
-__all__ = ["Choice", "Searched", "Trial", "compile_candidate", "plan_pipeline", "search_plans", "why_slower"]
+__all__ = [
+    "Choice",
+    "Searched",
+    "Trial",
+    "compile_candidate",
+    "plan_pipeline",
+    "search_plans",
+    "settings_for",
+    "why_slower",
+]
 
 SEARCH_SHARE = 0.5
 """Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
@@ -96,6 +105,13 @@ class Searched:
         return self.choices[0]
 
 
+def settings_for(settings: SearchSettings, trial: Trial | None) -> SearchSettings:
+    """What may be decided for a model: where its batch cannot be cut there is one micro-batch."""
+    if trial is not None and settings.micro_batches is None and trial.uncut:
+        return replace(settings, micro_batches=1)
+    return settings
+
+
 def search_plans(
     profile: ModelProfile,
     cluster: Cluster,
@@ -123,8 +139,7 @@ def search_plans(
         InfeasibleError: nothing fits; says what is missing and what would help.
     """
     begin = time.monotonic()
-    if trial is not None and settings.micro_batches is None and trial.uncut:
-        settings = replace(settings, micro_batches=1)
+    settings = settings_for(settings, trial)
     fitting: list[float] = []
 
     def told(now: Progress) -> None:

@@ -54,6 +54,18 @@ intra_node = {bandwidth = "10 GB/s", latency = "5 us"}
 """
 
 
+NORMALISED = """
+import torch
+from torch import nn
+def build(batch_size=8):
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
+    return Normalised(*layers), {"x": torch.zeros(batch_size, 64)}
+class Normalised(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().sum()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -198,6 +210,21 @@ app(sys.argv[1:])
     assert "the best so far" in done.stderr
     assert "torchrun" in done.stdout.splitlines()[-1]
     assert Plan.load("plan.json").world_size == 8
+
+
+def test_what_if_keeps_a_batch_whole_that_cannot_be_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has batch norms; its what-if cases are searched without it."""
+    (folder / "normalised.py").write_text(NORMALISED)
+    original, asked = whale.searching.search, []
+
+    def search(*args: Any, settings: Any, **more: Any) -> Any:
+        asked.append(settings.micro_batches)
+        return original(*args, settings=settings, **more)
+
+    monkeypatch.setattr(whale.searching, "search", search)
+    done = run("--model", "normalised.py:build", "--cluster", "cluster.toml", "--batch", "64,128", "-q")
+    assert done.exit_code == 0, done.stderr
+    assert asked == [1, 1]
 
 
 def test_each_case_of_what_if_is_a_row(folder: Path) -> None:

@@ -96,6 +96,7 @@ def search(
     from whale.ir.profile import ModelProfile
     from whale.planner.catalog import device_types, device_types_with
     from whale.planner.search import SearchSettings
+    from whale.searching import settings_for
 
     ctx.with_resource(seldom_collecting())
     began = time.monotonic()
@@ -132,6 +133,7 @@ def search(
         top=top,
         fixed=None if model is None else model.fixed,
     )
+    given = settings_for(given, None if model is None else model.trial)  # what-if cases are searched without the model
     with Interruption() as interruption:
         run = _Run(profile, given, interruption)
         try:
