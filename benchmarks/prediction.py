@@ -119,7 +119,12 @@ BEDS = {
     ),
 }
 
-TRIAL = {"gpt": {"width": 96, "length": 32}, "wide": {"width": 192, "length": 32}, "resnet": {"side": 16}}
+TRIAL = {
+    "gpt": {"width": 96, "length": 32},
+    "wide": {"width": 192, "length": 32},
+    "resnet": {"side": 16},
+    "resnet96": {"side": 16},
+}
 HEAD = (
     "testbed",
     "plan",
@@ -268,12 +273,14 @@ def make_profile(
     trial: bool,
     asked: Sequence[str],
     environment: Mapping[str, str],
+    *,
+    seconds: int = 120,
 ) -> None:
     """``whale profile``, on the testbed; *asked*: which degrees and rows."""
     command = [*WHALE, "profile", *_model(model, trial), *asked, "--parallel"]
-    command += ["--time-limit", "120", "--cluster", str(cluster), "-o", str(profile)]
+    command += ["--time-limit", str(seconds), "--cluster", str(cluster), "-o", str(profile)]
     for _ in range(1 if trial else 2):  # what there was no time for the first time
-        testbed.run(command, timeout_seconds=600, environment=environment, show=False)
+        testbed.run(command, timeout_seconds=480 + seconds, environment=environment, show=False)
 
 
 def make_plan(

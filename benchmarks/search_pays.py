@@ -11,7 +11,8 @@ and micro-batches, with rows by speed; what does not compile or fit is drawn aga
 are predicted to take up to 1.25 times as long as the found plan's, the three best at least; the others are too slow to
 win, by prediction. Each is first timed once beside the found plan, and the two quickest stay. torch's
 DistributedDataParallel has equal rows, torch.distributed.pipelining equal numbers of blocks and as many micro-batches
-as the best pipeline; batch norm sees the whole batch in Whale, a rank's part in DistributedDataParallel.
+as the best pipeline; batch norm sees the whole batch in Whale, a rank's part in DistributedDataParallel. On four
+devices the ResNet has larger pictures (`layouts.resnet96`).
 
 All that stay take their steps in turn, with AdamW, in the same processes; a ratio is the median of those to the found
 plan's step in the same turn, and above 1 the found plan is quicker. Layers and sums are measured between the steps
@@ -61,7 +62,10 @@ RANDOM, FEWEST, FINALISTS = 20, 3, 2
 TOO_SLOW = 1.25
 ERROR = 0.05
 BLOCKS = 8
-"""Of both models, as torch's pipelining divides them."""
+"""Of all models, as torch's pipelining divides them."""
+MODELS = {"four": ("gpt", "resnet96"), "three": ("gpt", "resnet"), "two": ("gpt", "resnet")}
+PROFILE = 300
+"""Seconds for ``whale profile``: some steps even of all rows on the slowest device."""
 
 HEAD = (
     "testbed", "model", "found plan", "predicted", "measured", "error", "noise", "best single strategy", "ratio",
@@ -106,7 +110,7 @@ def main() -> None:
         return
     rows, errors = [], []
     for bed in [options.only] if options.only else BEDS:
-        for model in [options.model] if options.model else PARTS:
+        for model in [options.model] if options.model else MODELS[bed]:
             found = on_a_bed(bed, model, options)
             errors.append(abs(found["predicted"] / statistics.median(found["seconds"]["found"]) - 1))
             rows.append(row(BEDS[bed], model, found))
@@ -166,13 +170,15 @@ def on_a_bed(bed: str, model: str, options: argparse.Namespace) -> Mapping[str, 
         if not contest.file("choices").exists():
             degrees = range(1, max(3, len(BEDS[bed].cores)) + 1)  # a third, for uneven parts of two devices
             asked = ("--degrees", ",".join(map(str, degrees)))
-            make_profile(testbed, contest.file("profile"), model, contest.cluster, trial, asked, environment)
+            make_profile(
+                testbed, contest.file("profile"), model, contest.cluster, trial, asked, environment, seconds=PROFILE
+            )
             contest.file("choices").write_text(json.dumps(choose(contest, tried)))
         choices = json.loads(contest.file("choices").read_text())
         arguments = ["--only", bed, "--model", model, "--folder", str(contest.folder)]
         arguments += ["--repeats", str(2 if trial else options.repeats), *(["--trial"] if trial else [])]
         command = [sys.executable, __file__, *arguments]
-        done = testbed.run(command, timeout_seconds=1500, environment=environment, show=False)
+        done = testbed.run(command, timeout_seconds=2400, environment=environment, show=False)
         measured = json.loads(done.outputs[0].splitlines()[-1])
         print(f"{bed} {model}: {done.seconds:.0f} s. {json.dumps(measured)}", file=sys.stderr, flush=True)
         measured["seconds"] |= dict.fromkeys(choices["same"], measured["seconds"]["found"])
@@ -297,6 +303,7 @@ def resnet_part(model: nn.Module, first: int, last: int) -> nn.Module:
 PARTS: dict[str, tuple[Callable[[nn.Module, int, int], nn.Module], Callable[[Tensor, Tensor], Tensor]]] = {
     "gpt": (Part, next_token_loss),
     "resnet": (resnet_part, F.cross_entropy),
+    "resnet96": (resnet_part, F.cross_entropy),
 }
 """Of each model what a stage of torch's pipelining is, and the loss."""
 

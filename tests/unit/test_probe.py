@@ -97,6 +97,21 @@ def test_a_layer_of_a_tensor_group_runs_alone(gpt: Any) -> None:
     assert sum(parameter.numel() for parameter in layers[1].parameters) < 0.6 * whole
 
 
+def test_what_comes_before_the_memory_is_there_does_not_count(gpt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of the optimizer are made in memory that activations had, which the second step asks for again."""
+    models = layered(gpt.model, gpt.batch, (2,))
+    layers = runnable_layers(models[2], gpt.model, gpt.batch, degree=1, rows=2, positions=[0, 1], device=CPU)
+    every = iter([9.0, 5.0])
+
+    def step(chain: probe.Chain) -> tuple[list[list[float]], float]:
+        one = next(every, 1.0)
+        return [[one, one, one] for _ in chain.layers], 0.0
+
+    monkeypatch.setattr(probe.Chain, "step", step)
+    found = probe.layer_seconds(layers, device=CPU, seconds=0.0, micro_batches=2)
+    assert [times.first_backward for times in found] == [1.0, 1.0]
+
+
 def test_the_layers_of_a_model_are_measured_and_resumed(gpt: Any) -> None:
     world = World(rank=0, size=1, device=CPU, failures=Failures(0))
     places = (profiling.Place(rank=0, device_type="cpu", node="here", memory_bytes=2**30),)

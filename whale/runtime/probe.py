@@ -402,11 +402,11 @@ def layer_seconds(
     state in which a step has them, and the layers' times sum up to the step's.
     """
     chain = Chain(layers, device=device, micro_batches=micro_batches, optimizer=optimizer)
-    chain.step()  # makes the states of the optimizers, and warms up
+    chain.step()  # makes the states of the optimizers, in memory that activations had
     begin = time.perf_counter()
-    steps = [chain.step()]
+    chain.step()  # so that these need memory once more
     estimate = max(1e-7, time.perf_counter() - begin)
-    steps += [chain.step() for _ in range(min(ceil(seconds / estimate), MAX_STEPS) - 1)]
+    steps = [chain.step() for _ in range(min(max(1, ceil(seconds / estimate)), MAX_STEPS))]
     return _layer_seconds(layers, steps, ceil(WINDOW_SECONDS / estimate), micro_batches)
 
 
