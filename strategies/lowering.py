@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from whale.graph.capture import Captured
 from whale.graph.partition import is_random
@@ -25,13 +24,13 @@ from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, Conversion, Take
-from whale.runtime.experts import group, grouped_product, product_of_groups
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
-from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram, Source
+from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
 from whale.strategies.halos import causal_mask, windowed_call
 from whale.strategies.layout import Layout, Placements
+from whale.strategies.local_graph import Emitter, arguments, emit, group_once, mark_reusable, substitute
 from whale.strategies.rules.registry import LocalShapes, Op
 
 aten = torch.ops.aten
@@ -62,48 +61,6 @@ class PlacedStage:
     loss: Value | None
     loss_placements: Placements = ()
     mutated: Mapping[str, Value] = field(default_factory=dict)
-
-
-class _Emitter:
-    """A graph being written: its placeholders by source, and the values it has, by placement."""
-
-    def __init__(self, level: int, root: nn.Module) -> None:
-        self.level, self.graph, self.root = level, fx.Graph(), root
-        self.env: dict[tuple[Value, Placements], fx.Node] = {}
-        self.sources: list[Source] = []
-        self._placeholders: dict[Any, fx.Node] = {}
-        self.outputs: list[fx.Node] = []
-        self._output_index: dict[fx.Node, int] = {}
-        self._modules = 0
-
-    def placeholder(self, key: Any, source: Source, hint: str) -> fx.Node:
-        if key not in self._placeholders:
-            last = list(self._placeholders.values())[-1] if self._placeholders else None
-            with self.graph.inserting_after(last) if last else self.graph.inserting_before(None):
-                self._placeholders[key] = self.graph.placeholder(f"{hint}_{len(self._placeholders)}")
-            self.sources.append(source)
-        return self._placeholders[key]
-
-    def output(self, node: fx.Node) -> int:
-        if node not in self._output_index:
-            self._output_index[node] = len(self.outputs)
-            self.outputs.append(node)
-        return self._output_index[node]
-
-    def call_module(self, module: nn.Module, args: tuple[Any, ...], hint: str, kwargs: dict | None = None) -> fx.Node:
-        name = f"{hint}_{self._modules}"
-        self._modules += 1
-        self.root.add_module(name, module)
-        return self.graph.call_module(name, args, kwargs or {})
-
-    def finish(self) -> LocalGraph:
-        self.graph.output(tuple(self.outputs))
-        for node in reversed(list(self.graph.nodes)):
-            if node.op in ("call_function", "call_module") and not node.users:
-                self.graph.erase_node(node)
-                if node.op == "call_module":
-                    delattr(self.root, node.target)
-        return LocalGraph(LocalCode(self.root, self.graph), self.sources)
 
 
 def lower(
@@ -137,7 +94,7 @@ class _Lowering:
         self.groups = ((), *(stage.mesh.group(i, rank) for i in range(len(stage.mesh.axes))))
         self.whole: Placements = (REPLICATE,) * len(self.coordinates)
         self.pinned = set(stage.nodes)
-        self.emitters = [_Emitter(level, nn.Module()) for level in range(3)]
+        self.emitters = [Emitter(level, nn.Module()) for level in range(3)]
         self.primary: dict[Value, Placements] = {}
         self.depends_on_position = False
         self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
@@ -160,8 +117,8 @@ class _Lowering:
             main.outputs.append(self.read(self.stage.loss, self.stage.loss_placements))
         for value in self.stage.mutated.values():
             main.outputs.append(self.read(value, self.whole))
-        _group_once(main.graph)
-        _mark_reusable(main.graph, main.root)
+        group_once(main.graph)
+        mark_reusable(main.graph, main.root)
         constant, step, micro_batch = (emitter.finish() for emitter in self.emitters)
         modules = (m for g in (constant, step, micro_batch) for m in g.code.root.modules())
         return LocalProgram(
@@ -262,7 +219,7 @@ class _Lowering:
         return steps
 
     def _bridge(
-        self, emitter: _Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
+        self, emitter: Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
     ) -> fx.Node:
         a, b = have[axis], want[axis]
         cut_a = self._cut(value, have, axis) if a.kind == "S" else None
@@ -309,7 +266,7 @@ class _Lowering:
         hint = f"{LEVELS[own]}_{value[0].name}"
         return self.emitters[level].placeholder((value, want), (LEVELS[own], position), hint)
 
-    def _derive(self, emitter: _Emitter, value: Value, want: Placements) -> fx.Node:
+    def _derive(self, emitter: Emitter, value: Value, want: Placements) -> fx.Node:
         node, index = value
         for axis, placement in enumerate(want):
             if placement.kind == "P":  # a term of a sum: rank 0 has it all
@@ -329,7 +286,7 @@ class _Lowering:
         self._call(emitter, op, choices, args, inputs, outputs)  # type: ignore[arg-type]
         return emitter.env[(value, want)]
 
-    def _taken(self, emitter: _Emitter, value: Value, want: Placements, axis: int) -> fx.Node:
+    def _taken(self, emitter: Emitter, value: Value, want: Placements, axis: int) -> fx.Node:
         """A value that is whole on *axis*, and on inner axes that cut the same atom, of which the part is taken."""
         nested = [i for i, p in enumerate(want) if i >= axis and p.kind == "S" and p.atom == want[axis].atom]
         have = tuple(REPLICATE if i in nested else p for i, p in enumerate(want))
@@ -346,7 +303,7 @@ class _Lowering:
         return next((c for c in choices if c.outputs[index] == placement and c.form not in _NOT_FLOATING), None)
 
     def _bridge_floating(
-        self, emitter: _Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
+        self, emitter: Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
     ) -> fx.Node:
         if want[axis].kind == "S":
             cut = self._cut(value, want, axis)
@@ -355,7 +312,7 @@ class _Lowering:
             return emitter.call_module(Take(cut, self.coordinates[axis]), (node,), f"take_{value[0].name}")
         return self._bridge(emitter, node, value, have, want, axis)
 
-    def _derive_placeholder(self, emitter: _Emitter, value: Value, want: Placements) -> fx.Node:
+    def _derive_placeholder(self, emitter: Emitter, value: Value, want: Placements) -> fx.Node:
         node = value[0]
         if node.name in self.captured.inputs:
             leaf = self.captured.inputs[node.name]
@@ -374,7 +331,7 @@ class _Lowering:
 
     def _call(
         self,
-        emitter: _Emitter,
+        emitter: Emitter,
         op: Op,
         choices: Sequence[Choice],
         args: Sequence[fx.Node | None],
@@ -386,7 +343,7 @@ class _Lowering:
         The operand that is None is a mask that is not needed.
         """
         rule = self.analysis.rules[op.node]
-        bound = _substitute(op, args)
+        bound = substitute(op, args)
         if None in args:
             bound["is_causal"] = op.node.meta["mask"] == "causal"
         sharded = any(p.kind == "S" for placements in (*inputs, *outputs) for p in placements)
@@ -405,7 +362,7 @@ class _Lowering:
         bound = self._causal_rows(emitter, op, bound, inputs)
         node = self._special(emitter, op, choices, bound, inputs, outputs)
         if node is None:
-            node = _emit(emitter.graph, op, bound)
+            node = emit(emitter.graph, op, bound)
         node.meta["source"] = op.node
         if isinstance(op.node.meta.get("val"), (tuple, list)):
             for index, placed in enumerate(outputs):
@@ -414,7 +371,7 @@ class _Lowering:
             emitter.env[((op.node, 0), outputs[0])] = node
 
     def _causal_rows(
-        self, emitter: _Emitter, op: Op, bound: dict[str, Any], inputs: Sequence[Placements]
+        self, emitter: Emitter, op: Op, bound: dict[str, Any], inputs: Sequence[Placements]
     ) -> dict[str, Any]:
         """Let rows of a causal attention that are not the first read the columns up to the last of them, and a mask."""
         if not bound.get("is_causal"):
@@ -441,7 +398,7 @@ class _Lowering:
 
     def _special(
         self,
-        emitter: _Emitter,
+        emitter: Emitter,
         op: Op,
         choices: Sequence[Choice],
         bound: dict[str, Any],
@@ -485,93 +442,10 @@ class _Lowering:
                 pair = op.node.target is aten.native_dropout.default
                 dropout = SeededDropout(bound["p"], key, self.clock, pair)
                 return emitter.call_module(dropout, (bound["input"],), "dropout")
-            positional, keyword = _arguments(op, bound)
+            positional, keyword = arguments(op, bound)
             target: Any = op.target
             return emitter.call_module(SeededCall(target, key, self.clock), positional, "random", keyword)
         return None
-
-
-def _substitute(op: Op, args: Sequence[fx.Node | None]) -> dict[str, Any]:
-    """The call's arguments by name with its tensor operands replaced, in order."""
-    replacements = iter(args)
-
-    def replace(leaf: Any) -> Any:
-        if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
-            return next(replacements)
-        return leaf
-
-    bound = dict(op.args)
-    for name in op.tensor_names:
-        bound[name] = pytree.tree_map(replace, op.args.get(name), is_leaf=lambda x: x is None)
-    return bound
-
-
-def _arguments(op: Op, bound: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    schema = getattr(op.target, "_schema", None)
-    if schema is None:
-        positional = tuple(bound[str(i)] for i in range(len(op.node.args)))
-        return positional, {k: bound[k] for k in op.node.kwargs}
-    positional_args = [bound[a.name] for a in schema.arguments if not a.kwarg_only]
-    given = [a for a in schema.arguments if not a.kwarg_only]
-    while given and given[-1].has_default_value() and positional_args[-1] == given[-1].default_value:
-        given.pop()
-        positional_args.pop()
-    keyword = {
-        a.name: bound[a.name]
-        for a in schema.arguments
-        if a.kwarg_only and not (a.has_default_value() and bound[a.name] == a.default_value)
-    }
-    return tuple(positional_args), keyword
-
-
-def _emit(graph: fx.Graph, op: Op, bound: dict[str, Any]) -> fx.Node:
-    positional, keyword = _arguments(op, bound)
-    return graph.call_function(op.target, positional, keyword)  # type: ignore[arg-type]
-
-
-def _group_once(graph: fx.Graph) -> None:
-    """Sort rows once for all products with matrices that they chose alike."""
-    known: dict[tuple[fx.Node, int], list[fx.Node]] = {}
-    for node in list(graph.nodes):
-        if node.target is not grouped_product:
-            continue
-        x, matrices, choice, kernel = node.args
-        count = node.meta["source"].args[1].meta["val"].shape[0]
-        if (choice, count) not in known:
-            with graph.inserting_before(node):
-                groups = graph.call_function(group, (choice, count))
-                known[choice, count] = [graph.call_function(operator.getitem, (groups, i)) for i in range(3)]
-        node.target, node.args = product_of_groups, (x, matrices, *known[choice, count], kernel)
-
-
-_PRODUCTS = {
-    aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
-    aten.conv2d.default, aten.conv1d.default,
-}  # fmt: skip
-"""Operators whose results, and whose operands' gradients, nobody else holds."""
-_FRESH = _PRODUCTS | {aten.add.Tensor, product_of_groups}
-"""Operators whose results nobody else holds, their own backward included."""
-_RENAMING = {aten.reshape.default}
-
-
-def _mark_reusable(graph: fx.Graph, root: nn.Module) -> None:
-    """Let an all-reduce work in place where its input is a fresh result that nothing else reads.
-
-    Of a value that is so if one operator made it for the bridge alone; of a gradient, if all who read the bridge's
-    result make fresh ones (autograd adds several of them up in a tensor of its own).
-    """
-    for node in graph.nodes:
-        module = root.get_submodule(node.target) if node.op == "call_module" else None
-        if not isinstance(module, Bridge):
-            continue
-        source = node.args[0]
-        while source.target in _RENAMING and len(source.users) == 1:
-            source = source.args[0]
-        module.conversion = replace(
-            module.conversion,
-            reuse=source.target in _FRESH and len(source.users) == 1,
-            reuse_gradient=all(user.target in _PRODUCTS for user in node.users),
-        )
 
 
 def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_batch: int) -> LocalProgram:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
-from whale.runtime.materialize import Recording, record
+from whale.runtime.materialize import record
+from whale.runtime.replay import Recording
 from whale.runtime.stage import Intervals, part
 
 __all__ = ["InitialValues", "values_of_builder", "values_of_meta_model"]
