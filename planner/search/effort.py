@@ -14,7 +14,8 @@ class Effort(NamedTuple):
         micro_batches: numbers of micro-batches for which families are solved at first, where a batch has more divisors;
             then those next to the best, as long as that helps.
         families: quota programs that are solved for a set of numbers of micro-batches, from the first that leads to
-            something: for two types of devices, and as many for each type more.
+            something: for two types of devices, and as many for each type more. Those that could be better than the
+            best so far are all solved.
         near: families that could at best come to so many times the best so far are dropped.
         sequences: of all quota programs, that are cut and scored, for types as ``families``.
         cut_exactly: of these, that get their exact cuts.

@@ -356,8 +356,8 @@ class _Search:
         while (
             waiting
             and not self._over()
-            and solved < self.effort.families * wider
             and waiting[0].reach <= self.effort.near * near
+            and (solved < self.effort.families * wider or waiting[0].reach <= near < inf)
         ):
             one = heappop(waiting)
             family = one.family
@@ -385,7 +385,7 @@ class _Search:
             elif one.reach > self.effort.near * near:
                 self._drop(one.family.name, "could not come near the best if its stages were equal")
             else:
-                self._drop(one.family.name, f"not among the {self.effort.families * wider} that could reach most")
+                self._drop(one.family.name, f"could only come near the best, after {solved} that could reach more")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
         self._score_best(islice(sequences, self.effort.sequences * wider), schedule)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chains import GIB, card, chain, layer, machines
+from whale.cli.model_loader import load_model
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
@@ -19,6 +20,7 @@ from whale.planner.search.devices import Mesh, lay_out, pools_of
 from whale.planner.search.drafts import Draft, likely_cuts, score_draft
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
+from whale.strategies.profile import profile_model
 
 A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
 NETWORK = Link(bandwidth=25e9, latency=1e-5, adapters=8)
@@ -57,6 +59,24 @@ def test_no_uniform_degrees_are_faster(counts: tuple[int, ...]) -> None:
         uniform = estimate(profile, cluster, degrees).prediction
         if uniform.fits:
             assert best.prediction.step_seconds <= uniform.step_seconds * 1.001
+
+
+def test_whatever_could_be_better_is_tried() -> None:
+    """Of so little memory deep pipelines make the most, though they are not among the first that promise much."""
+    sizes = {"layers": 2, "hidden": 2560, "heads": 32, "seq": 2048, "vocab": 50304}
+    loaded = load_model("examples/models/gpt.py:gpt", sizes, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4, 8))
+    first, block, last = profile.layers[0], profile.layers[1], profile.layers[-1]
+    paths = (profile.paths[0], *(f"layers.{index}" for index in range(32)), profile.paths[-1])
+    deep = profile.model_copy(update={"layers": (first, *(block,) * 32, last), "paths": paths, "tied": ()})
+    types = [device_types()[name] for name in ("V100-PCIe-16GB", "A10G")]
+    devices = [(f"node{index}", types[index // 2]) for index in range(4) for _ in range(4)]
+    cluster = Cluster.of(devices, intra=Link(bandwidth=25e9, latency=1e-5), inter=Link(bandwidth=12.5e9, latency=1e-5))
+    quick, thorough = (
+        search(deep, cluster, batch=2048, settings=SearchSettings(precision="fp16", time_limit=300, thorough=more)).best
+        for more in (False, True)
+    )
+    assert quick.prediction.step_seconds <= 1.01 * thorough.prediction.step_seconds
 
 
 def test_a_fast_and_a_slow_half_are_both_used_by_their_speed() -> None:
