@@ -7,6 +7,7 @@ source's. Where several ranks hold the same part, a target reads from itself if 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 
 from whale.ir.program import Box, Transfer
@@ -14,6 +15,9 @@ from whale.strategies.layout import Interval
 
 Region = tuple[tuple[Interval, ...], ...]
 """What a rank holds: for each dim, stretches of the whole dim, one after the other in its local tensor."""
+
+MOST_PAIRS = 4096
+"""Of regions of which is kept what they share: those of a boundary, which stages like it have too."""
 
 
 def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> tuple[Transfer, ...]:
@@ -27,7 +31,7 @@ def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> t
     for rank, region in sources.items():
         holders.setdefault(region, []).append(rank)
     found = []
-    common: dict[Region, list[tuple[list[int], list[tuple[Box, Box]]]]] = {}
+    common: dict[Region, list[tuple[list[int], tuple[tuple[Box, Box], ...]]]] = {}
     for turn, (target, wanted) in enumerate(targets.items()):
         if wanted not in common:
             pairs = [(ranks, _common(region, wanted)) for region, ranks in holders.items()]
@@ -38,7 +42,8 @@ def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> t
     return tuple(found)
 
 
-def _common(source: Region, target: Region) -> list[tuple[Box, Box]]:
+@lru_cache(maxsize=MOST_PAIRS)
+def _common(source: Region, target: Region) -> tuple[tuple[Box, Box], ...]:
     """The boxes that two regions share, each by its place in both local tensors."""
     found = []
     for whole_a, local_a in _boxes(source):
@@ -46,7 +51,7 @@ def _common(source: Region, target: Region) -> list[tuple[Box, Box]]:
             shared = _intersection(whole_a, whole_b)
             if shared is not None:
                 found.append((_within(shared, whole_a, local_a), _within(shared, whole_b, local_b)))
-    return found
+    return tuple(found)
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
