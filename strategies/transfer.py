@@ -6,18 +6,15 @@ source's. Where several ranks hold the same part, a target reads from itself if 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 
 from whale.ir.program import Box, Transfer
 from whale.strategies.layout import Interval
 
 Region = tuple[tuple[Interval, ...], ...]
 """What a rank holds: for each dim, stretches of the whole dim, one after the other in its local tensor."""
-
-MOST_PAIRS = 4096
-"""Of regions of which is kept what they share: those of a boundary, which stages like it have too."""
 
 
 def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> tuple[Transfer, ...]:
@@ -30,11 +27,12 @@ def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> t
     holders: dict[Region, list[int]] = {}
     for rank, region in sources.items():
         holders.setdefault(region, []).append(rank)
+    near = _Near(list(holders))
     found = []
-    common: dict[Region, list[tuple[list[int], tuple[tuple[Box, Box], ...]]]] = {}
+    common: dict[Region, list[tuple[list[int], list[tuple[Box, Box]]]]] = {}
     for turn, (target, wanted) in enumerate(targets.items()):
         if wanted not in common:
-            pairs = [(ranks, _common(region, wanted)) for region, ranks in holders.items()]
+            pairs = [(holders[region], _common(region, wanted)) for region in near.to(wanted)]
             common[wanted] = [(ranks, boxes) for ranks, boxes in pairs if boxes]
         for ranks, boxes in common[wanted]:
             source = target if target in ranks else ranks[turn % len(ranks)]
@@ -42,8 +40,31 @@ def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> t
     return tuple(found)
 
 
-@lru_cache(maxsize=MOST_PAIRS)
-def _common(source: Region, target: Region) -> tuple[tuple[Box, Box], ...]:
+class _Near:
+    """Regions by where they lie along the dim in which they differ most, so that of hundreds only those are compared
+    that may have something in common."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = regions
+        dims = range(len(regions[0]) if regions else 0)
+        self.dim = max(dims, key=lambda dim: len({region[dim] for region in regions}), default=None)
+        if self.dim is not None:
+            along = sorted((*stretch, place) for place, region in enumerate(regions) for stretch in region[self.dim])
+            self.places = [place for _, _, place in along]
+            self.starts = [start for start, _, _ in along]
+            self.reached = list(accumulate((stop for _, stop, _ in along), max))
+
+    def to(self, wanted: Region) -> list[Region]:
+        """Those that overlap with *wanted* in that dim, in their order; more where they overlap with each other."""
+        if self.dim is None:
+            return list(self.regions)
+        found: set[int] = set()
+        for start, stop in wanted[self.dim]:
+            found.update(self.places[bisect_right(self.reached, start) : bisect_left(self.starts, stop)])
+        return [self.regions[place] for place in sorted(found)]
+
+
+def _common(source: Region, target: Region) -> list[tuple[Box, Box]]:
     """The boxes that two regions share, each by its place in both local tensors."""
     found = []
     for whole_a, local_a in _boxes(source):
@@ -51,7 +72,7 @@ def _common(source: Region, target: Region) -> tuple[tuple[Box, Box], ...]:
             shared = _intersection(whole_a, whole_b)
             if shared is not None:
                 found.append((_within(shared, whole_a, local_a), _within(shared, whole_b, local_b)))
-    return tuple(found)
+    return found
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
