@@ -1,4 +1,4 @@
-"""What travels between stages: every target gets what it wants of what the sources hold, once from each that differs."""
+"""What travels between stages: targets get what they want of what sources hold, once from each that differs."""
 
 from __future__ import annotations
 

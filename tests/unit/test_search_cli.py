@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,18 @@ def test_stopped_before_it_compiles_the_search_still_writes_a_plan_of_the_model(
     assert done.exit_code == 130, done.output
     plan = Plan.load("plan.json")
     assert plan.model is not None and plan.model.hash and plan.prediction is not None
+
+
+def test_the_time_limit_counts_from_the_start_of_the_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def noted(profile: Any, cluster: Any, *, settings: Any, **others: Any) -> Any:
+        limits.append(settings.time_limit)
+        raise whale.searching.InfeasibleError("enough is known")
+
+    monkeypatch.setattr(whale.searching, "search", noted)
+    cluster = str(folder / "cluster.toml")
+    command = ["search", "--profile", PROFILE, "--cluster", cluster, "--batch", "8", "--time-limit", "100"]
+    for before in (60.0, 1000.0):  # a quarter is left for the search, whatever went before
+        CliRunner().invoke(app, command, obj=time.monotonic() - before)
+    assert 30 < limits[0] < 40 and limits[1] == 25

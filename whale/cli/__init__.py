@@ -7,11 +7,13 @@ ours, 2 usage, 3 a bad input file, 4 infeasible, 5 a damaged checkpoint, 6 a wor
 
 from __future__ import annotations
 
+import time
+
 from whale.cli.app import app
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line of this process and exit with its code."""
-    app.main(prog_name="whale")
+    """Run the command line of this process and exit with its code. Verbs with a time limit know when it began."""
+    app.main(prog_name="whale", obj=time.monotonic() - time.process_time())

@@ -99,7 +99,7 @@ def search(
     from whale.searching import settings_for
 
     ctx.with_resource(seldom_collecting())
-    began = time.monotonic()
+    began = time.monotonic() if ctx.obj is None else ctx.obj
     if spec is None and profile_file is None:
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
