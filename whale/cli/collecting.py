@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 __all__ = ["seldom_collecting"]
 
-ALLOCATIONS = 100_000
+ALLOCATIONS = 1_000_000
 """Objects that are made between two collections of the youngest. Python's own 700 are for programs with few objects: a
 captured graph has a million, which are looked through again and again and of which none is garbage."""
 
@@ -19,8 +19,8 @@ def seldom_collecting() -> Iterator[None]:
 
     >>> with seldom_collecting():
     ...     gc.get_threshold()[0]
-    100000
-    >>> gc.get_threshold()[0] < 100000
+    1000000
+    >>> gc.get_threshold()[0] < 1000000
     True
     """
     before = gc.get_threshold()
