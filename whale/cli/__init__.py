@@ -7,6 +7,7 @@ ours, 2 usage, 3 a bad input file, 4 infeasible, 5 a damaged checkpoint, 6 a wor
 
 from __future__ import annotations
 
+import gc
 import time
 
 from whale.cli.app import app
@@ -16,4 +17,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line of this process and exit with its code. Verbs with a time limit know when it began."""
-    app.main(prog_name="whale", obj=time.monotonic() - time.process_time())
+    try:
+        app.main(prog_name="whale", obj=time.monotonic() - time.process_time())
+    finally:
+        gc.freeze()  # Python would look for cycles in all that is left, a second and more after a capture

@@ -14,8 +14,12 @@ captured graph has a million, which are looked through again and again and of wh
 
 
 @contextmanager
-def seldom_collecting() -> Iterator[None]:
+def seldom_collecting(*, restored: bool = True) -> Iterator[None]:
     """Collect cycles less often in this block; what no cycle holds goes at once, as ever.
+
+    Args:
+        restored: collect as often as before at its end, which looks through all that was made in it; not needed where
+            the process ends too.
 
     >>> with seldom_collecting():
     ...     gc.get_threshold()[0]
@@ -28,4 +32,5 @@ def seldom_collecting() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if restored:
+            gc.set_threshold(*before)

@@ -98,7 +98,7 @@ def search(
     from whale.planner.search import SearchSettings
     from whale.searching import settings_for
 
-    ctx.with_resource(seldom_collecting())
+    ctx.with_resource(seldom_collecting(restored=ctx.obj is None))
     began = time.monotonic() if ctx.obj is None else ctx.obj
     if spec is None and profile_file is None:
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
