@@ -80,7 +80,7 @@ class _Colours:
     ranks: dict[int, int]
     links: dict[Pair, int]
     resources: dict[str, int]
-    sums: dict[tuple[int, ...], int]
+    sums: dict[int, int]
 
     def count(self) -> list[int]:
         """How many there are of each."""
@@ -98,7 +98,9 @@ class _Structure:
         leaving, entering: links of a rank, in the order of its program.
         users: links that share a resource.
         groups: of a rank, those in which its tasks wait for others.
-        sums: by a set of ranks, the reductions over it.
+        sums: by a set of ranks, the reductions over it. The others know a set by its number, its place in here.
+        terms: of a set, what its reductions are.
+        sets: of a rank, the sets that it is in.
         place: which of its sets a set is to a rank, and how much that rank is slowed down in it.
     """
 
@@ -130,22 +132,26 @@ class _Structure:
                 for rank in group:
                     self.groups.setdefault(rank, []).append(group)
         self.sums: dict[tuple[int, ...], list[Reduction]] = {}
-        sequence: dict[int, list[tuple[int, ...]]] = {}
         for reduction in workload.reductions:
             self.sums.setdefault(reduction.ranks, []).append(reduction)
+        numbers = {ranks: number for number, ranks in enumerate(self.sums)}  # thousands of ranks are hashed once
+        places: dict[int, dict[int, int]] = {}
+        sequence: dict[int, list[int]] = {}
+        for reduction in workload.reductions:
+            number = numbers[reduction.ranks]
             for rank in reduction.ranks:
-                sequence.setdefault(rank, []).append(reduction.ranks)
-        places = {rank: {ranks: at for at, ranks in enumerate(dict.fromkeys(sets))} for rank, sets in sequence.items()}
-        self.terms = {ranks: tuple(map(_term, reductions)) for ranks, reductions in self.sums.items()}
-        self.place = {
-            ranks: [
-                (rank, places[rank][ranks], tuple(r.slowdown[at] for r in reductions if r.slowdown))
+                sets = places.setdefault(rank, {})
+                sequence.setdefault(rank, []).append(sets.setdefault(number, len(sets)))
+        self.terms = [tuple(map(_term, reductions)) for reductions in self.sums.values()]
+        self.place = [
+            [
+                (rank, places[rank][number], tuple(r.slowdown[at] for r in reductions if r.slowdown))
                 for at, rank in enumerate(ranks)
             ]
-            for ranks, reductions in self.sums.items()
-        }
+            for number, (ranks, reductions) in enumerate(self.sums.items())
+        ]
         self.sets = {rank: list(found) for rank, found in places.items()}
-        order = {rank: tuple(places[rank][ranks] for ranks in sets) for rank, sets in sequence.items()}
+        order = {rank: tuple(found) for rank, found in sequence.items()}
         self.own = {
             rank: (numbers, tuple(copied.get(rank, ())), order.get(rank, ()))
             for rank, numbers in _numbers_of_ranks(workload).items()
@@ -170,8 +176,8 @@ class _Structure:
         )
         sums = _numbered(
             {
-                found: (term, frozenset((ranks[rank], *rest) for rank, *rest in self.place[found]))
-                for found, term in self.terms.items()
+                number: (term, frozenset((ranks[rank], at, slowed) for rank, at, slowed in self.place[number]))
+                for number, term in enumerate(self.terms)
             }
         )
         return _Colours(
@@ -302,11 +308,12 @@ def _boundary(structure: _Structure, index: int, boundary: Boundary, stand_in: M
 def _reductions(structure: _Structure, colours: _Colours, stand_in: Mapping[int, int]) -> Iterable[Reduction]:
     """Of sets that are alike the first."""
     chosen: dict[int, tuple[int, ...]] = {}
-    for ranks, colour in colours.sums.items():
+    colour_of = {ranks: colours.sums[number] for number, ranks in enumerate(structure.sums)}
+    for ranks, colour in colour_of.items():
         chosen.setdefault(colour, ranks)
     for reduction in structure.workload.reductions:
         ranks = reduction.ranks
-        if chosen[colours.sums[ranks]] != ranks:
+        if chosen[colour_of[ranks]] != ranks:
             continue
         slowdown = dict(zip((stand_in[rank] for rank in ranks), reduction.slowdown, strict=False))
         left = tuple(dict.fromkeys(stand_in[rank] for rank in ranks))
