@@ -62,6 +62,7 @@ class _Engine:
         self.events: list[Event] = []
         self.users: dict[str, dict[Message, None]] = {}  # messages that move through a resource
         self.load: dict[str, int] = {}  # how many they are, with those that they stand for
+        self.changed: dict[str, None] = {}  # resources that messages have begun to use at this moment, or left
         self.in_flight: dict[int, int] = {}
 
     # The clock
@@ -69,10 +70,15 @@ class _Engine:
     def run(self) -> Timeline:
         for rank in self.ranks.values():
             self._reach(rank, 0.0)
-        while self.heap:
-            time, _, handler, subject, version = heapq.heappop(self.heap)
+        now = 0.0
+        while True:
+            if self.changed and (not self.heap or self.heap[0][0] > now):
+                self._share(now)
+            if not self.heap:
+                break
+            now, _, handler, subject, version = heapq.heappop(self.heap)
             if subject.version == version:
-                handler(subject, time)
+                handler(subject, now)
         stuck = [rank for rank in self.ranks.values() if not rank.finished]
         if stuck:
             raise ScheduleError("the programs wait for each other: " + "; ".join(map(_where, stuck)))
@@ -274,25 +280,31 @@ class _Engine:
         message.cause = self._cause(message)
         message.event = self._reserve()
         message.left = message.bytes
-        message.rate = link.time.bandwidth
         if not link.time.resources:
-            self._at(now + message.left / message.rate, self._sent, message)
+            self._at(now + message.left / link.time.bandwidth, self._sent, message)
             return
         for resource, load in link.loads.items():
             self.users.setdefault(resource, {})[message] = None
             self.load[resource] = self.load.get(resource, 0) + load
-        self._share(link, now)
+            self.changed[resource] = None
 
-    def _share(self, link: Link, now: float) -> None:
-        """Give every message that shares a resource with the link its part from now on."""
-        affected = {message: None for resource in link.time.resources for message in self.users[resource]}
-        for message in affected:
+    def _share(self, now: float) -> None:
+        """Give every message that uses what has changed its part from now on.
+
+        Once for all that happens at one moment: of ranks that work together all messages begin, and many end, at once.
+        """
+        load = self.load
+        for message in {message: None for resource in self.changed for message in self.users[resource]}:
             time = message.link.time
+            rate = time.bandwidth / max([load[resource] for resource in time.resources])
+            if rate == message.rate:
+                continue
             message.left = max(0.0, message.left - (now - message.since) * message.rate)
             message.since = now
-            message.rate = time.bandwidth / max(self.load[resource] for resource in time.resources)
+            message.rate = rate
             message.version += 1
-            self._at(now + message.left / message.rate, self._sent, message)
+            self._at(now + message.left / rate, self._sent, message)
+        self.changed.clear()
 
     def _sent(self, message: Message, now: float) -> None:
         """The last byte has left: the next message may follow; this one arrives after the latency."""
@@ -304,8 +316,7 @@ class _Engine:
         for resource, load in link.loads.items():
             del self.users[resource][message]
             self.load[resource] -= load
-        if link.time.resources:
-            self._share(link, now)
+            self.changed[resource] = None
         arrival = now + link.time.latency
         started = message.started or 0.0
         source, target, micro_batch = link.time.source, link.time.target, message.key[2]
