@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -97,9 +98,13 @@ class _Lowering:
         self.emitters = [Emitter(level, nn.Module()) for level in range(3)]
         self.primary: dict[Value, Placements] = {}
         self.depends_on_position = False
-        self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
         self._level: dict[fx.Node, int] = {}
         self._masks: dict[Any, fx.Node] = {}
+
+    @cached_property
+    def order(self) -> dict[fx.Node, int]:
+        """The places of the operators in the whole graph."""
+        return {node: i for i, node in enumerate(self.captured.graph.nodes)}
 
     # The walk
 

@@ -31,7 +31,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.placement import FANOUT, REPLICATE, Placement, Segment
 from whale.ir.plan import Plan
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
-from whale.ir.schedule import Order, Task
+from whale.ir.schedule import Order, Task, peak_in_flight
 from whale.ir.strategy import Strategy
 from whale.planner.orders import schedule_order
 from whale.planner.place import Assignment, StageRequest, place, place_interleaved
@@ -108,7 +108,18 @@ class Compilation:
     @cached_property
     def of_first(self) -> Compilation:
         """The same for the first micro-batch alone: what its ranks run of it is all that one of its kind needs."""
-        return replace(self, rows=self.rows[:1], _lowered={})
+        order = tuple(task for task in self.order if task.micro_batch == 0)
+        return replace(self, rows=self.rows[:1], order=order, _lowered={})
+
+    @cached_property
+    def known_programs(self) -> dict[int, Program]:
+        """Those of all ranks, made once: for a step that is short."""
+        return self.programs()
+
+    @cached_property
+    def most_in_flight(self) -> dict[int, int]:
+        """Of each stage how many micro-batches it keeps at one time at most."""
+        return peak_in_flight(self.order)
 
     def local_programs(self, stage: PlacedStage, rank: int, clock: Clock | None) -> list[LocalProgram]:
         """What *rank* runs of a stage in each micro-batch; graphs are shared between micro-batches of equal size."""

@@ -125,10 +125,8 @@ def brief_occupancy(
     added, and their messages are guessed from its own. What is *known* of compilations of the same captured model is
     looked up, and added to: ranks that do the same but for names are tried once.
     """
-    sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
-    order = schedule_order(schedule, len(compilation.stages), 1, sets)
-    program = project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
     first, known = compilation.of_first, {} if known is None else known
+    program = first.known_programs[rank]
     like = likeness(first, rank, program, clock)
     if (device, like.description) not in known:
         with _without_data(device), _unchanged_bridges(first, rank, clock):
@@ -136,7 +134,7 @@ def brief_occupancy(
             trial.run(program, begin=trial.hold_gradients)
         known[device, like.description] = like, trial.found()
     found = _renamed(*known[device, like.description], like)
-    most = peak_in_flight(compilation.order)
+    most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
     return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages))
@@ -214,7 +212,7 @@ def _short(compilation: Compilation, schedule: str) -> Order:
     Where there are messages some more are walked, because they are dropped a few tasks after they were sent: twice the
     credit, which is the number of micro-batches in flight, and two.
     """
-    most = peak_in_flight(compilation.order)
+    most = compilation.most_in_flight
     depth = max(2, *most.values())
     more = depth + 3 if compilation.edges else 0
     sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
