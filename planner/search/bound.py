@@ -379,17 +379,16 @@ class Case:
         firsts = np.where(can[:, begin], start + np.minimum(charge[begin] * own, own), NEVER)
         pays -= beyond
         others = np.where(can, ends + beyond + np.minimum(charge * pays, pays), NEVER)
-        stretch = self._pairs[0]
-        cheapest = self._shortest(self._least(firsts, stretch[begin]), self._least(others, stretch))
+        cheapest = self._shortest(self._least(firsts, self._begins), self._least(others, self._starts))
         return min(cheapest + (prices.level - 1) * step, NEVER)
 
-    def _least(self, values: Array, stretch: Integers) -> Array:
-        """The least of the values (by stages after it, and pair) for each of the stretches, which ascend, and one that
-        there is not."""
+    def _least(self, values: Array, starts: tuple[Integers, Integers]) -> Array:
+        """The least of the values (by stages after it, and pair) for each of the stretches, of which these are and
+        begin there, and one that there is not."""
         found = np.full((DEPTH + 1, len(self.stretches.counts) + 1), NEVER)
-        starts = np.flatnonzero(np.diff(stretch, prepend=-1))
-        if len(starts):
-            found[:, stretch[starts]] = np.minimum.reduceat(values, starts, axis=1)
+        stretch, places = starts
+        if len(places):
+            found[:, stretch] = np.minimum.reduceat(values, places, axis=1)
         return found
 
     def _shortest(self, first: Array, later: Array) -> float:
@@ -398,8 +397,10 @@ class Case:
         ends, stretch = self._ahead
         left = np.full((DEPTH + 1, ends.shape[1] + 1), NEVER)  # by stages and their first part
         left[0, -1] = 0.0
+        few = later[:DEPTH].take(stretch, axis=1)
         for after in range(DEPTH):
-            left[after + 1, :-1] = (later[after][stretch] + left[after][ends]).min(axis=0)
+            few[after] += left[after].take(ends)
+            np.minimum.reduce(few[after], axis=0, out=left[after + 1, :-1])
         more, many = later[DEPTH][stretch.T].tolist(), left[DEPTH].tolist()
         for part in range(len(more) - 1, -1, -1):
             many[part] = min(many[part], *map(add, more[part], many[part + 1 : part + 1 + len(stretch)]))
@@ -453,6 +454,16 @@ class Case:
     def _begin(self) -> Integers:
         """The pairs whose stretch begins the chain."""
         return np.flatnonzero(np.isin(self._pairs[0], self.stretches.between[0, 1:]))
+
+    @cached_property
+    def _starts(self) -> tuple[Integers, Integers]:
+        """The stretches that pairs have, and the first pair of each."""
+        return np.unique(self._pairs[0], return_index=True)
+
+    @cached_property
+    def _begins(self) -> tuple[Integers, Integers]:
+        """The same of the pairs that begin the chain."""
+        return np.unique(self._pairs[0][self._begin], return_index=True)
 
     def _over(self, parts: Array) -> Array:
         stretch, place = self._pairs
@@ -523,15 +534,31 @@ class Case:
     def _excess(self, usual: float) -> Array:
         """What is usual of each later stage without the forwards that are done meanwhile, at least; by the number of
         later stages, and pair."""
-        num = np.arange(DEPTH + 1.0)[:, None]
-        if self.schedule == "gpipe":
-            return num * usual
-        num = np.repeat(num, len(self._type), axis=1)
-        # The last are more stages too. The least is where there are fewest, or as many as micro-batches, at most.
-        most = np.clip(self.num - 1, DEPTH, np.maximum(self.stretches.later[self._pairs[0]], DEPTH))
-        num[-1] = np.where(self._forward > usual, most, DEPTH)
-        found: Array = num * usual - np.minimum(num, self.num - 1) * self._forward
+        found: Array = self._later * usual - self._meanwhile
+        if self.schedule == "1f1b":
+            # The last are more stages too. The least is where there are fewest, or as many as micro-batches, at most.
+            most, meanwhile = self._many
+            np.minimum(found[-1], most * usual - meanwhile, out=found[-1])
         return found
+
+    @cached_property
+    def _later(self) -> Array:
+        """Numbers of later stages, as a column."""
+        return np.arange(DEPTH + 1.0)[:, None]
+
+    @cached_property
+    def _meanwhile(self) -> Array:
+        """Seconds of the forwards that a pair does while so many later stages work on a micro-batch."""
+        if self.schedule == "gpipe":
+            return np.zeros((1, len(self._type)))
+        found: Array = np.minimum(self._later, self.num - 1) * self._forward
+        return found
+
+    @cached_property
+    def _many(self) -> tuple[Array, Array]:
+        """The most later stages with which more forwards are done meanwhile, and seconds of these."""
+        most = np.clip(self.num - 1, DEPTH, np.maximum(self.stretches.later[self._pairs[0]], DEPTH))
+        return most, np.minimum(most, self.num - 1) * self._forward
 
     @property
     def num(self) -> int:

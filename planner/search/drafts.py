@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from whale.errors import InfeasibleError
 from whale.planner.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.estimate import STEP_OVERHEAD_SECONDS
-from whale.planner.search.costs import Array
+from whale.planner.search.costs import Array, Integers
 from whale.planner.search.devices import Mesh
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.steps import SETTLING, Slot, in_flight, slots_of
@@ -43,6 +43,9 @@ __all__ = [
     "score_draft",
     "seconds_of",
 ]
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 PATIENCE = 300
 """Stages of drafts in a row that are timed and do not lead, before others of less promise are not timed."""
@@ -139,20 +142,30 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
-    known = {mesh: meshes.costs(mesh, rows, count) for mesh in dict.fromkeys(draft.meshes)}
+    costs = _for_each(draft.meshes, lambda mesh: meshes.costs(mesh, rows, count))
     stages = [
-        known[mesh].stage(first, last, in_flight(draft.schedule, depth, stage, count))
-        for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
+        own.stage(first, last, in_flight(draft.schedule, depth, stage, count))
+        for stage, (own, (_, first, last)) in enumerate(zip(costs, draft.stages(len(meshes.chain)), strict=True))
     ]
     forward, backward, once, fullness = zip(*stages, strict=True)
-    between = zip(pairwise(draft.meshes), draft.starts[1:], strict=True)
-    hops = tuple(meshes.hops(*both, rows, count)[part] / 2 for both, part in between)
+    sent = _for_each(pairwise(draft.meshes), lambda pair: meshes.hops(*pair, rows, count))
+    hops = tuple(seconds[part] / 2 for seconds, part in zip(sent, draft.starts[1:], strict=True))
     times = Times(forward, backward, (*hops, 0.0), once, share)
     loads = tuple(
         (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
     )
     least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share)
     return Scored(draft=draft, times=times, seconds=least + STEP_OVERHEAD_SECONDS, fullness=max(fullness), loads=loads)
+
+
+def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
+    """What is found for each key; of those in a row that are equal, as most are, for the first."""
+    found: list[Found] = []
+    before: Key | None = None
+    for key in keys:
+        found.append(found[-1] if key == before else find(key))
+        before = key
+    return found
 
 
 def best_timed(drafts: Iterable[Scored], count: int) -> list[Scored]:
@@ -251,18 +264,32 @@ class _Windows:
     """
 
     def __init__(self, forward: Sequence[float], backward: Sequence[float], hops: Sequence[float]) -> None:
-        depth = len(forward)
-        both, twice = np.add(forward, backward), 2 * np.array(hops)
-        upto = np.concatenate([[0.0], np.cumsum(both + twice)])
-        places = np.arange(depth)
-        self.around = upto[None, 1:] - twice - upto[:-1, None]
-        self.stages = np.maximum(places - places[:, None] + 1, 1)
-        self.possible = places[:, None] <= places
+        twice = 2 * np.array(hops)
+        upto = np.add(forward, backward) + twice
+        upto = np.concatenate([[0.0], upto.cumsum()])
+        self.around = upto[1:] - twice - upto[:-1, None]
+        self.stages, self.possible = _windows_of(len(forward))
 
     @property
     def period(self) -> Array:
         """What each micro-batch takes at least, for each run of stages."""
         return np.where(self.possible, self.around / self.stages, 0.0)
+
+
+@lru_cache(maxsize=256)
+def _windows_of(depth: int) -> tuple[Integers, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """How many stages each run of such a pipeline has, and which runs there are."""
+    places = np.arange(depth)
+    return np.maximum(places - places[:, None] + 1, 1), places[:, None] <= places
+
+
+@lru_cache(maxsize=256)
+def _turns(depth: int, micro_batches: int) -> tuple[Integers, Integers, Integers]:
+    """By the last stage of a run the forwards before its first backward, but one; for each run, how often all others
+    fill it, and how many are left."""
+    filling = np.arange(depth - 1, -1, -1)
+    times, rest = np.divmod(np.maximum(micro_batches - 1 - filling, 0), _windows_of(depth)[0])
+    return np.minimum(filling, micro_batches - 1), times, rest
 
 
 def pipeline_bound(
@@ -283,21 +310,21 @@ def pipeline_bound(
     >>> pipeline_bound([1, 1], [2, 2], [0, 0], [0, 0], 4, "1f1b")
     15.0
     """
-    ahead = np.concatenate([[0.0], np.cumsum(np.add(forward, hops))[:-1]])
-    back = np.concatenate([[0.0], np.cumsum(last_share * np.array(backward) + hops)[:-1]])
-    busy = (micro_batches - 1 + last_share) * np.add(forward, backward)
+    ahead_each, each = np.array(forward), np.add(forward, backward)
+    ahead, back = np.zeros(len(forward)), np.zeros(len(forward))
+    (ahead_each + hops)[:-1].cumsum(out=ahead[1:])
+    (last_share * np.array(backward) + hops)[:-1].cumsum(out=back[1:])
+    busy = (micro_batches - 1 + last_share) * each
     ends = np.maximum.accumulate(once - back)  # of any stage before, beyond the backwards on the way to it
     least = float((ahead + busy + back + ends).max())
     if schedule == "1f1b" and len(forward) > 1:
         windows = _Windows(forward, backward, hops)
-        ahead_each, each = np.array(forward), np.add(forward, backward)
-        filling = np.arange(len(forward) - 1, -1, -1)  # forwards of stage e before its first backward, but one
-        times, rest = np.divmod(np.maximum(micro_batches - 1 - filling, 0), windows.stages)
+        filling, times, rest = _turns(len(forward), micro_batches)
         through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
-        whole = through[:, None] + np.minimum(filling, micro_batches - 1) * np.maximum(ahead_each[:, None], ahead_each)
+        whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each)
         whole += times * windows.around  # and what is left over at either end
         whole += rest * np.where(times, np.maximum(each[:, None], each), each)
-        least = max(least, float(whole[windows.possible].max()))
+        least = max(least, float(whole.max(where=windows.possible, initial=0.0)))
     return least
 
 
