@@ -256,7 +256,7 @@ class _Recorder(TorchDispatchMode):
         return len(self.incarnations) - 1
 
     def _ref(self, x: Tensor) -> Ref:
-        return Ref(self._incarnation(x), tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
+        return Ref.of(x, self._incarnation(x))
 
     def _overwritten(self, name: str, overload: str, given: list[Tensor], written: list[Tensor]) -> set[int]:
         """The incarnations that a call replaces whole."""

@@ -35,6 +35,11 @@ class Ref:
     offset: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, x: Tensor, incarnation: int) -> Ref:
+        """What a tensor is of that incarnation of its storage."""
+        return cls(incarnation, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
+
 
 @dataclass(eq=False)
 class Call:
@@ -147,7 +152,7 @@ class Recording:
             if not x.is_meta and (index < 0 or not self.incarnations[index].writers):
                 run.found[name] = _kept(x.detach(), intervals, run.device, alone=False)
                 continue
-            run.wanted.setdefault(index, []).append((name, _view(x, index), intervals))
+            run.wanted.setdefault(index, []).append((name, Ref.of(x, index), intervals))
             run.need(self.incarnations[index].writers)
         with torch.no_grad():
             run.plan()
@@ -307,10 +312,6 @@ def _kept(whole: Tensor, intervals: Intervals | None, device: torch.device, *, a
 def _clone_storage(x: Tensor) -> Tensor:
     storage = x.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
-
-
-def _view(x: Tensor, incarnation: int) -> Ref:
-    return Ref(incarnation, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
 
 def bytes_of(state: Tensor) -> bytes:
