@@ -20,6 +20,7 @@ from whale.ir.schedule import Order, Task
 from whale.planner.zero_bubble import hand_made, searched
 
 __all__ = [
+    "FITTED",
     "SCHEDULES",
     "extra_warm_ups",
     "gpipe",
@@ -48,6 +49,9 @@ SCHEDULES = (
 """The names that `schedule_order` knows. Of the zero-bubble ones (`whale.planner.zero_bubble`) the first is H1 of its
 paper; 1p and 2p search an order for the given times that keeps at most P, or 2 P, micro-batches on each of P stages."""
 
+FITTED = ("1f1b_deep", "zero_bubble_1p", "zero_bubble_2p", "greedy")
+"""Those whose order depends on how long tasks take; the others have a fixed form."""
+
 
 def schedule_order(
     name: str,
@@ -64,8 +68,7 @@ def schedule_order(
         num_stages: stages of the pipeline; for ``interleaved`` all of them, not those of one device.
         micro_batches: at least 1; fewer than stages is allowed, and leaves devices idle.
         devices_of_stage: the devices that each stage occupies; without it every stage has one of its own.
-        seconds: how long a task takes; used by ``greedy``, ``1f1b_deep`` and the searched ``zero_bubble_1p`` and
-            ``zero_bubble_2p``, the others have a fixed form. By default a backward takes two forwards.
+        seconds: how long a task takes; used by those of `FITTED`. By default a backward takes two forwards.
         hop_seconds: how long a value takes from one stage to the next; used by the same but ``greedy``.
 
     Raises:

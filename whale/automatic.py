@@ -58,7 +58,7 @@ def automatic_plan(
         cluster: of as many devices as there are ranks.
         options: beside what a plan says.
         micro_batches: of a step; None: what is best.
-        schedule: ``gpipe`` or ``1f1b``; None: the latter.
+        schedule: one for devices that have one stage each; None: ``1f1b``.
         loss_fn: for a model that does not return its loss.
 
     Raises:

@@ -9,8 +9,9 @@ is something on which plans can be tried (`whale.trial`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Protocol
 
 from whale.errors import InfeasibleError, UsageError, WhaleError
@@ -21,8 +22,10 @@ from whale.ir.workload import Prediction, Workload
 from whale.planner.advice import advised, gib
 from whale.planner.by_speed import pipeline_by_speed
 from whale.planner.chosen import annotations_of, plan_of, split_shares
+from whale.planner.orders import FITTED
 from whale.planner.precision import BY_DTYPE
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
+from whale.planner.search.choices import PRICED
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
@@ -41,6 +44,9 @@ __all__ = [
 
 SEARCH_SHARE = 0.5
 """Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
+
+REORDERED = 2
+"""Compiled plans, the best first, on which schedules are tried that the search does not price."""
 
 MOST_WEIGHED = 4096
 """Micro-batches up to which it is found out how many would do, where a plan does not fit."""
@@ -129,7 +135,8 @@ def search_plans(
         profile: of the model.
         cluster: the devices.
         batch: rows of the global batch.
-        settings: of the search; ``time_limit`` is for both.
+        settings: of the search; ``time_limit`` is for both. Schedules that the search does not price are tried on the
+            best plans, once these are compiled.
         trial: the model; None: the plans are not compiled.
         progress: is told how far the search is.
         stop: whether to be content with the best so far, compiled or not.
@@ -137,9 +144,15 @@ def search_plans(
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
+        UsageError: the settings contradict themselves or the batch, or need a model.
     """
     begin = time.monotonic()
     settings = settings_for(settings, trial)
+    settings.check(batch)
+    if trial is None:
+        _require_priced(settings)
+    priced = [schedule for schedule in settings.schedules if schedule in PRICED]
+    base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
     fitting: list[float] = []
 
     def told(now: Progress) -> None:
@@ -148,17 +161,22 @@ def search_plans(
         progress(now)
 
     def over() -> bool:
-        late = time.monotonic() - begin > SEARCH_SHARE * settings.time_limit
-        return stop() or (trial is not None and late and bool(fitting))
+        long = time.monotonic() - begin > SEARCH_SHARE * settings.time_limit
+        return stop() or (trial is not None and long and bool(fitting))
 
     found = search(profile, cluster, batch=batch, settings=settings, progress=told, stop=over, known=known)
     writer = _Writer(profile, cluster, batch, trial)
     choices: list[Choice] = []
     refused: list[Choice] = []
     longest = 0.0
+
+    def late() -> bool:
+        return stop() or (bool(choices) and time.monotonic() - begin + longest > settings.time_limit)
+
     for candidate in found.candidates:
-        now = time.monotonic()
-        enough = stop() or (bool(choices) and now - begin + longest > settings.time_limit)
+        now, enough = time.monotonic(), late()
+        if base is not None:
+            candidate = replace(candidate, schedule=base)
         try:
             choice = writer.written(candidate) if trial is None or enough else writer.compiled(candidate, trial)
         except UsageError as error:  # it cannot be written as annotations of this model
@@ -167,11 +185,37 @@ def search_plans(
         if choice is not None:
             (refused if choice.reason else choices).append(choice)
         longest = max(longest, time.monotonic() - now)
+    if trial is not None:
+        for candidate in _reordered(choices, [schedule for schedule in settings.unpriced if schedule != base]):
+            if late():
+                break
+            choice = writer.compiled(candidate, trial)
+            (refused if choice.reason else choices).append(choice)
     if not choices:
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in refused))
         raise InfeasibleError(f"none of the {len(refused)} best plans that the search found can be run: {reasons}")
-    choices.sort(key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
-    return Searched(choices=tuple(choices), refused=tuple(refused), found=found)
+    return Searched(choices=tuple(_ranked(choices)[: settings.top]), refused=tuple(refused), found=found)
+
+
+def _ranked(choices: Iterable[Choice]) -> list[Choice]:
+    """Compiled ones come first, of these the quickest."""
+    return sorted(choices, key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
+
+
+def _reordered(choices: Sequence[Choice], schedules: Sequence[str]) -> Iterator[Candidate]:
+    """The best of the compiled pipelines with other schedules."""
+    pipelines = [one for one in _ranked(choices) if one.compiled and len(one.candidate.stages) > 1]
+    for choice, schedule in product(pipelines[:REORDERED], schedules):
+        if choice.candidate.micro_batches > 1:
+            yield replace(choice.candidate, schedule=schedule)
+
+
+def _require_priced(settings: SearchSettings) -> None:
+    if settings.unpriced:
+        raise UsageError(
+            f"schedule {settings.unpriced[0]} is tried on plans of a model, of which there is only a profile; give the "
+            f"model, or choose of {' and '.join(PRICED)}"
+        )
 
 
 def compile_candidate(
@@ -212,7 +256,9 @@ def plan_pipeline(
         UsageError: the numbers do not fit the cluster, the batch or the profile.
         InfeasibleError: it does not fit in memory; says what is missing, and what would help.
     """
-    SearchSettings(micro_batches=micro_batches, schedules=(schedule,)).check(batch)
+    settings = SearchSettings(micro_batches=micro_batches, schedules=(schedule,))
+    settings.check(batch)
+    _require_priced(settings)
     precision = BY_DTYPE.get(profile.precision, "fp32")
     prices = Prices.of(profile, cluster, precision=precision, eager=True, batch=batch)
     if 1 not in prices.tensor_degrees:
@@ -298,9 +344,12 @@ class _Writer:
     def _tried(self, choice: Choice, trial: Trial) -> Choice:
         try:
             prediction, workload = trial.predict(choice.plan, self.profile, self.cluster)
+            plan = choice.plan.with_prediction(prediction, workload)
+            if plan.schedule in FITTED:  # to times that are known now, and with them what it keeps in flight
+                prediction, workload = trial.predict(plan, self.profile, self.cluster)
+                plan = choice.plan.with_prediction(prediction, workload)
         except WhaleError as error:
             return replace(choice, reason=str(error))
-        plan = choice.plan.with_prediction(prediction, workload)
         return replace(choice, plan=plan, compiled=True, reason=_lacking(prediction))
 
     def _identity(self) -> ModelIdentity | None:

@@ -123,14 +123,12 @@ class ModelTrial:
         return list(found)
 
     def compile(self, plan: Plan, cluster: Cluster) -> Compilation:
-        """Compile *plan* for *cluster* as it would be run.
+        """Compile *plan* for *cluster* as it would be run; its workload says what a fitted schedule is fitted to.
 
         Raises:
             WhaleError: the model cannot be run so.
         """
-        bare = plan.model_copy(
-            update={"model": None, "prediction": None, "workload": None}
-        )  # known to be of this model
+        bare = plan.model_copy(update={"model": None, "prediction": None})  # known to be of this model
         options = replace(self.options, micro_batches=plan.micro_batches, schedule=plan.schedule, plan=bare)
         like = replace(self._base, partition=self._annotated(plan), _lowered={})
         return self._compile(cluster, options, like, device=_device(cluster))

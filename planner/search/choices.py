@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from whale.errors import UsageError
 from whale.ir.workload import Prediction, Workload
 from whale.planner.optimizers import Optimizer, costs_of
+from whale.planner.orders import SCHEDULES
 
 __all__ = [
+    "PRICED",
     "Candidate",
     "Degrees",
     "Dropped",
@@ -22,6 +24,12 @@ __all__ = [
     "SearchSettings",
     "StageChoice",
 ]
+
+PRICED = ("gpipe", "1f1b")
+"""The schedules of which a search knows what a step takes without going through it."""
+
+OF_ONE_STAGE = tuple(schedule for schedule in SCHEDULES if schedule != "interleaved")
+"""Those for devices that have one stage each, as in all plans of the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,7 @@ class Candidate:
     Attributes:
         stages: in the order of the pipeline.
         micro_batches: of a step, the same for all stages.
-        schedule: ``gpipe`` or ``1f1b``.
+        schedule: one of `PRICED`, as the search has it.
         prediction: of its step, by simulation; the memory of one device for each kind of data slice.
         workload: that was simulated, with one rank for each kind of data slice: the numbers are the cluster's.
     """
@@ -207,7 +215,8 @@ class SearchSettings:
     Attributes:
         precision: of the run, as `whale.planner.precision` knows it.
         micro_batches: a number, or None: any that divides the batch.
-        schedules: of ``gpipe`` and ``1f1b``, those that are tried.
+        schedules: that may be chosen. Plans are priced with `PRICED` ones; of others they are found as for ``1f1b``,
+            and whoever compiles them tries those too.
         max_stages: of the pipeline; None: as many as there are devices or layers.
         eager: whether kernels are PyTorch's own, as Whale runs them, and bytes what it holds; or those of a stack such
             as Megatron's.
@@ -232,16 +241,26 @@ class SearchSettings:
     fixed: Fixed | None = None
     thorough: bool = False
 
+    @property
+    def priced(self) -> tuple[str, ...]:
+        """The schedules by which plans are found."""
+        return tuple(schedule for schedule in self.schedules if schedule in PRICED) or (PRICED[-1],)
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """Those that are to be tried on what is found."""
+        return tuple(schedule for schedule in self.schedules if schedule not in PRICED)
+
     def check(self, batch: int) -> None:
         """Refuse settings that contradict each other or the batch.
 
         Raises:
             UsageError: which, and what to give in its place.
         """
-        unknown = [schedule for schedule in self.schedules if schedule not in ("gpipe", "1f1b")]
+        unknown = [schedule for schedule in self.schedules if schedule not in OF_ONE_STAGE]
         if unknown or not self.schedules:
             given = repr(unknown[0]) if unknown else "none"
-            raise UsageError(f"the search knows the schedules gpipe and 1f1b; given was {given}")
+            raise UsageError(f"the search knows the schedules {', '.join(OF_ONE_STAGE)}; given was {given}")
         for name, value in (("batch", batch), ("max_stages", self.max_stages), ("top", self.top)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, but must be at least 1")

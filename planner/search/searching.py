@@ -223,6 +223,7 @@ class _Search:
                 self._refine(start, micro_batches, max_stages)
         candidates = self._simulated()
         exact = is_small(self.meshes) and self._walked(candidates, micro_batches, max_stages)
+        exact = exact and not self.settings.unpriced
         if not candidates and self._over():
             raise InfeasibleError(
                 f"the search ended before it found a plan that fits, after {time.monotonic() - self.began:.1f} seconds "
@@ -260,7 +261,7 @@ class _Search:
     def _drafts(self, micro_batches: Sequence[int], max_stages: int) -> None:
         matching = self.meshes.matching_micro_batches(self.batch)
         dividing = [count for count in micro_batches if self.batch % count == 0]
-        for schedule in self.settings.schedules:
+        for schedule in self.settings.priced:
             self._single_strategies(micro_batches, schedule, max_stages)
             self._single_stages(micro_batches, schedule)
             tried = {
@@ -508,7 +509,7 @@ class _Search:
             self.meshes,
             self.batch,
             micro_batches=micro_batches,
-            schedules=self.settings.schedules,
+            schedules=self.settings.priced,
             max_stages=max_stages,
             best_seconds=min((one.prediction.step_seconds for one in candidates), default=inf),
             found=better,
@@ -516,9 +517,14 @@ class _Search:
         )
 
     def _bound(self, micro_batches: Sequence[int], best: float) -> float:
-        """No plan takes less; *best*: seconds of one that is known. Once the time is over nothing is tried for it."""
+        """No plan takes less; *best*: seconds of one that is known. Once the time is over nothing is tried for it.
+
+        Of schedules without a price only the work is known.
+        """
+        if self.settings.unpriced:
+            return self.bound
         tries = 0 if self._over() else TRIES
-        given = (self.meshes, self.batch, micro_batches, self.settings.schedules)
+        given = (self.meshes, self.batch, micro_batches, self.settings.priced)
         found = bound_seconds(*given, known=best, tries=tries)
         if self.settings.thorough:
             found = raised_seconds(*given, least=found, known=best, over=self._over)

@@ -51,19 +51,21 @@ def test_gpt2_without_an_annotation_has_the_loss_and_gradients_of_one_process(wo
         assert held > 0
 
 
-def staged_step(world: World) -> tuple[float, set[str]]:
+def staged_step(world: World, schedule: str | None = None) -> tuple[float, set[str]]:
     """The worst error of a decoder whose stages are annotated, and what lies here."""
     model, batch = decoder(layers=4), tokens()
     whale.annotate(model, {"layers.[0-1]": whale.stage(), "layers.[2-3]": whale.stage()})
     loss, gradients, _ = local_step(model, batch, Setup())
-    module = whale.parallelize(model, batch, plan="auto", device="cpu")
+    count = None if schedule is None else 4
+    module = whale.parallelize(model, batch, plan="auto", micro_batches=count, schedule=schedule, device="cpu")
     found = module.train_step(**batch)
     errors = relative_errors(module.full_gradients(), gradients)
     return max(float((found - loss).abs() / loss), *errors.values()), {name for name, _ in module.named_parameters()}
 
 
-def test_annotated_stages_are_kept(worlds: Worlds) -> None:
-    found = worlds.run(2, staged_step)
+@pytest.mark.parametrize("schedule", [None, "gpipe", "zero_bubble", "zero_bubble_1p"])
+def test_annotated_stages_are_kept(worlds: Worlds, schedule: str | None) -> None:
+    found = worlds.run(2, staged_step, schedule)
     assert all(worst <= BOUND for worst, _ in found)
     held = [{name.split(".")[1] for name in names if name.startswith("layers.")} for _, names in found]
     assert sorted(map(sorted, held)) == [["0", "1"], ["2", "3"]]

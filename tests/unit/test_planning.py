@@ -194,7 +194,7 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
         ((), "say --batch"),
         (("--batch", "12", "--stages", "3"), "3 stages of 1 replicas are 3 devices, but the cluster has 2"),
         (("--batch", "12", "--micro-batches", "5"), "5 micro-batches do not divide"),
-        (("--batch", "12", "--schedule", "zero_bubble"), "gpipe and 1f1b"),
+        (("--batch", "12", "--schedule", "zero_bubble"), "choose of gpipe and 1f1b"),
         (("--batch", "12", "--optimizer", "sgd"), "--optimizer is for --model"),
     ):
         wrong = run(*arguments)

@@ -160,11 +160,19 @@ def test_micro_batches_schedule_and_number_of_stages_are_kept() -> None:
         assert candidate.micro_batches == 8 and candidate.schedule == "gpipe" and len(candidate.stages) <= 2
 
 
+def test_with_a_schedule_that_has_no_price_plans_are_those_of_1f1b_and_the_bound_is_their_work() -> None:
+    usual, more = found(), found(schedules=("1f1b", "zero_bubble"))
+    assert [one.stages for one in more.candidates] == [one.stages for one in usual.candidates]
+    assert {one.schedule for one in more.candidates} == {"1f1b"}
+    assert 0 < more.bound_seconds < usual.bound_seconds and not more.exact
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"micro_batches": 5}, "do not divide a batch of 32"),
-        ({"schedules": ("zero_bubble",)}, "gpipe and 1f1b"),
+        ({"schedules": ("interleaved",)}, "knows the schedules gpipe, 1f1b, .*given was 'interleaved'"),
+        ({"schedules": ()}, "given was none"),
         ({"time_limit": 0.0}, "time limit"),
         ({"fixed": Fixed(starts=(12,))}, "layers 0 to 11"),
         ({"fixed": Fixed(starts=(4,), uncut=((3, 6),))}, "within layers"),

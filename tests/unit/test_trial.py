@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import nn
 
+from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
 from whale.compiler import Options
 from whale.costs import Costs
+from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
 from whale.planner.catalog import device_types
-from whale.planner.search import SearchSettings
+from whale.planner.search import Fixed, SearchSettings
 from whale.planning import make_plan
 from whale.runtime.collectives import Bridge
-from whale.searching import search_plans
+from whale.searching import Searched, search_plans
 from whale.strategies.profile import profile_model
 from whale.trial import ModelTrial
 
@@ -105,3 +107,42 @@ def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None
     assert found.best.compiled
     assert {choice.plan.micro_batches for choice in found.choices} == {1}
     assert not found.refused
+
+
+def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled_pipelines() -> None:
+    with torch.device("meta"):
+        model = decoder(layers=4)
+    own = ModelTrial(model, tokens(16), name="decoder")
+    profile = profile_model(model, tokens(16), tensor_degrees=(1,), name="decoder", captured=own.captured)
+    halves = Fixed(starts=(0, 3))  # the embedding and two layers; two layers and the head
+
+    def choices(memory: int, *schedules: str) -> Searched:
+        device = DeviceType.of("slow", speed={"float32": 1e7}, memory_bytes=memory, memory_bandwidth=1e8)
+        nodes = [(f"node{index}", device) for index in range(2)]
+        cluster = Cluster.of(nodes, inter=Link(bandwidth=1e9, latency=5e-5))
+        settings = SearchSettings(eager=True, micro_batches=8, schedules=schedules, fixed=halves, time_limit=100.0)
+        return search_plans(profile, cluster, batch=16, settings=settings, trial=own)
+
+    usual = choices(2**36, "1f1b")
+    every = choices(2**36, "1f1b", "zero_bubble", "zero_bubble_2p")
+    of = {one.plan.schedule: one.prediction for one in every.choices}
+    assert every.best.plan.schedule != "1f1b" and every.best.compiled
+    assert of["zero_bubble"].step_seconds < of["1f1b"].step_seconds == usual.best.prediction.step_seconds
+    assert of["zero_bubble_2p"].step_seconds < of["1f1b"].step_seconds
+    assert every.best.plan.workload is not None and every.best.plan.workload.schedule == every.best.plan.schedule
+    assert {one.plan.schedule for one in choices(2**36, "zero_bubble", "greedy").choices} == {"zero_bubble", "greedy"}
+
+    def most(schedule: str) -> int:
+        return max(device.total for device in of[schedule].memory)
+
+    assert most("zero_bubble_2p") > most("1f1b")
+    tight = choices(most("zero_bubble_2p") - 1, "1f1b", "zero_bubble_2p")
+    assert tight.best.plan.schedule == "1f1b"
+    assert [one.plan.schedule for one in tight.refused] == ["zero_bubble_2p"] and "needs" in tight.refused[0].reason
+
+
+def test_without_a_model_only_schedules_that_have_a_price_are_searched() -> None:
+    with torch.device("meta"):
+        profile = profile_model(decoder(layers=1), tokens(4), tensor_degrees=(1,), name="decoder")
+    with pytest.raises(UsageError, match=r"schedule greedy is tried on plans of a model.* gpipe and 1f1b"):
+        search_plans(profile, Cluster.homogeneous(2), batch=4, settings=SearchSettings(schedules=("1f1b", "greedy")))

@@ -45,7 +45,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
 @click.option("--batch", "batches", required=True, type=Numbers(), metavar="N,...", help="Rows of the global batch.")
 @click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [the best].")
-@click.option("--schedule", "schedules", multiple=True, type=click.Choice(["gpipe", "1f1b"]), help="Repeatable [1f1b].")
+@click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="That may be chosen; repeatable [1f1b].")
 @click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="The longest pipeline [as long as can be].")
 @click.option("--precision", metavar="NAME", help="fp32, fp16, bf16 or fp64 [the model's].")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
@@ -87,8 +87,9 @@ def search(
     """Find the quickest plan for a model on any mix of devices.
 
     It decides the stages and their cuts, the devices of each and their order, replicas and tensor parallelism in each,
-    rows by speed, and the number of micro-batches. The best plans are compiled, without allocating anything. With a
-    profile and no model the search's own prediction stands.
+    rows by speed, and the number of micro-batches. The best plans are compiled, without allocating anything, and the
+    best of these tried with the other schedules that --schedule names. With a profile and no model the search's own
+    prediction stands.
 
     Ctrl-C keeps the best so far. --without, --with and several batches answer with a table, one row for each case.
     """
