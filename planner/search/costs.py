@@ -35,7 +35,8 @@ class SliceCosts:
         group, rows: whose they are.
         of_kinds: seconds of the kinds of layers (columns): forward, backward, and the optimizer once a step.
         forward, backward, update: their sums up to each part.
-        hop: for each end of a stage the seconds of sending what it hands on, and as much back.
+        hop: for each end of a stage the seconds of sending what it hands on to another node, and as much back.
+        near: the same within the node, where there is room for another slice.
         fixed: bytes of weights, gradients and optimizer states up to each part.
         step: what the optimizer needs besides while it steps, up to each part.
         kept: bytes of a micro-batch up to each part, with the allocator's waste.
@@ -51,6 +52,7 @@ class SliceCosts:
     backward: Array
     update: Array
     hop: Array
+    near: Array
     fixed: Array
     step: Array
     kept: Array

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -148,7 +148,8 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
         for stage, (own, (_, first, last)) in enumerate(zip(costs, draft.stages(len(meshes.chain)), strict=True))
     ]
     forward, backward, once, fullness = zip(*stages, strict=True)
-    sent = _for_each(pairwise(draft.meshes), lambda pair: meshes.hops(*pair, rows, count))
+    ways = zip(draft.meshes, draft.meshes[1:], meshes.near_hops(draft.meshes), strict=False)
+    sent = _for_each(ways, lambda way: meshes.hops(*way[:2], rows, count, way[2]))
     hops = tuple(seconds[part] / 2 for seconds, part in zip(sent, draft.starts[1:], strict=True))
     times = Times(forward, backward, (*hops, 0.0), once, share)
     loads = tuple(
@@ -475,8 +476,8 @@ def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     groups = {mesh: own.group(micro_batches) for mesh, own in costs.items()}
     hops = {
-        (groups[one].name, groups[other].name): meshes.hops(one, other, rows, micro_batches)
-        for one, other in pairwise(sequence)
+        (groups[one].name, groups[other].name): meshes.hops(one, other, rows, micro_batches, near)
+        for one, other, near in zip(sequence, sequence[1:], meshes.near_hops(tuple(sequence)), strict=False)
     }
     return CutProblem(
         groups=tuple(groups[mesh] for mesh in sequence),

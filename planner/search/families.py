@@ -158,11 +158,19 @@ class Family:
         return found._replace(slowest=max(found.even, slowest))
 
     def reach(self, pace: EvenPace) -> float:
-        """Seconds of a step with such `paces`, the least that the family could come to. What stages send each other and
-        back fills the pipeline, and once it is full each micro-batch waits for it, at all boundaries in turn."""
+        """Seconds of a step with such `paces`, the least that the family could come to: with all of its devices, or on
+        slow networks with so few of them that less is sent. What stages send each other and back fills the pipeline,
+        and once it is full each micro-batch waits for it, at all boundaries in turn."""
         stages = max(1, ceil(sum(self.quotas) / max(sum(units) for units, _ in self.meshes)))
-        sent = (stages - 1) * pace.hop * (1 + max(0, self.micro_batches - stages) / stages)
-        return (self.micro_batches - 1) * pace.slowest + stages * pace.even + sent
+        turns, least = self.micro_batches, inf
+        for depth in range(stages, 0, -1):
+            sent = (depth - 1) * pace.hop * (1 + max(0, turns - depth) / depth)
+            even = pace.even * stages / depth
+            step = (turns - 1) * max(pace.slowest, even) + depth * even + sent
+            if step > least:
+                break
+            least = step
+        return least
 
     def sequences(self, meshes: Meshes, batch: int, schedule: str, pace: EvenPace, within: float) -> Sequences | Runs:
         """For some numbers of stages those with the quickest slowest stage, of steps that may take *within* seconds."""

@@ -19,10 +19,13 @@ import numpy as np
 
 from whale.planner.search.chain import Chain
 from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
-from whale.planner.search.devices import Mesh, Pool, slices_of
+from whale.planner.search.devices import Mesh, Pool, lay_out, slices_of
 from whale.planner.search.prices import Prices, TensorGroup
 
 __all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes", "Pace"]
+
+MOST_PLACED = 64
+"""Devices of a sequence up to which it is found out which stages lie in one node."""
 
 MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
@@ -67,6 +70,7 @@ class Meshes:
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
+    _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
     _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
     _paces: dict[Any, Pace] = field(default_factory=dict, init=False)
@@ -161,6 +165,7 @@ class Meshes:
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
             forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
+        busiest = max(slices, key=lambda one: one.rows)
         return MeshCosts(
             mesh=mesh,
             allowed=self.chain.allows(mesh),
@@ -169,23 +174,43 @@ class Meshes:
             backward=backward,
             once=update + summed,
             latency=latency,
-            hop=max(slices, key=lambda one: one.rows).hop,
+            hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
         )
 
-    def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int) -> list[float]:
-        """Seconds to send what a stage on *source* hands on to one on *target*, and as much back, for each end of the
-        stage. Slices have their rows in order; what those of a kind send to those of another all goes through the one
-        link of whichever slice has most of it."""
-        key = (source, target, rows, self.prices.adding(micro_batches))
+    def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
+        """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
+        back, for each end of the stage. Slices have their rows in order; what those of a kind send to those of another
+        all goes through the one link of whichever slice has most of it."""
+        key = (source, target, rows, self.prices.adding(micro_batches), near)
         if key not in self._hops:
             spans = [self._spans(mesh, rows, micro_batches) for mesh in (source, target)]
             found = np.zeros(len(self.chain) + 1)
             for (one, first, last), (other, start, end) in product(*spans):
                 busier, common = max(one, other, key=lambda own: own.rows), min(last, end) - max(first, start)
                 if common > 1e-9:
-                    found = np.maximum(found, busier.hop * min(1.0, common / max(1, busier.rows)))
+                    seconds = busier.near if near else busier.hop
+                    found = np.maximum(found, seconds * min(1.0, common / max(1, busier.rows)))
             self._hops[key] = found.tolist()
         return self._hops[key]
+
+    def near_hops(self, sequence: tuple[Mesh, ...]) -> Sequence[bool]:
+        """Which stages lie in one node with the next one. Of many devices few do: then none."""
+        room = MOST_PLACED if self.largest_node > 1 else 0
+        for mesh in sequence:
+            room -= sum(mesh.counts)
+            if room < 0:
+                return [False] * (len(sequence) - 1)
+        if sequence not in self._near:
+            node_of = self.prices.cluster.node_of
+            laid = lay_out(self.pools, sequence)
+            nodes = [{id(node_of(rank)) for group in groups for rank in group} for groups in laid]
+            self._near[sequence] = [one == other and len(one) == 1 for one, other in pairwise(nodes)]
+        return self._near[sequence]
+
+    def _lies_inside(self, mesh: Mesh) -> bool:
+        """Whether two such meshes fit in a node."""
+        used = [pool for pool, count in enumerate(mesh.counts) if count]
+        return len(used) == 1 and 2 * mesh.counts[used[0]] <= self.pools[used[0]].per_node
 
     def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[SliceCosts, float, float]]:
         """The kinds of data slices of a mesh, and which rows of a micro-batch those of a kind have: first and last."""
@@ -222,6 +247,8 @@ class Meshes:
                 hops = np.max([one[5] for one in tables], axis=0)
             each, part = forward + backward + update / micro_batches, self._counts_of_commonest
             hop = float(hops[self._last_of_commonest])
+            if self._lies_inside(mesh) and (near := self._nears(groups[0][0], -(-rows // groups[0][1]))) is not None:
+                hop = float(near[self._last_of_commonest])
             self._work[key] = Pace(float(each @ self._num_layers), float(each @ part), hop)
         return self._work[key]
 
@@ -241,6 +268,8 @@ class Meshes:
             forward, backward, update, kept = table[:4] @ self._counts
             overhead = max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
             starts, last_layers = self._ends
+            hop = np.concatenate([[0.0], table[5][last_layers], [0.0]])
+            near = self._nears(group, rows)
             self._slices[key] = SliceCosts(
                 group=group,
                 rows=rows,
@@ -248,7 +277,8 @@ class Meshes:
                 forward=forward,
                 backward=backward,
                 update=update,
-                hop=np.concatenate([[0.0], table[5][last_layers], [0.0]]),
+                hop=hop,
+                near=hop if near is None else np.concatenate([[0.0], near[last_layers], [0.0]]),
                 fixed=self._parameters_of(group.tensor, group.expert)[2],
                 step=self._parameters_of(group.tensor, group.expert)[3],
                 kept=kept,
@@ -428,10 +458,22 @@ class Meshes:
         target = self._elsewhere(group.ranks)
         if not target:
             return 0.0
+        return self._sent(kind, group, target, rows)
+
+    def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> float:
         whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
         size = self.prices.handed(whole, group.degree, group.degree, in_rows=group.expert > 1)
         hop = self.prices.hop(group.ranks, target, group, size, whole)
         return 2 * (hop.latency + size / hop.bandwidth)
+
+    def _nears(self, group: TensorGroup, rows: int) -> Array | None:
+        """As `_hop` for each kind of layer, to a slice of the same node; None where there is no room for one."""
+        node = self.prices.cluster.node_of(group.ranks[0])
+        other = next((rank for rank in node.ranks if rank not in group.ranks), None)
+        if other is None or 2 * group.degree > len(node.ranks):
+            return None
+        target = (other,) * len(group.ranks)
+        return np.array([self._sent(kind, group, target, rows) for kind in range(len(self.prices.profile.kinds))])
 
     def _handed(self, rows: float) -> Array:
         """Bytes that a stage which ends there hands on, where it holds them."""

@@ -52,6 +52,7 @@ from whale.planner.search.devices import Mesh, pools_of
 from whale.planner.search.drafts import (
     Draft,
     Scored,
+    Times,
     best_cuts,
     best_timed,
     cut_exactly,
@@ -90,8 +91,9 @@ MOST_TYPES_CHOSEN = 4
 MOST_LOOKED_AT = 3
 """Of the largest numbers of micro-batches, by which it is found out whether anything fits after a change."""
 
-SPARE = 5
-"""Drafts that are laid out beyond those that are wanted, where some do not fit on ranks."""
+SPARE, MOST_LAID_OUT, LAID_RANKS = 5, 60, 1024
+"""Drafts that are laid out beyond those that are wanted, where some do not fit on ranks, or take longer there than
+others; of plans for few devices more, as long as all of them have so many ranks."""
 
 SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -236,7 +238,7 @@ class _Search:
         self.bound = best if exact else min(best, self._bound(micro_batches, best))
         self._tell()
         return Found(
-            candidates=tuple(candidates[: self.settings.top]),
+            candidates=tuple(_best_of(candidates, self.settings.top)),
             bound_seconds=self.bound,
             dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in self.dropped.items()),
             points=tuple(self.points),
@@ -332,14 +334,18 @@ class _Search:
                     self._draft(sequence, count, schedule)
 
     def _single_stages(self, micro_batches: Sequence[int], schedule: str) -> None:
-        """One stage on all devices, or on those of some types, at each degree, for few micro-batches."""
-        every = [len(pool.ranks) for pool in self.meshes.pools]
+        """One stage on all devices, on those of some types, on a node or on a device, at each degree, for few
+        micro-batches: on slow networks few devices are quicker than many."""
+        pools = self.meshes.pools
+        every = [len(pool.ranks) for pool in pools]
         chosen = (
             product((True, False), repeat=len(every)) if len(every) <= MOST_TYPES_CHOSEN else [(True,) * len(every)]
         )
         some = [tuple(num * own for num, own in zip(every, which, strict=True)) for which in chosen if any(which)]
+        for own, pool in enumerate(pools):
+            some += [tuple(num * (own == other) for other in range(len(pools))) for num in (pool.per_node, 1)]
         few = [count for count in micro_batches if count <= FEW_MICRO_BATCHES]
-        for counts in some:
+        for counts in dict.fromkeys(some):
             for division, count in product(fit_divisions(self.meshes, counts), few):
                 mesh = Mesh(counts, *division)
                 parts, _ = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
@@ -487,10 +493,17 @@ class _Search:
     # The answer
 
     def _simulated(self) -> list[Candidate]:
+        """The best drafts on ranks; of those that take the same, as on types that are equal, one. The best of one stage is
+        among them: how much of its sums of gradients runs beside the last backward only a compiled plan knows."""
+        more = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
+        alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
         found: list[Candidate] = []
-        for scored in self._leading(self.settings.top + SPARE):
-            if len(found) == self.settings.top:
-                break
+        seen: set[tuple[Times, int]] = set()
+        for scored in [*alone, *self._leading(more + SPARE)]:
+            look = scored.times, scored.draft.micro_batches
+            if look in seen or len(found) > more:
+                continue
+            seen.add(look)
             candidate = laid_out(self.meshes, scored.draft, self.batch)
             if candidate.prediction.fits:
                 found.append(candidate)
@@ -563,6 +576,15 @@ class _Search:
             stopped=lambda: self.stopped() or bool(look.best),
         )
         return look.quick_look()
+
+
+def _best_of(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The first of some candidates, in order; where there is one of a single stage it takes the last place at least."""
+    found = list(candidates[:count])
+    alone = next((one for one in candidates if len(one.stages) == 1), None)
+    if count > 1 and alone is not None and all(len(one.stages) > 1 for one in found):
+        found[-1] = alone
+    return found
 
 
 def _spread(values: Sequence[_T], most: int) -> list[_T]:

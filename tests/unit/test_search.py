@@ -9,7 +9,7 @@ import pytest
 from tests.chains import GIB, card, chain, layer, machines
 from whale.cli.model_loader import load_model
 from whale.errors import InfeasibleError, UsageError
-from whale.ir.cluster import Cluster, Link
+from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.configuration import Configuration
@@ -25,6 +25,7 @@ from whale.strategies.profile import profile_model
 A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
 NETWORK = Link(bandwidth=25e9, latency=1e-5, adapters=8)
 GOLDEN = Path(__file__).parents[1] / "golden" / "gpt_22b_profile.json"
+MIB = 2**20
 FAST, SLOW = card("fast"), card("slow")
 UNLIKE = layer({FAST.name: 0.01, SLOW.name: 0.02}, degrees=(1, 2, 4))
 
@@ -100,6 +101,38 @@ def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tup
 
     cuts = likely_cuts(meshes, sequence, rows, rows // 2, "1f1b")
     assert min(seconds(start) for _, start in cuts) <= min(map(seconds, range(1, 10))) * 1.01
+
+
+@pytest.mark.parametrize("others", [(("b", SLOW),) * 7, (("b", FAST),), (("b", SLOW), ("c", FAST), ("d", SLOW))])
+def test_devices_behind_a_slow_network_do_not_make_a_plan_slower(others: tuple[tuple[str, DeviceType], ...]) -> None:
+    """Stages in one node send each other what they would never send to another."""
+    links = {"intra": Link(bandwidth=1e10, latency=1e-6), "inter": Link(bandwidth=1e7, latency=1e-3)}
+    near = Cluster.of([("a", FAST)] * 3, **links)
+    every = Cluster.of([*[("a", FAST)] * 3, *others], **links)
+    large = layer({FAST.name: 0.01, SLOW.name: 0.02}, output=MIB, parameters=4e8)
+    alone, more = (
+        search(chain([large], (0,) * 6), cluster, batch=7, settings=SearchSettings(time_limit=300.0))
+        for cluster in (near, every)
+    )
+    assert len(alone.best.stages) > 1
+    assert more.best.prediction.step_seconds <= alone.best.prediction.step_seconds * 1.001
+
+
+def test_of_plans_that_differ_in_the_names_of_types_alone_one_is_shown() -> None:
+    twin = card("twin")
+    devices = [("a", twin)] * 2 + [("b", FAST)] * 2 + [("c", twin)] * 2
+    cluster = Cluster.of(devices, intra=Link(bandwidth=1e11, latency=1e-6), inter=Link(bandwidth=1e8, latency=1e-4))
+    same = layer({FAST.name: 0.01, twin.name: 0.01}, output=MIB)
+    one = search(chain([same], (0,) * 6), cluster, batch=8, settings=SearchSettings(time_limit=300.0))
+    assert len({candidate.prediction.step_seconds for candidate in one.candidates}) == len(one.candidates) > 1
+
+
+def test_the_best_plan_of_one_stage_is_among_those_that_are_compiled() -> None:
+    cluster = Cluster.of([("a", FAST)] * 3, intra=Link(bandwidth=1e10, latency=1e-6))
+    large = chain([layer({FAST.name: 0.01}, output=MIB, parameters=4e8)], (0,) * 6)
+    first, second = search(large, cluster, batch=7, settings=SearchSettings(time_limit=300.0, top=2)).candidates
+    assert len(first.stages) > 1 and len(second.stages) == 1
+    assert len(search(large, cluster, batch=7, settings=SearchSettings(time_limit=300.0, top=1)).best.stages) > 1
 
 
 def test_the_same_arguments_give_the_same_answer() -> None:
