@@ -162,6 +162,9 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
         ((*GIVEN, "--without", "node7"), "did you mean node"),
         ((*GIVEN, "--without", "node0", "--without", "node1", "-o", "plan.json"), "there are 3 cases"),
         ((*GIVEN, "--time-limit", "0"), "--time-limit"),
+        ((*GIVEN, "--batch", "8,4-2"), "Invalid value for '--batch': '8,4-2': the range 4-2 goes down; write 2-4"),
+        ((*GIVEN, "--batch", "0"), "Invalid value for '--batch': '0': 0 is less than 1"),
+        ((*GIVEN, "--batch", "0-2"), "Invalid value for '--batch': '0-2': 0 is less than 1"),
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tuple[str, ...], says: str) -> None:

@@ -43,7 +43,9 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="Measured times.")
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
-@click.option("--batch", "batches", required=True, type=Numbers(), metavar="N,...", help="Rows of the global batch.")
+@click.option(
+    "--batch", "batches", required=True, type=Numbers(least=1), metavar="N,...", help="Rows of the global batch."
+)
 @click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [the best].")
 @click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="That may be chosen; repeatable [1f1b].")
 @click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="The longest pipeline [as long as can be].")
