@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner, Result
@@ -162,13 +163,17 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
         ((*GIVEN, "--without", "node7"), "did you mean node"),
         ((*GIVEN, "--without", "node0", "--without", "node1", "-o", "plan.json"), "there are 3 cases"),
         ((*GIVEN, "--time-limit", "0"), "--time-limit"),
+        ((*GIVEN, "-o", "none/plan.json"), "-o none/plan.json cannot be written: No such file or directory"),
+        ((*GIVEN, "-o", "."), "-o . cannot be written: Is a directory"),
+        ((*GIVEN, "--record", "none/search.json"), "--record none/search.json cannot be written: No such file"),
         ((*GIVEN, "--batch", "8,4-2"), "Invalid value for '--batch': '8,4-2': the range 4-2 goes down; write 2-4"),
         ((*GIVEN, "--batch", "0"), "Invalid value for '--batch': '0': 0 is less than 1"),
         ((*GIVEN, "--batch", "0-2"), "Invalid value for '--batch': '0-2': 0 is less than 1"),
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tuple[str, ...], says: str) -> None:
-    done = run(*arguments)
+    with patch.object(whale.searching, "search", side_effect=AssertionError("searched")):
+        done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert says in done.stderr
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.collecting import seldom_collecting
-from whale.cli.files import write_whole
+from whale.cli.files import refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
@@ -107,6 +107,9 @@ def search(
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
         raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
+    for path, option in ((output, "-o"), (record, "--record")):
+        if path is not None:
+            refuse_unwritable(path, option)
     profile = None if profile_file is None else ModelProfile.load(profile_file)
     catalog = device_types() if profile is None else device_types_with(profile)
     cluster = Cluster.load(cluster_file, catalog=catalog)
@@ -172,7 +175,7 @@ def _answer(
         if record is not None:
             from whale.cli.search_recorded import record_of
 
-            write_whole(record, record_of(searched, chosen.cluster).dumps())
+            write_whole(record, record_of(searched, chosen.cluster).dumps(), "--record")
             note(f"wrote {record}: whale report draws it")
         if len(cases) == 1:
             _show(searched, chosen, output, as_json)
