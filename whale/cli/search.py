@@ -343,7 +343,11 @@ def _show(searched: Searched, case: _Case, output: Path | None, as_json: bool) -
 
 
 def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
-    """A row for each case, by the search's own predictions; prices of one search serve the next."""
+    """A row for each case, by the search's own predictions; prices of one search serve the next.
+
+    Raises:
+        InfeasibleError: nothing fits in any case, as the table says.
+    """
     from whale.cli.search_text import case_data, cases_text
     from whale.planner.search import Memo
 
@@ -362,3 +366,5 @@ def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
             rows.append((case, error))
     answers = [(case.change, case.batch, case.cluster, found) for case, found in rows]
     click.echo(json.dumps(case_data(answers), indent=2) if as_json else cases_text(answers))
+    if rows and all(isinstance(found, InfeasibleError) for _, found in rows):
+        raise InfeasibleError(f"nothing fits in any of the {len(rows)} cases; the table says what is missing in each")
