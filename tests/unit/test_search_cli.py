@@ -237,6 +237,17 @@ def test_what_if_keeps_a_batch_whole_that_cannot_be_cut(folder: Path, monkeypatc
     assert asked == [1, 1]
 
 
+@pytest.mark.parametrize("batches", ["64", "64,128"])
+def test_micro_batches_of_a_batch_that_cannot_be_cut_are_refused_before_the_search(folder: Path, batches: str) -> None:
+    (folder / "normalised.py").write_text(NORMALISED)
+    given = ("--model", "normalised.py:build", "--cluster", "cluster.toml", "--batch", batches)
+    with patch.object(whale.searching, "search", side_effect=AssertionError("searched")):
+        done = run(*given, "--micro-batches", "2")
+    assert done.exit_code == 2, done.output
+    assert "batch_norm" in done.stderr and "computes a row of the batch from other rows" in done.stderr
+    assert run(*given, "--micro-batches", "1").exit_code == 0
+
+
 def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
     cases = ("--without", "node1", "--with", "2xT4", "--json", "-q")
     done = run("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8,16", "--precision", "bf16", "--json", "-q")
