@@ -228,10 +228,10 @@ class _Engine:
         self.events[task.event] = event
         rank.last_event = task.event
         seconds, communication, _, _ = task.price
-        slowed = max(0.0, now - rank.start - seconds) if rank.slowed else 0.0  # rounding may make it less
+        slowed = max(0.0, now - rank.start - seconds) if rank.slowed else 0.0  # rounding may make it less, as below
         rank.parts["reduction"] += slowed
         rank.parts["communication"] += communication
-        rank.parts["compute"] += now - rank.start - slowed - communication
+        rank.parts["compute"] += max(0.0, now - rank.start - slowed - communication)
         group = self.groups.get((task.stage, rank.index))
         if group is None:
             self._leave(rank, task, now)

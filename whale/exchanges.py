@@ -63,7 +63,7 @@ def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[E
                         needs_grad=grad,
                         dtype=str(value_tensor(value).dtype).removeprefix("torch."),
                         forward=tuple(forward[count] for count in rows),
-                        backward=tuple(backward[count] for count in rows) if grad else (),
+                        backward=tuple(backward.get(count, ()) for count in rows),
                         source_shapes=tuple(shapes[count][0] for count in rows),
                         target_shapes=tuple(shapes[count][1] for count in rows),
                     )

@@ -58,9 +58,8 @@ class Trial(Protocol):
     identity: ModelIdentity
     dtype: str
 
-    @property
-    def uncut(self) -> str:
-        """Why the batch cannot be cut into micro-batches; empty where it can."""
+    def uncut(self, micro_batches: int) -> str:
+        """Why the batch cannot be cut into so many micro-batches; empty where it can."""
 
     def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
         """For what the model computes, the path of its module and the stage, if stages begin with *anchors*."""
@@ -112,10 +111,16 @@ class Searched:
 
 
 def settings_for(settings: SearchSettings, trial: Trial | None) -> SearchSettings:
-    """What may be decided for a model: where its batch cannot be cut there is one micro-batch."""
-    if trial is not None and settings.micro_batches is None and trial.uncut:
+    """What may be decided for a model: where its batch cannot be cut there is one micro-batch.
+
+    Raises:
+        UsageError: more are asked for; says which operator computes a row from others.
+    """
+    if trial is None or not (why := trial.uncut(settings.micro_batches or 2)):
+        return settings
+    if settings.micro_batches is None:
         return replace(settings, micro_batches=1)
-    return settings
+    raise UsageError(why)
 
 
 def search_plans(
@@ -144,11 +149,11 @@ def search_plans(
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
-        UsageError: the settings contradict themselves or the batch, or need a model.
+        UsageError: the settings contradict themselves, the batch or the model, or need a model.
     """
     begin = time.monotonic()
-    settings = settings_for(settings, trial)
     settings.check(batch)
+    settings = settings_for(settings, trial)
     if trial is None:
         _require_priced(settings)
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]

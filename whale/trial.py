@@ -80,12 +80,11 @@ class ModelTrial:
         """The capture, for whoever profiles the model; None where it is not of the training model as it is."""
         return self._base.captured if self.training and not self.options.promote else None
 
-    @property
-    def uncut(self) -> str:
-        """Why its batch cannot be cut into micro-batches: an operator that computes a row from others, such as a batch
-        norm; empty where it can."""
+    def uncut(self, micro_batches: int) -> str:
+        """Why its batch cannot be cut into so many micro-batches: an operator that computes a row from others, such as
+        a batch norm; empty where it can."""
         try:
-            place_time(self._base.captured, self._base.analysis, self._base.partition, 2)
+            place_time(self._base.captured, self._base.analysis, self._base.partition, micro_batches)
         except UsageError as error:
             return str(error)
         return ""

@@ -314,3 +314,10 @@ def trunk_and_head() -> Example:
     labels = torch.randint(0, 50, (ROWS * 2,))
     labels[:3] = -100
     return TrunkAndHead().double(), {"x": torch.randn(ROWS * 2, 12).double(), "labels": labels}
+
+
+def frozen_trunk() -> Example:
+    """A trunk without gradients: what it sends needs none."""
+    model, batch = trunk_and_head()
+    model.get_submodule("trunk").requires_grad_(False)
+    return model, batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from unittest.mock import Mock, patch
@@ -117,6 +118,51 @@ def test_models_of_hugging_face_are_chains_of_their_blocks(name: str, settings: 
         variant = layer(profile, path=path)
         assert variant.expert_parameters == 4 * 3 * 64 * 96
         assert [k.dims[0](1) for k in variant.forward if k.kind == "grouped_matmul"] == [4, 4]
+
+
+class Blocks(nn.Module):
+    """Blocks of unlike inner widths."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(24), nn.Linear(24, inner), nn.GELU(), nn.Linear(inner, 24)) for inner in widths
+        )
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def blocks(*widths: int) -> ModelProfile:
+    batch = {"x": torch.zeros(2, 24, device="meta"), "labels": torch.zeros(2, dtype=torch.long, device="meta")}
+    return profile_model(Blocks(widths), batch, tensor_degrees=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("widths", "layers"), [((32, 32, 64, 32), (0, 1, 2, 1, 3)), ((32, 32, 64, 64, 32), (0, 1, 2, 2, 1, 3))]
+)
+def test_layers_that_take_turns_cost_what_each_does_where_none_comes_back(
+    widths: tuple[int, ...], layers: tuple[int, ...]
+) -> None:
+    """In A B A the last layer and the first are equal, and of what B sends no other kind reads anything."""
+    profile, once = blocks(*widths), blocks(32, 32, 64)
+    assert (profile.layers, once.layers) == (layers, (0, 1, 2, 3))
+    assert profile.kinds == once.kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gemma2", {"head_dim": 16}), ("qwen3_moe", {"moe_intermediate_size": 32, "decoder_sparse_step": 2})],
+)
+def test_models_of_hugging_face_may_have_two_kinds_of_blocks_in_turns(name: str, settings: Any) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model, batch = hugging_face(name, num_hidden_layers=3, vocab_size=128, **sizes, **settings)
+    profile = profile_model(model, batch, tensor_degrees=(1, 2), expert_degrees=(2,))
+    assert profile.layers == (0, 1, 2, 1, 3)
+    assert total_parameters(profile) == sum(p.numel() for p in model.parameters())
 
 
 # --- what a layer of GPT costs ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner, Result
@@ -162,10 +163,17 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
         ((*GIVEN, "--without", "node7"), "did you mean node"),
         ((*GIVEN, "--without", "node0", "--without", "node1", "-o", "plan.json"), "there are 3 cases"),
         ((*GIVEN, "--time-limit", "0"), "--time-limit"),
+        ((*GIVEN, "-o", "none/plan.json"), "-o none/plan.json cannot be written: No such file or directory"),
+        ((*GIVEN, "-o", "."), "-o . cannot be written: Is a directory"),
+        ((*GIVEN, "--record", "none/search.json"), "--record none/search.json cannot be written: No such file"),
+        ((*GIVEN, "--batch", "8,4-2"), "Invalid value for '--batch': '8,4-2': the range 4-2 goes down; write 2-4"),
+        ((*GIVEN, "--batch", "0"), "Invalid value for '--batch': '0': 0 is less than 1"),
+        ((*GIVEN, "--batch", "0-2"), "Invalid value for '--batch': '0-2': 0 is less than 1"),
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tuple[str, ...], says: str) -> None:
-    done = run(*arguments)
+    with patch.object(whale.searching, "search", side_effect=AssertionError("searched")):
+        done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert says in done.stderr
 
@@ -229,6 +237,17 @@ def test_what_if_keeps_a_batch_whole_that_cannot_be_cut(folder: Path, monkeypatc
     assert asked == [1, 1]
 
 
+@pytest.mark.parametrize("batches", ["64", "64,128"])
+def test_micro_batches_of_a_batch_that_cannot_be_cut_are_refused_before_the_search(folder: Path, batches: str) -> None:
+    (folder / "normalised.py").write_text(NORMALISED)
+    given = ("--model", "normalised.py:build", "--cluster", "cluster.toml", "--batch", batches)
+    with patch.object(whale.searching, "search", side_effect=AssertionError("searched")):
+        done = run(*given, "--micro-batches", "2")
+    assert done.exit_code == 2, done.output
+    assert "batch_norm" in done.stderr and "computes a row of the batch from other rows" in done.stderr
+    assert run(*given, "--micro-batches", "1").exit_code == 0
+
+
 def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
     cases = ("--without", "node1", "--with", "2xT4", "--json", "-q")
     done = run("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8,16", "--precision", "bf16", "--json", "-q")
@@ -245,6 +264,15 @@ def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
         ("without node1", 2),
         ("with 2xT4", 5),
     ]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_where_no_case_fits_the_table_is_shown_and_it_ends_with_four(folder: Path, form: tuple[str, ...]) -> None:
+    done = run("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8,16", *form)
+    assert done.exit_code == 4, done.output
+    assert "nothing fits in any of the 2 cases" in done.stderr
+    reasons = [case["reason"] for case in json.loads(done.stdout)["cases"]] if form else done.stdout.splitlines()[1:]
+    assert len(reasons) == 2 and all("GiB" in reason for reason in reasons)
 
 
 def test_what_to_run_after_a_lost_node_is_written(folder: Path) -> None:

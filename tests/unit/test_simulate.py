@@ -52,6 +52,13 @@ def parts(**seconds: float) -> dict[str, float]:
     return dict.fromkeys(PARTS, 0.0) | seconds
 
 
+def test_a_stage_that_only_communicates_computes_for_no_less_than_no_time() -> None:
+    """Rounding leaves of a task, without its communication, 1e-16 seconds less than nothing."""
+    work = stage_work((0,), forward=(0.3,), backward=(0.6,), communication=(0.3 + 0.6,))
+    breakdown = simulate(Workload(world_size=1, micro_batches=1, stages=(work,))).breakdown
+    assert breakdown == parts(communication=0.3 + 0.6)
+
+
 def link(source: int, target: int, resources: tuple[str, ...] = (), bandwidth: float = 1.0) -> LinkTime:
     return LinkTime(source=source, target=target, latency=0.0, bandwidth=bandwidth, resources=resources)
 

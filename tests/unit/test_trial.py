@@ -95,11 +95,11 @@ class Normalised(nn.Module):
 
 def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None:
     """On a slow network, where a pipeline of many micro-batches would be quickest."""
-    assert not trial.uncut
+    assert not trial.uncut(2)
     with torch.device("meta"):
         model, batch = Normalised(), {"x": torch.zeros(64, 256)}
     own = ModelTrial(model, batch, name="normalised")
-    assert "computes a row of the batch from other rows" in own.uncut
+    assert "computes a row of the batch from other rows" in own.uncut(2)
     profile = profile_model(model, batch, name="normalised", captured=own.captured)
     nodes = [(f"node{index}", PROCESSOR) for index in range(4)]
     cluster = Cluster.of(nodes, inter=Link(bandwidth=1e7, latency=5e-5))
@@ -107,6 +107,8 @@ def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None
     assert found.best.compiled
     assert {choice.plan.micro_batches for choice in found.choices} == {1}
     assert not found.refused
+    with pytest.raises(UsageError, match="micro_batches=4: .* computes a row of the batch from other rows"):
+        search_plans(profile, cluster, batch=64, settings=SearchSettings(eager=True, micro_batches=4), trial=own)
 
 
 def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled_pipelines() -> None:

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import IO
 
 from whale.errors import UsageError
 
-__all__ = ["write_whole"]
+__all__ = ["refuse_unwritable", "write_whole"]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Put *text* into the file, in place of what it held.
+def refuse_unwritable(path: Path, option: str = "-o") -> None:
+    """Find out that a file cannot be written before time is spent on what it is to hold.
+
+    Raises:
+        UsageError: its folder is not there or takes no files, or it is a folder itself; names the option.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with _beside(path):
+            pass
+    except OSError as error:
+        raise _unwritable(path, option, error) from error
+
+
+def write_whole(path: Path, text: str, option: str = "-o") -> None:
+    """Put *text* into the file that *option* names, in place of what it held.
 
     Raises:
         UsageError: it cannot be written.
     """
     try:
-        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
+        with _beside(path, delete=False) as file:
             file.write(text)
         os.chmod(file.name, 0o666 & ~_umask())
         os.replace(file.name, path)
     except OSError as error:
-        raise UsageError(f"-o {path} cannot be written: {error.strerror}") from error
+        raise _unwritable(path, option, error) from error
+
+
+def _beside(path: Path, *, delete: bool = True) -> IO[str]:
+    """A new file in the same folder."""
+    return NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=delete, encoding="utf-8")
+
+
+def _unwritable(path: Path, option: str, error: OSError) -> UsageError:
+    return UsageError(f"{option} {path} cannot be written: {error.strerror}")
 
 
 def _umask() -> int:

@@ -11,9 +11,12 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class Numbers(click.ParamType):
-    """Whole numbers between commas, with ranges: ``12,14`` or ``8-15,0-7``."""
+    """Whole numbers between commas, with ranges: ``12,14`` or ``8-15,0-7``; none is below *least*."""
 
     name = "numbers"
+
+    def __init__(self, *, least: int = 0) -> None:
+        self.least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Read the text."""
@@ -24,10 +27,14 @@ class Numbers(click.ParamType):
             first, dash, last = part.strip().partition("-")
             if not first.isdigit() or (dash and not last.isdigit()):
                 self.fail(f"{value!r}: write whole numbers with commas between them, such as 12,14 or 0-7", param, ctx)
-            stop = int(last) if dash else int(first)
-            if stop - int(first) > 1_000_000:
+            start, stop = int(first), int(last if dash else first)
+            if stop < start:
+                self.fail(f"{value!r}: the range {part.strip()} goes down; write {stop}-{start}", param, ctx)
+            if start < self.least:
+                self.fail(f"{value!r}: {start} is less than {self.least}", param, ctx)
+            if stop - start > 1_000_000:
                 self.fail(f"{value!r} is too long", param, ctx)
-            found += range(int(first), stop + 1)
+            found += range(start, stop + 1)
         return tuple(found)
 
 

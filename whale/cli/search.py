@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.collecting import seldom_collecting
-from whale.cli.files import write_whole
+from whale.cli.files import refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
@@ -43,7 +43,9 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="Measured times.")
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
-@click.option("--batch", "batches", required=True, type=Numbers(), metavar="N,...", help="Rows of the global batch.")
+@click.option(
+    "--batch", "batches", required=True, type=Numbers(least=1), metavar="N,...", help="Rows of the global batch."
+)
 @click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [the best].")
 @click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="That may be chosen; repeatable [1f1b].")
 @click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="The longest pipeline [as long as can be].")
@@ -105,6 +107,9 @@ def search(
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
         raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
+    for path, option in ((output, "-o"), (record, "--record")):
+        if path is not None:
+            refuse_unwritable(path, option)
     profile = None if profile_file is None else ModelProfile.load(profile_file)
     catalog = device_types() if profile is None else device_types_with(profile)
     cluster = Cluster.load(cluster_file, catalog=catalog)
@@ -170,7 +175,7 @@ def _answer(
         if record is not None:
             from whale.cli.search_recorded import record_of
 
-            write_whole(record, record_of(searched, chosen.cluster).dumps())
+            write_whole(record, record_of(searched, chosen.cluster).dumps(), "--record")
             note(f"wrote {record}: whale report draws it")
         if len(cases) == 1:
             _show(searched, chosen, output, as_json)
@@ -338,7 +343,11 @@ def _show(searched: Searched, case: _Case, output: Path | None, as_json: bool) -
 
 
 def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
-    """A row for each case, by the search's own predictions; prices of one search serve the next."""
+    """A row for each case, by the search's own predictions; prices of one search serve the next.
+
+    Raises:
+        InfeasibleError: nothing fits in any case, as the table says.
+    """
     from whale.cli.search_text import case_data, cases_text
     from whale.planner.search import Memo
 
@@ -357,3 +366,5 @@ def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
             rows.append((case, error))
     answers = [(case.change, case.batch, case.cluster, found) for case, found in rows]
     click.echo(json.dumps(case_data(answers), indent=2) if as_json else cases_text(answers))
+    if rows and all(isinstance(found, InfeasibleError) for _, found in rows):
+        raise InfeasibleError(f"nothing fits in any of the {len(rows)} cases; the table says what is missing in each")

@@ -8,7 +8,7 @@ means, equal up to the order of a sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -66,10 +66,10 @@ def _leaves(value: Any) -> tuple[Any, ...]:
 _DROPPED = {aten._assert_tensor_metadata.default}
 
 
-def drop_dead(graph: fx.Graph) -> None:
-    """Remove what nothing uses. After functionalization no operator is kept for a side effect."""
+def drop_dead(graph: fx.Graph, *, keep: Collection[fx.Node] = ()) -> None:
+    """Remove what nothing uses, except *keep*. After functionalization no operator is kept for a side effect."""
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
+        if node.op in ("call_function", "get_attr") and not node.users and node not in keep:
             graph.erase_node(node)
 
 

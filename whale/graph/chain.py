@@ -10,8 +10,8 @@ devices and no costs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from whale.graph.canonical import drop_dead
 from whale.graph.capture import Captured
 from whale.graph.partition import Partition, partition
 from whale.graph.refusals import module_of
-from whale.graph.values import Value, operands, resolve, value_tensor
+from whale.graph.values import Value, is_call, operands, resolve, value_tensor
 from whale.ir.strategy import Scope, Strategy, encode_scopes
 
 __all__ = ["Chain", "Layer", "chain_of"]
@@ -71,19 +71,22 @@ def chain_of(captured: Captured, model: nn.Module) -> Chain:
     index = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
     kinds: dict[str, int] = {}
     firsts: list[_Segment] = []
+    sent: list[Mapping[Value, int]] = []
     kind_of = []
     describe = _Describer(captured, index)
     for position, segment in enumerate(segments):
         kind = kinds.setdefault(describe.key(position, segment), len(kinds))
         if kind == len(firsts):
             firsts.append(segment)
+            sent.append(_read_later(segment, position, index))
         kind_of.append(kind)
     crossing = _crossing(segments, index, [firsts[kind] for kind in kind_of])
     layers = tuple(
         Layer(path=s.path, kind=k, parameters=_parameters(captured, s), crossing=c)
         for s, k, c in zip(segments, kind_of, crossing, strict=True)
     )
-    _contract(captured, [(s, firsts[k]) for s, k in zip(segments, kind_of, strict=True) if firsts[k] is not s])
+    repeats = [(s, firsts[k]) for s, k in zip(segments, kind_of, strict=True) if firsts[k] is not s]
+    _contract(captured, repeats, keep={node for values in sent for node, _ in values})
     for kind, segment in enumerate(firsts):
         scope = Scope(strategy=Strategy(kind="stage"), region=f"{kind}: {segment.name}")
         for node in segment.nodes:
@@ -92,8 +95,14 @@ def chain_of(captured: Captured, model: nn.Module) -> Chain:
         layers=layers,
         names=tuple(s.name for s in firsts),
         captured=captured,
-        partition=partition(captured),
+        partition=_sending(partition(captured), sent),
     )
+
+
+def _sending(kinds: Partition, sent: Sequence[Iterable[Value]]) -> Partition:
+    """The partition with what the first layer of each kind sends, whether or not the first of another kind reads it."""
+    stages = [replace(s, sent=tuple(dict.fromkeys((*s.sent, *v)))) for s, v in zip(kinds.stages, sent, strict=True)]
+    return replace(kinds, stages=tuple(stages))
 
 
 def _forget_annotations(captured: Captured) -> None:
@@ -346,8 +355,12 @@ def _crossing(
     return [tuple(values) for values in crossing]
 
 
-def _contract(captured: Captured, repeats: Sequence[tuple[_Segment, _Segment]]) -> None:
-    """Let the first layer of each kind stand for those that repeat it, and drop what nothing reads any more."""
+def _contract(captured: Captured, repeats: Sequence[tuple[_Segment, _Segment]], *, keep: Collection[fx.Node]) -> None:
+    """Let the first layer of each kind stand for those that repeat it, and drop what nothing reads any more.
+
+    The first of a kind that only repeats read stays, with what it sends: *keep*. In A B A C the layer C then reads the
+    first A, and nothing B.
+    """
     graph = captured.graph
     output = graph.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
@@ -358,7 +371,7 @@ def _contract(captured: Captured, repeats: Sequence[tuple[_Segment, _Segment]]) 
     for repeat, first in repeats:
         for node, other in zip(repeat.nodes, first.nodes, strict=True):
             node.replace_all_uses_with(other)
-    drop_dead(graph)
+    drop_dead(graph, keep={*keep, *(user for node in keep for user in node.users if not is_call(user))})
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and node.name not in captured.inputs:
             for table in (captured.parameters, captured.buffers, captured.constants):
