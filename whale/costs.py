@@ -53,16 +53,27 @@ class Costs:
             self._layers[key] = self._at_fraction(self.profile.kinds[kind], type_, part)
         return self._layers[key]
 
-    def collective(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> float:
+    def collective(self, kind: str, ranks: tuple[int, ...], num_bytes: int, num_alike: int = 1) -> float:
         """Seconds of a collective."""
-        return self.collective_cost(kind, ranks, num_bytes).seconds
+        return self.collective_cost(kind, ranks, num_bytes, num_alike).seconds
 
-    def collective_cost(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> CommunicationCost:
-        """What a collective takes; groups that lie alike are priced once."""
-        key = (kind, self.topology.shape(ranks), num_bytes)
+    def collective_cost(
+        self, kind: str, ranks: tuple[int, ...], num_bytes: int, num_alike: int = 1
+    ) -> CommunicationCost:
+        """What a collective takes in each of *num_alike* groups at once; groups that lie alike are priced once."""
+        sharing = self._sharing(ranks, num_alike)
+        key = (kind, self.topology.shape(ranks), num_bytes, sharing)
         if key not in self._collectives:
-            self._collectives[key] = collective(self.topology, kind, ranks, num_bytes)  # type: ignore[arg-type]
+            self._collectives[key] = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
         return self._collectives[key]
+
+    def _sharing(self, ranks: tuple[int, ...], num_alike: int) -> int:
+        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
+        if num_alike == 1:
+            return 1
+        node = self.cluster.node_of(min(ranks))
+        members = len(set(node.ranks).intersection(ranks))
+        return 1 if members == len(ranks) else max(1, min(num_alike, len(node.ranks) // members))
 
     def includes_communication(self, kind: int, rank: int, part: Part) -> bool:
         """Whether the times of a split layer hold its collectives."""

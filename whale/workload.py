@@ -148,7 +148,7 @@ def _stage_work(
     for rank in ranks:
         own, made = spent[rank], exchanges[held[rank].rank]
         lines = [stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))]
-        times = [_times(costs, calls, lines) for calls in made]
+        times = [_times(costs, calls, lines, len(ranks)) for calls in made]
         ahead, back = (0.0, 0.0) if own.inside else map(_total, times)
         ahead += moving.get(("forward", stage.index, rank), 0.0)
         back += moving.get(("backward", stage.index, rank), 0.0)
@@ -214,8 +214,12 @@ def _exchanges(stage: PlacedStage, held: Occupancy) -> tuple[_Calls, _Calls]:
     return forward, backward
 
 
-def _times(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]]) -> _Times:
-    return tuple((count, costs.collective(op, lines[axis], size)) for (op, axis, size), count in calls.items())
+def _times(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]], num_ranks: int) -> _Times:
+    """Of the calls of a rank of a stage on so many ranks, all of which make theirs at once."""
+    return tuple(
+        (count, costs.collective(op, lines[axis], size, num_ranks // len(lines[axis])))
+        for (op, axis, size), count in calls.items()
+    )
 
 
 def _total(times: _Times) -> float:
@@ -288,7 +292,7 @@ def _reductions(
     for spec, size in zip(compilation.reduces, sizes, strict=True):
         key = (spec.ranks, spec.stages)
         done[key] += size
-        cost = costs.collective_cost("all_reduce", spec.ranks, size)
+        cost = costs.collective_cost("all_reduce", spec.ranks, size, _num_alike(compilation, spec))
         found.append(
             Reduction(
                 ranks=spec.ranks,
@@ -301,6 +305,12 @@ def _reductions(
             )
         )
     return tuple(found)
+
+
+def _num_alike(compilation: Compilation, spec: ReduceSpec) -> int:
+    """Sets of ranks that sum like gradients at the same time: of a stage those of all its tensor parts."""
+    sizes = [len(compilation.stages[stage].mesh.ranks) for stage in spec.stages]
+    return max(1, min(sizes) * len(sizes) // len(spec.ranks))
 
 
 def _slowdowns(

@@ -493,8 +493,8 @@ class _Search:
     # The answer
 
     def _simulated(self) -> list[Candidate]:
-        """The best drafts on ranks; of those that take the same, as on types that are equal, one. The best of one stage is
-        among them: how much of its sums of gradients runs beside the last backward only a compiled plan knows."""
+        """The best drafts on ranks; of those that take the same, as on types that are equal, one. The best of one stage
+        is among them: how much of its sums of gradients runs beside the last backward only a compiled plan knows."""
         more = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
         alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
         found: list[Candidate] = []

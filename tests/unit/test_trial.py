@@ -17,7 +17,9 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
 from whale.planner.catalog import device_types
+from whale.planner.communication import collective
 from whale.planner.search import Fixed, SearchSettings
+from whale.planner.topology import Topology
 from whale.planning import make_plan
 from whale.runtime.collectives import Bridge
 from whale.searching import Searched, search_plans
@@ -148,3 +150,31 @@ def test_without_a_model_only_schedules_that_have_a_price_are_searched() -> None
         profile = profile_model(decoder(layers=1), tokens(4), tensor_degrees=(1,), name="decoder")
     with pytest.raises(UsageError, match=r"schedule greedy is tried on plans of a model.* gpipe and 1f1b"):
         search_plans(profile, Cluster.homogeneous(2), batch=4, settings=SearchSettings(schedules=("1f1b", "greedy")))
+
+
+def test_groups_that_sum_gradients_at_once_share_the_adapters_of_their_nodes() -> None:
+    with torch.device("meta"):
+        model = decoder(layers=1)
+    own = ModelTrial(model, tokens(8), name="decoder")
+    profile = profile_model(model, tokens(8), tensor_degrees=(1, 2), name="decoder", captured=own.captured)
+    gpu = device_types()["A100-SXM4-80GB"]
+    nodes = [(f"node{index // 4}", gpu) for index in range(8)]
+    cluster = Cluster.of(nodes, intra=gpu.intra_node, inter=Link(bandwidth=1e9, latency=1e-5))
+    axes = (PlanAxis(name="replicate", size=4, role="replicate"), PlanAxis(name="split", size=2, role="split"))
+    plan = Plan(
+        model=own.identity,
+        cluster=ClusterIdentity.of(cluster),
+        world_size=8,
+        batch=8,
+        micro_batches=1,
+        schedule="1f1b",
+        annotations={"": ("replicate(4)", "split(2)")},
+        stages=(PlanStage(ranks=tuple(range(8)), axes=axes),),
+    )
+    _, workload = own.predict(plan, profile, cluster)
+    topology = Topology.of(cluster)
+    split = [one for one in workload.reductions if len(one.ranks) == 4]
+    assert split
+    for one in split:
+        alone, shared = (collective(topology, "all_reduce", one.ranks, one.bytes, sharing=n).seconds for n in (1, 2))
+        assert one.seconds == shared > alone
