@@ -290,7 +290,8 @@ def compile_model(
         options.plan.check_model(model_hash(captured))
     assignment = _assign(cut, cluster, options, main_dtype(model))
     if assignment.idle_ranks:
-        warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the annotations leave them out", stacklevel=3)
+        leaves = "plan leaves" if options.plan is not None and options.plan.decides_meshes else "annotations leave"
+        warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the {leaves} them out", stacklevel=3)
     report = Report()
     stages = _place_stages(captured, analysis, cut, assignment, rows, loss, device, report, stored or {})
     if options.plan is not None and options.plan.decides_meshes and stored is None:

@@ -56,8 +56,8 @@ StepSource = Callable[[Mapping[str, Any], bool], CompiledStep]
 class ParallelModule(nn.Module):
     """A model whose steps run in parallel, equal to the local model's steps on the same global batch.
 
-    ``parameters()`` are this rank's parts; an optimizer made from them updates them as the local one would. Make one
-    with :func:`whale.parallelize`.
+    ``parameters()`` are this rank's parts; an optimizer made from them updates them as the local one would. A rank that
+    holds none has one without elements instead, which is in no state. Make one with :func:`whale.parallelize`.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class ParallelModule(nn.Module):
                 parent.register_parameter(last, tensor)
             else:
                 parent.register_buffer(last, tensor)
+        if shards and not any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()):
+            self.add_module("_idle", _Idle(world.device))
 
     @property
     def world_size(self) -> int:
@@ -232,6 +234,23 @@ class ParallelModule(nn.Module):
 
 class _Namespace(nn.Module):
     """A level of the local model's names."""
+
+
+class _Idle(nn.Module):
+    """A parameter without elements for a rank that has none: torch's optimizers refuse an empty list.
+
+    It has no gradient, and states are saved and loaded as if it were not there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, device=device))
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 def signature(batch: Mapping[str, Any]) -> Signature:
