@@ -121,3 +121,18 @@ def test_the_usual_script_runs_on_a_rank_that_the_plan_leaves_idle(worlds: World
         assert max(errors) <= UNEVEN_BOUND
         assert "ranks [1] have no work: the plan leaves them out" in said
         assert (sum(map(prod, shapes.values())) == 0) == (rank == 1) == (len(shapes) == 1)
+
+
+def losses_in_float32(world: World) -> list[torch.Tensor]:
+    """Of a step and of an evaluation by a plan with a rank before the loss, one that computes it and one idle."""
+    text = """{"world_size": 3, "batch": 8, "micro_batches": 2,
+           "annotations": {"layers.0": "stage()", "layers.1": "stage()"}, "stages": [
+           {"ranks": [0], "axes": []}, {"ranks": [2], "axes": []}]}"""
+    module = whale.parallelize(decoder(layers=2).float(), tokens(), plan=Plan.parse(text), device="cpu")
+    return [module.train_step(**tokens()), module.eval_step(**tokens())]
+
+
+def test_the_loss_is_one_number_of_the_models_type_on_every_rank(worlds: Worlds) -> None:
+    for losses in zip(*worlds.run(3, losses_in_float32), strict=True):
+        assert {loss.dtype for loss in losses} == {torch.float32}
+        assert len({float(loss) for loss in losses}) == 1

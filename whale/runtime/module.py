@@ -42,11 +42,13 @@ class Shard:
 
 @dataclass(kw_only=True)
 class CompiledStep:
-    """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum."""
+    """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
+    ``loss_dtype`` is that of the loss, also where this rank computes none."""
 
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
+    loss_dtype: torch.dtype
 
 
 StepSource = Callable[[Mapping[str, Any], bool], CompiledStep]
@@ -150,7 +152,7 @@ class ParallelModule(nn.Module):
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         for stage in step.stages:
             stage.begin(batch)
-        loss = GlobalLoss(self._world, self._loss_group, step.counts_loss)
+        loss = GlobalLoss(self._world, self._loss_group, step.counts_loss, step.loss_dtype)
         step.executor.run(train, loss.begin)
         for stage in step.stages:
             stage.finish()
