@@ -19,8 +19,11 @@ free memory (Cephalo). This file knows numbers only: no model, no cluster.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from math import ceil, inf
 
 from whale.errors import InfeasibleError, UsageError
@@ -31,6 +34,9 @@ from whale.planner.advice import advised, gib
 __all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares", "proportional_shares", "state_shares"]
 
 _NOTHING = Affine(0, 0)
+MOST_ONE_BY_ONE = 1024
+"""Up to so many units are given out one by one, with the running maximum of times that fall. To know where times fall
+each would be asked for; of more units it is taken that they do not, and where they do, shares come near the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +119,7 @@ def fastest_shares(
     Units are given out one by one, each to whoever would then be done first, ties to the lower index. For times that
     do not fall with the share that is optimal, and it makes shares monotone: a faster worker never gets less, neither
     than a slower one with as much memory, nor than it got before it was made faster. Never slower than the even split,
-    if that fits. O(total log n), exact.
+    if that fits. Exact; O(total log n) times are asked for, of many units O(n log^2 total).
 
     Args:
         total: units to give away.
@@ -215,11 +221,15 @@ def state_shares(total: int, free: Sequence[int]) -> tuple[int, ...]:
 def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> tuple[int, ...]:
     """Give each *minimum* units and every other to the worker that would then be done first, within its limit."""
     units = [minimum] * len(workers)
+    if total - minimum * len(workers) > MOST_ONE_BY_ONE:
+        units = _surely_first(total, workers, limits, minimum)
     heap = [
-        (workers[index].seconds(minimum + 1), index) for index in range(len(workers)) if minimum + 1 <= limits[index]
+        (workers[index].seconds(units[index] + 1), index)
+        for index in range(len(workers))
+        if units[index] + 1 <= limits[index]
     ]
     heapq.heapify(heap)
-    for _ in range(total - minimum * len(workers)):
+    for _ in range(total - sum(units)):
         done, index = heap[0]
         units[index] += 1
         if units[index] < limits[index]:
@@ -227,6 +237,46 @@ def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], mi
         else:
             heapq.heappop(heap)
     return tuple(units)
+
+
+def _surely_first(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> list[int]:
+    """What `_first_done` gives each worker before the last few units, without giving out one by one.
+
+    One by one, units go in the order of when they are done, ties to the lower index. So a unit is given out if no more
+    than *total* come before it, which is looked at for the middle of all that is undecided: a quarter of that is then
+    decided. O(n log^2 total) prices.
+    """
+    seconds = [cache(worker.seconds) for worker in workers]
+    given, possible = [minimum] * len(workers), list(limits)
+    while total - sum(given) > len(workers):
+        middles = sorted(
+            (seconds[index](middle), index, middle)
+            for index, (least, most) in enumerate(zip(given, possible, strict=True))
+            if (middle := (least + most) // 2 + 1) <= most
+        )
+        undecided = list(accumulate(possible[index] - given[index] for _, index, _ in middles))
+        done, last, middle = middles[bisect_left(undecided, undecided[-1] / 2)]
+        before = [
+            _done_by(seconds[index], done, index < last, given[index], possible[index]) for index in range(len(workers))
+        ]
+        before[last] = middle
+        if sum(before) <= total:
+            given = before
+        else:
+            possible = before
+            possible[last] = middle - 1
+    return given
+
+
+def _done_by(seconds: Callable[[int], float], moment: float, inclusive: bool, least: int, most: int) -> int:
+    """How many units, of *least* that are to *most*, are done before a moment, or with *inclusive* by then."""
+    while least < most:
+        middle = (least + most) // 2 + 1
+        if seconds(middle) < moment or (inclusive and seconds(middle) == moment):
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _shares(

@@ -91,7 +91,7 @@ class Assignment:
     Attributes:
         stages: in the order of the pipeline.
         num_replicas: of the whole model; the size of each mesh's axis ``data``, which is left out if it is 1.
-        idle_ranks: devices that the annotations leave without work; the caller warns of them.
+        idle_ranks: devices that annotations or the plan leave without work; the caller warns of them.
     """
 
     stages: tuple[StagePlacement, ...]

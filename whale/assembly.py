@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.compiler import Compilation
-from whale.graph.values import value_name
+from whale.graph.values import value_name, value_tensor
 from whale.ir.program import Program, Reduce
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
@@ -57,6 +57,7 @@ def assemble(
     """
     stages: dict[int, LocalStage] = {}
     counts = False
+    loss = next(stage.loss for stage in compilation.stages if stage.loss is not None)
     for stage in compilation.stages:
         if rank not in stage.mesh.ranks:
             continue
@@ -105,4 +106,6 @@ def assemble(
         backward_group=backward_group,
         credit=credit,
     )
-    return CompiledStep(executor=executor, stages=list(stages.values()), counts_loss=counts)
+    return CompiledStep(
+        executor=executor, stages=list(stages.values()), counts_loss=counts, loss_dtype=value_tensor(loss).dtype
+    )

@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from whale.compiler import Options, main_dtype
+from whale.compiler import Options, precision_of
 from whale.errors import UsageError
 from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.kept import fixed_by
 from whale.planner.optimizers import Optimizer, costs_of
-from whale.planner.precision import BY_DTYPE
 from whale.planner.search import SearchSettings
 from whale.runtime.board import from_first
 from whale.runtime.launch import World
@@ -83,7 +82,7 @@ def automatic_plan(
             captured=trial.captured,
         ).model_copy(update={"model_hash": trial.identity.hash})
         settings = SearchSettings(
-            precision=BY_DTYPE[main_dtype(model)],
+            precision=precision_of(model),
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
             eager=True,

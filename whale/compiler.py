@@ -36,6 +36,7 @@ from whale.ir.strategy import Strategy
 from whale.planner.orders import schedule_order
 from whale.planner.place import Assignment, StageRequest, place, place_interleaved
 from whale.planner.planned import place_as_planned
+from whale.planner.precision import BY_DTYPE
 from whale.planner.simulate import check_workload, hop_seconds, task_seconds
 from whale.runtime.module import Shard
 from whale.runtime.random import Clock
@@ -290,7 +291,8 @@ def compile_model(
         options.plan.check_model(model_hash(captured))
     assignment = _assign(cut, cluster, options, main_dtype(model))
     if assignment.idle_ranks:
-        warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the annotations leave them out", stacklevel=3)
+        leaves = "plan leaves" if options.plan is not None and options.plan.decides_meshes else "annotations leave"
+        warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the {leaves} them out", stacklevel=3)
     report = Report()
     stages = _place_stages(captured, analysis, cut, assignment, rows, loss, device, report, stored or {})
     if options.plan is not None and options.plan.decides_meshes and stored is None:
@@ -335,10 +337,22 @@ def _assign(cut: Partition, cluster: Cluster, options: Options, dtype: str) -> A
 
 
 def main_dtype(model: nn.Module) -> str:
-    """The number type of a model's first floating parameter, as clusters name it; float64 counts as float32."""
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    name = str(first.dtype).removeprefix("torch.") if first is not None else "float32"
+    """The number type by whose speeds a model is placed, as clusters name it: that of its first floating parameter.
+
+    float64 counts as float32: a model in float64 is there to check one in float32, and is placed as that is.
+    """
+    name = _first_dtype(model)
     return name if name != "float64" else "float32"
+
+
+def precision_of(model: nn.Module) -> str:
+    """The precision in which a model's step is priced: that of its first floating parameter."""
+    return BY_DTYPE[_first_dtype(model)]
+
+
+def _first_dtype(model: nn.Module) -> str:
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    return str(first.dtype).removeprefix("torch.") if first is not None else "float32"
 
 
 def _request(graph: TaskGraph) -> StageRequest:

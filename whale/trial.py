@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from whale.annotations import Annotation, annotate, forget, module_scopes
-from whale.compiler import Compilation, Options, compile_model, main_dtype
+from whale.compiler import Compilation, Options, compile_model, main_dtype, precision_of
 from whale.costs import Costs
 from whale.errors import UsageError
 from whale.graph.capture import Captured
@@ -29,7 +29,6 @@ from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
 from whale.ir.workload import Prediction, Workload
 from whale.occupancy import Device, Known, brief_occupancy
 from whale.planner.optimizers import Optimizer
-from whale.planner.precision import BY_DTYPE
 from whale.prediction import predict
 from whale.strategies.placing import place_time
 
@@ -65,7 +64,7 @@ class ModelTrial:
     ) -> None:
         self.model, self.batch, self.optimizer, self.training, self.loss_fn = model, batch, optimizer, training, loss_fn
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
-        self.dtype = main_dtype(model)
+        self.dtype, self.precision = main_dtype(model), precision_of(model)
         self._base = self._compile(Cluster.homogeneous(1), self.options)
         if any(scopes_of(node) for node in self._base.captured.graph.nodes):
             raise UsageError(
@@ -142,7 +141,7 @@ class ModelTrial:
         costs = Costs(
             profile=profile,
             cluster=cluster,
-            precision=BY_DTYPE[self.dtype],
+            precision=self.precision,
             micro_batches=plan.micro_batches,
             device=_device(cluster),
             optimizer=self.optimizer,

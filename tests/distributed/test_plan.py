@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import warnings
 from collections.abc import Iterator
 from math import prod
 
 import pytest
+import torch
 
 import whale
 from tests.distributed.parity import UNEVEN_BOUND, Setup, Worlds, local_step, relative_errors
@@ -71,3 +75,64 @@ def test_a_step_by_plan_is_the_local_step(worlds: Worlds, name: str) -> None:
     if name == "heads in unlike shares":
         less, more = (prod(shapes["layers.0.down.weight"]) for _, shapes, _ in found)
         assert 2 * less == more == 192  # along whichever dim the solver cuts
+
+
+def train_with_an_idle_rank(world: World) -> tuple[list[float], list[str], dict[str, tuple[int, ...]]]:
+    """Relative errors of the losses, of the gradients and of the state of a usual script, what it is warned of, and the
+    shapes that lie here."""
+    text = """{"world_size": 3, "batch": 8, "annotations": {"": "replicate()"}, "stages": [
+           {"ranks": [0, 2], "axes": [{"name": "replicate", "size": 2, "role": "replicate", "shares": [5, 3]}]}]}"""
+    model, batch = decoder(layers=2), tokens()
+    local = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = whale.parallelize(model, batch, plan=Plan.parse(text), device="cpu")
+    made = [torch.optim.AdamW(either.parameters(), lr=1e-3) for either in (local, module)]
+    errors = []
+    for _ in range(3):
+        expected, found = local(**batch), module.train_step(**batch)
+        expected.backward()
+        errors.append(float((found - expected).abs() / expected))
+        gradients = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
+        errors += relative_errors(module.full_gradients(), gradients).values()
+        torch.nn.utils.clip_grad_norm_(local.parameters(), 0.1)
+        module.clip_grad_norm_(0.1)
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert set(module.state_dict()) == {name for name in local.state_dict() if world.rank != 1}
+    saved = io.BytesIO()
+    torch.save({"model": module.state_dict(), "optimizer": made[1].state_dict()}, saved)
+    state = module.full_state_dict()
+    module.load_full_state_dict({name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    loaded = torch.load(io.BytesIO(saved.getvalue()))
+    assert not any(module.load_state_dict(loaded["model"]))
+    made[1].load_state_dict(loaded["optimizer"])
+    errors += relative_errors(module.full_state_dict(), local.state_dict()).values()
+    module.load_full_state_dict(state)
+    expected, found = local(**batch), module.eval_step(**batch)
+    errors.append(float((found - expected).abs() / expected))
+    return errors, [str(one.message) for one in caught], {n: tuple(p.shape) for n, p in module.named_parameters()}
+
+
+def test_the_usual_script_runs_on_a_rank_that_the_plan_leaves_idle(worlds: Worlds) -> None:
+    found = worlds.run(3, train_with_an_idle_rank)
+    for rank, (errors, said, shapes) in enumerate(found):
+        assert max(errors) <= UNEVEN_BOUND
+        assert "ranks [1] have no work: the plan leaves them out" in said
+        assert (sum(map(prod, shapes.values())) == 0) == (rank == 1) == (len(shapes) == 1)
+
+
+def losses_in_float32(world: World) -> list[torch.Tensor]:
+    """Of a step and of an evaluation by a plan with a rank before the loss, one that computes it and one idle."""
+    text = """{"world_size": 3, "batch": 8, "micro_batches": 2,
+           "annotations": {"layers.0": "stage()", "layers.1": "stage()"}, "stages": [
+           {"ranks": [0], "axes": []}, {"ranks": [2], "axes": []}]}"""
+    module = whale.parallelize(decoder(layers=2).float(), tokens(), plan=Plan.parse(text), device="cpu")
+    return [module.train_step(**tokens()), module.eval_step(**tokens())]
+
+
+def test_the_loss_is_one_number_of_the_models_type_on_every_rank(worlds: Worlds) -> None:
+    for losses in zip(*worlds.run(3, losses_in_float32), strict=True):
+        assert {loss.dtype for loss in losses} == {torch.float32}
+        assert len({float(loss) for loss in losses}) == 1

@@ -1,12 +1,14 @@
 """What holds of every balance, whatever the devices; and that none is better, by trying all."""
 
 from itertools import product
+from unittest import mock
 
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
+from whale.planner import balance
 from whale.planner.balance import Worker, fastest_shares, proportional_shares, state_shares
 
 SPEEDS = st.sampled_from([0.3, 1.0, 1.6, 2.0, 3.1, 8.0])
@@ -58,6 +60,29 @@ def test_no_other_shares_are_faster(total: int, devices: list[Worker]) -> None:
     ]
     assume(possible)
     assert fastest_shares(total, devices).seconds == min(possible)
+
+
+@settings(max_examples=2000)
+@given(st.integers(0, 300), st.integers(0, 3), st.data())
+def test_many_units_are_divided_as_one_by_one(total: int, minimum: int, data: st.DataObject) -> None:
+    """Whatever is done at the same moment: times rise in steps of some units."""
+    devices = []
+    for index in range(data.draw(st.integers(1, 6))):
+        start, step, speed = data.draw(st.tuples(st.sampled_from([0.0, 1.5]), st.sampled_from([1, 4, 50]), SPEEDS))
+        devices.append(
+            Worker(
+                name=f"card:{index}",
+                seconds=lambda units, start=start, step=step, speed=speed: start + -(-units // step) * step / speed,  # type: ignore[misc]
+                memory=Affine(0, data.draw(st.sampled_from([0, 0.5, 1]))),
+                capacity_bytes=data.draw(st.integers(4, 200)),
+            )
+        )
+    try:
+        expected = fastest_shares(total, devices, minimum=minimum)
+    except InfeasibleError:
+        return
+    with mock.patch.object(balance, "MOST_ONE_BY_ONE", 0):
+        assert fastest_shares(total, devices, minimum=minimum) == expected
 
 
 @given(st.integers(0, 60), workers())

@@ -70,6 +70,21 @@ def test_half_fast_half_slow_gains_half_of_the_ratio_plus_one(speed_ratio: float
     assert even / fastest_shares(8 * even, devices).seconds == pytest.approx((speed_ratio + 1) / 2, rel=2e-3)
 
 
+@pytest.mark.parametrize("speeds", [(15.7, 9.3), (15.7, 15.7, 9.3, 9.3), (1.0, 2.5, 4.0) * 5])
+def test_a_large_batch_is_divided_with_few_times_asked_for(speeds: tuple[float, ...]) -> None:
+    asked = []
+
+    def of(speed: float) -> Worker:
+        return Worker(name="card", seconds=lambda units: asked.append(units) or units / speed)  # type: ignore[func-returns-value]
+
+    total = 10_000_000
+    found = fastest_shares(total, [of(speed) for speed in speeds])
+    assert sum(found.units) == total
+    for units, speed in zip(found.units, speeds, strict=True):
+        assert units == pytest.approx(total * speed / sum(speeds), abs=1)
+    assert len(asked) <= 300 * len(speeds)
+
+
 def test_a_device_that_starts_slowly_gets_less_of_a_small_batch_only() -> None:
     """A measured curve decides, not a ratio: the second card is twice as fast once it is busy."""
     devices = [

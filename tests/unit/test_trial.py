@@ -82,6 +82,31 @@ def test_a_plan_is_predicted_as_it_is_tried(trial: ModelTrial) -> None:
     assert tried.step_seconds == pytest.approx(planned.predicted.prediction.step_seconds)
 
 
+def test_a_model_in_float64_is_priced_as_such() -> None:
+    """By the speed of the device in it, where its float32 twin takes as long as it did."""
+
+    def step(dtype: torch.dtype, float64: float) -> float:
+        speed = {"float32": 4e9, "float64": float64}
+        cluster = Cluster.homogeneous(1, DeviceType.of("card", speed=speed, memory_bytes=2**36, memory_bandwidth=1e13))
+        model, batch = decoder(width=64).to(dtype), tokens()
+        trial = ModelTrial(model, batch, name="decoder")
+        plan = Plan(
+            model=trial.identity,
+            cluster=ClusterIdentity.of(cluster),
+            world_size=1,
+            batch=8,
+            micro_batches=1,
+            schedule="1f1b",
+            annotations={"": ("replicate()",)},
+            stages=(PlanStage(ranks=(0,), axes=()),),
+        )
+        return trial.predict(plan, profile_model(model, batch, name="decoder"), cluster)[0].step_seconds
+
+    twin = step(torch.float32, 1e9)
+    assert step(torch.float32, 4e9) == twin
+    assert step(torch.float64, 1e9) > 2 * max(twin, step(torch.float64, 4e9))
+
+
 class Normalised(nn.Module):
     """A batch norm among its layers, whose rows are not to be told apart."""
 

@@ -97,12 +97,11 @@ def plan(
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
-    from whale.compiler import Options, main_dtype
+    from whale.compiler import Options, precision_of
     from whale.costs import Costs
     from whale.graph.capture import batch_rows
     from whale.planner.by_speed import pipeline_by_speed
     from whale.planner.gantt import milliseconds
-    from whale.planner.precision import BY_DTYPE
     from whale.planning import make_plan, stage_annotations
     from whale.strategies.profile import profile_model
 
@@ -117,7 +116,7 @@ def plan(
         profile = profile_model(
             loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name
         )
-    precision = BY_DTYPE[main_dtype(loaded.model)]
+    precision = precision_of(loaded.model)
     annotations = None
     if stages is not None:
         if scopes:

@@ -77,10 +77,11 @@ class GlobalLoss:
         world: all ranks.
         group: of all of them, for this and their batches alone, because a rank may begin long before another.
         counts: whether this rank's loss is a term of the sum.
+        dtype: of the sum on all ranks: a script may compare it, and has to decide alike everywhere.
     """
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None, counts: bool) -> None:
-        self._world, self._group, self._counts = world, group, counts
+    def __init__(self, world: World, group: dist.ProcessGroup | None, counts: bool, dtype: torch.dtype) -> None:
+        self._world, self._group, self._counts, self._dtype = world, group, counts, dtype
         self._loss: Tensor | None = None
         self._sum: _Sum | None = None
 
@@ -96,5 +97,4 @@ class GlobalLoss:
         if self._sum is None:
             assert self._loss is not None
             return self._loss
-        total = self._sum.wait()[0]
-        return total.clone() if self._loss is None else total.to(self._loss.dtype)
+        return self._sum.wait()[0].to(self._dtype, copy=True)

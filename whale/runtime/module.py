@@ -42,11 +42,13 @@ class Shard:
 
 @dataclass(kw_only=True)
 class CompiledStep:
-    """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum."""
+    """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
+    ``loss_dtype`` is that of the loss, also where this rank computes none."""
 
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
+    loss_dtype: torch.dtype
 
 
 StepSource = Callable[[Mapping[str, Any], bool], CompiledStep]
@@ -56,8 +58,8 @@ StepSource = Callable[[Mapping[str, Any], bool], CompiledStep]
 class ParallelModule(nn.Module):
     """A model whose steps run in parallel, equal to the local model's steps on the same global batch.
 
-    ``parameters()`` are this rank's parts; an optimizer made from them updates them as the local one would. Make one
-    with :func:`whale.parallelize`.
+    ``parameters()`` are this rank's parts; an optimizer made from them updates them as the local one would. A rank that
+    holds none has one without elements instead, which is in no state. Make one with :func:`whale.parallelize`.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class ParallelModule(nn.Module):
                 parent.register_parameter(last, tensor)
             else:
                 parent.register_buffer(last, tensor)
+        if shards and not any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()):
+            self.add_module("_idle", _Idle(world.device))
 
     @property
     def world_size(self) -> int:
@@ -148,7 +152,7 @@ class ParallelModule(nn.Module):
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         for stage in step.stages:
             stage.begin(batch)
-        loss = GlobalLoss(self._world, self._loss_group, step.counts_loss)
+        loss = GlobalLoss(self._world, self._loss_group, step.counts_loss, step.loss_dtype)
         step.executor.run(train, loss.begin)
         for stage in step.stages:
             stage.finish()
@@ -232,6 +236,23 @@ class ParallelModule(nn.Module):
 
 class _Namespace(nn.Module):
     """A level of the local model's names."""
+
+
+class _Idle(nn.Module):
+    """A parameter without elements for a rank that has none: torch's optimizers refuse an empty list.
+
+    It has no gradient, and states are saved and loaded as if it were not there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, device=device))
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 def signature(batch: Mapping[str, Any]) -> Signature:
