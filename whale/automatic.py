@@ -6,7 +6,7 @@ Rank 0 searches, because a search that is limited by time may end otherwise else
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from whale.errors import UsageError
 from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.strategy import ScopePath
 from whale.planner.kept import fixed_by
 from whale.planner.optimizers import Optimizer, costs_of
 from whale.planner.search import SearchSettings
@@ -75,8 +76,8 @@ def automatic_plan(
         profile = profile_model(
             model,
             batch,
-            tensor_degrees=tensor_degrees(cluster, model),
-            expert_degrees=expert_degrees(cluster),
+            tensor_degrees=tensor_degrees(cluster, model, scopes=scopes),
+            expert_degrees=expert_degrees(cluster, scopes),
             loss_fn=loss_fn,
             name=name,
             captured=trial.captured,
@@ -93,9 +94,12 @@ def automatic_plan(
     return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
 
 
-def tensor_degrees(cluster: Cluster, model: nn.Module, *, optimizer: Optimizer = "adamw") -> tuple[int, ...]:
+def tensor_degrees(
+    cluster: Cluster, model: nn.Module, *, optimizer: Optimizer = "adamw", scopes: Mapping[str, ScopePath] | None = None
+) -> tuple[int, ...]:
     """The tensor degrees that are worth profiling: those of nodes of at most eight devices, and more where a module
-    with its gradients and the optimizer's states is too large for eight, but the devices together would hold the model.
+    with its gradients and the optimizer's states is too large for eight, but the devices together would hold the model;
+    and those that the annotations of *scopes* ask for.
 
     >>> tensor_degrees(Cluster.homogeneous(6), nn.Linear(8, 8))
     (1, 2, 4)
@@ -108,11 +112,19 @@ def tensor_degrees(cluster: Cluster, model: nn.Module, *, optimizer: Optimizer =
     whole = sum(p.nbytes for p in model.parameters()) * states
     while whole <= sum(memory) and max(sizes) > ROOM * found[-1] * max(memory) and 2 * found[-1] <= num:
         found.append(2 * found[-1])
-    return tuple(found)
+    return tuple(sorted({*found, *_asked(cluster, scopes)}))
 
 
-def expert_degrees(cluster: Cluster) -> tuple[int, ...]:
-    """The expert degrees that are worth profiling, where there are experts: powers of two, all devices of a type, all.
+def _asked(cluster: Cluster, scopes: Mapping[str, ScopePath] | None) -> set[int]:
+    """The degrees of annotated splits, as far as there are devices."""
+    every = (scope.strategy for path in (scopes or {}).values() for scope in path)
+    degrees = (one.degree for one in every if one.kind == "split" and one.degree is not None)
+    return {degree for degree in degrees if degree <= len(cluster.devices)}
+
+
+def expert_degrees(cluster: Cluster, scopes: Mapping[str, ScopePath] | None = None) -> tuple[int, ...]:
+    """The expert degrees that are worth profiling, where there are experts: powers of two, all devices of a type, all;
+    and those that the annotations of *scopes* ask for.
 
     >>> expert_degrees(Cluster.homogeneous(12))
     (2, 4, 8, 12)
@@ -120,4 +132,4 @@ def expert_degrees(cluster: Cluster) -> tuple[int, ...]:
     num = len(cluster.devices)
     powers = (1 << power for power in range(1, min(num, MOST_EXPERT_DEGREES).bit_length()))
     of_types = Counter(device.type.name for device in cluster.devices).values()
-    return tuple(sorted({*powers, *of_types, num} - {1}))
+    return tuple(sorted({*powers, *of_types, num, *_asked(cluster, scopes)} - {1}))

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import whale
 from tests.small_models import decoder, tokens
-from whale.automatic import tensor_degrees
+from whale.annotations import module_scopes
+from whale.automatic import expert_degrees, tensor_degrees
 from whale.cli.model_loader import load_model
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
@@ -151,3 +153,11 @@ def test_what_is_too_large_for_eight_devices_is_split_over_more() -> None:
     assert tensor_degrees(Cluster.homogeneous(32), experts) == (1, 2, 4, 8)
     assert tensor_degrees(Cluster.homogeneous(32), nn.Linear(2**17, 2**17, device="meta")) == (1, 2, 4, 8, 16, 32)
     assert tensor_degrees(Cluster.homogeneous(8), experts) == (1, 2, 4, 8)
+
+
+def test_degrees_that_annotations_ask_for_are_profiled() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    whale.annotate(model, {"0": whale.split(3), "1": whale.split(7)})
+    scopes = module_scopes(model)
+    assert tensor_degrees(Cluster.homogeneous(6), model, scopes=scopes) == (1, 2, 3, 4)
+    assert expert_degrees(Cluster.homogeneous(6), scopes) == (2, 3, 4, 6)

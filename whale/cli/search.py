@@ -248,12 +248,12 @@ class _Model:
         note(f"capturing {loaded.name}")
         trial = ModelTrial(loaded.model, loaded.batch, name=loaded.name, optimizer=optimizer)
         if profile is None:
-            degrees = tensor_degrees(cluster, loaded.model, optimizer=optimizer)
+            degrees = tensor_degrees(cluster, loaded.model, optimizer=optimizer, scopes=scopes)
             profile = profile_model(
                 loaded.model,
                 loaded.batch,
                 tensor_degrees=degrees,
-                expert_degrees=expert_degrees(cluster),
+                expert_degrees=expert_degrees(cluster, scopes),
                 name=loaded.name,
                 captured=trial.captured,
             )
