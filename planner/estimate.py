@@ -245,7 +245,9 @@ def _link(stages: Stages, source: int, target: int, here: int, there: int, repli
     latency = cost.latency
     if given.tensor > 1 and num_bytes and not given.sequence_parallel:
         group = layout.tensor_group(there, replica)
-        latency += stages.price("all_gather", group, num_bytes * given.tensor, stages.sharing(group, layout.data))
+        latency += stages.price(
+            "all_gather", group, num_bytes * given.tensor, stages.topology.sharing(group, layout.data)
+        )
     return LinkTime(source=source, target=target, latency=latency, bandwidth=max(1, num_bytes) / cost.transfer)
 
 
@@ -268,7 +270,7 @@ def _reductions(
         seconds = num_bytes = 0.0
         for part in own:
             for group, size in stages.gradients(cuts[part], stage):
-                sharing = stages.sharing(group, given.tensor)
+                sharing = stages.topology.sharing(group, given.tensor)
                 num_bytes += size
                 if given.zero == 0:
                     seconds += stages.price("all_reduce", group, size, sharing)

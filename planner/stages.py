@@ -156,13 +156,6 @@ class Stages:
             self._collectives[key] = cost.seconds
         return self._collectives[key]
 
-    def sharing(self, group: tuple[int, ...], num_alike: int) -> int:
-        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
-        members = self.topology.members(group)
-        if len(members) == 1:
-            return 1
-        return max(1, min(num_alike, len(members[0].node.ranks) // len(members[0].ranks)))
-
     def gradients(self, layers: range, stage: int) -> list[tuple[tuple[int, ...], float]]:
         """The groups that sum gradients of *layers*, and the bytes of each: dense parameters, and experts'."""
         zero = self.layout.configuration.zero
@@ -230,11 +223,13 @@ class Stages:
             if given.expert == 1:
                 return 0.0
             group = self.layout.expert_group(stage, replica)
-            return one.num * self.price(one.kind, group, one.bytes, self.sharing(group, given.tensor))
+            return one.num * self.price(one.kind, group, one.bytes, self.topology.sharing(group, given.tensor))
         group = self.layout.tensor_group(stage, replica)
         if len(group) == 1:
             return 0.0
-        return one.num * self.price(one.kind, group, one.bytes, self.sharing(group, self.layout.data * given.context))
+        return one.num * self.price(
+            one.kind, group, one.bytes, self.topology.sharing(group, self.layout.data * given.context)
+        )
 
     def _context_seconds(self, kind: LayerKind, stage: int, replica: int, rows: float) -> float:
         """Gathering keys and values over the context group, for each attention of a layer."""
@@ -249,7 +244,7 @@ class Stages:
                 both = kernel.read.total(rows, self.precision.element_bytes)
                 both -= heads * queries * size * self.precision.element_bytes
                 total += kernel.count * self.price(
-                    "all_gather", group, max(0.0, both) * given.context, self.sharing(group, given.tensor)
+                    "all_gather", group, max(0.0, both) * given.context, self.topology.sharing(group, given.tensor)
                 )
         return total
 
@@ -263,7 +258,7 @@ class Stages:
             return None
         dense, experts = self.parameters(layers)
         size = min(2, self.precision.element_bytes) if self.precision.mixed else self.precision.element_bytes
-        sharing = self.sharing(group, given.tensor)
+        sharing = self.topology.sharing(group, given.tensor)
         num_bytes = (dense + experts) * size
         gather = self.price("all_gather", group, num_bytes, sharing)
         reduce = self.price("reduce_scatter", group, num_bytes, sharing)

@@ -129,6 +129,14 @@ class Topology:
             by_node.setdefault(self.cluster.node_of(rank).name, []).append(rank)
         return tuple(Member(node=self.cluster.node_of(part[0]), ranks=tuple(part)) for part in by_node.values())
 
+    def sharing(self, ranks: Sequence[int], num_alike: int) -> int:
+        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
+        if num_alike == 1:
+            return 1
+        node = self.cluster.node_of(min(ranks))
+        members = len(set(node.ranks).intersection(ranks))
+        return 1 if members == len(ranks) else max(1, min(num_alike, len(node.ranks) // members))
+
     def shape(self, ranks: Sequence[int]) -> tuple[tuple[Any, int], ...]:
         """Where a group lies, as a key: what groups of one shape do takes as long. Linear in the ranks.
 

@@ -61,19 +61,11 @@ class Costs:
         self, kind: str, ranks: tuple[int, ...], num_bytes: int, num_alike: int = 1
     ) -> CommunicationCost:
         """What a collective takes in each of *num_alike* groups at once; groups that lie alike are priced once."""
-        sharing = self._sharing(ranks, num_alike)
+        sharing = self.topology.sharing(ranks, num_alike)
         key = (kind, self.topology.shape(ranks), num_bytes, sharing)
         if key not in self._collectives:
             self._collectives[key] = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
         return self._collectives[key]
-
-    def _sharing(self, ranks: tuple[int, ...], num_alike: int) -> int:
-        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
-        if num_alike == 1:
-            return 1
-        node = self.cluster.node_of(min(ranks))
-        members = len(set(node.ranks).intersection(ranks))
-        return 1 if members == len(ranks) else max(1, min(num_alike, len(node.ranks) // members))
 
     def includes_communication(self, kind: int, rank: int, part: Part) -> bool:
         """Whether the times of a split layer hold its collectives."""

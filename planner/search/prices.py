@@ -280,7 +280,7 @@ class Prices:
 
     def _group(self, own: tuple[int, ...], num_alike: int, expert: int) -> TensorGroup:
         shape = self.shape(own)
-        sharing = self.sharing(own, num_alike)
+        sharing = self.topology.sharing(own, num_alike)
         types = {self.cluster.devices[rank].type.name: self.cluster.devices[rank].type for rank in own}
         ordered = tuple(types[name] for name in sorted(types))
         known = self.memo.kinds_of_groups
@@ -343,14 +343,6 @@ class Prices:
                 numbers[look] = known.setdefault((node.intra, node.inter, types), len(known))
             found.append(numbers[look])
         return found
-
-    def sharing(self, ranks: Sequence[int], num_alike: int) -> int:
-        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
-        first = self._places[min(ranks)][0]
-        members = sum(self._places[rank][0] == first for rank in ranks)
-        if members == len(ranks):
-            return 1
-        return max(1, min(num_alike, len(self.cluster.nodes[first].ranks) // members))
 
     # Layers
 
@@ -521,7 +513,7 @@ class Prices:
         if len(ranks) < 2 or not num_bytes:
             return 0.0
         message = min(num_bytes, max(BUCKET_BYTES, self._largest_bytes / degree)) if self.eager else num_bytes
-        return num_bytes / message * self.collective("all_reduce", ranks, message, self.sharing(ranks, degree))
+        return num_bytes / message * self.collective("all_reduce", ranks, message, self.topology.sharing(ranks, degree))
 
     @cached_property
     def _largest_bytes(self) -> float:

@@ -91,9 +91,12 @@ MOST_TYPES_CHOSEN = 4
 MOST_LOOKED_AT = 3
 """Of the largest numbers of micro-batches, by which it is found out whether anything fits after a change."""
 
-SPARE, MOST_LAID_OUT, LAID_RANKS = 5, 60, 1024
-"""Drafts that are laid out beyond those that are wanted, where some do not fit on ranks, or take longer there than
-others; of plans for few devices more, as long as all of them have so many ranks."""
+SPARE = 5
+"""Drafts that are laid out beyond those that are wanted, where some do not fit on ranks."""
+
+MOST_LAID_OUT, LAID_RANKS = 60, 1024
+"""Drafts that are laid out at most, and how many ranks they have together, if these are more than are wanted: some take
+longer on ranks than others."""
 
 SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -498,15 +501,15 @@ class _Search:
         more = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
         alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
         found: list[Candidate] = []
-        seen: set[tuple[Times, int]] = set()
+        seen: set[tuple[Times, int, str]] = set()
         for scored in [*alone, *self._leading(more + SPARE)]:
-            look = scored.times, scored.draft.micro_batches
-            if look in seen or len(found) > more:
+            look = scored.times, scored.draft.micro_batches, scored.draft.schedule
+            if len(found) > more or look in seen:
                 continue
-            seen.add(look)
             candidate = laid_out(self.meshes, scored.draft, self.batch)
             if candidate.prediction.fits:
                 found.append(candidate)
+                seen.add(look)
         return found
 
     def _walked(

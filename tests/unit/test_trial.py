@@ -30,19 +30,24 @@ EXAMPLES = Path(__file__).parents[2] / "examples/models"
 PROCESSOR = DeviceType.of("cpu", speed={"float32": 1e11}, memory_bytes=2**36, memory_bandwidth=1e10)
 
 
-def collectives(trial: ModelTrial, device: DeviceType) -> Counter[str]:
-    """What a rank of a tensor group of four such devices calls in a micro-batch."""
-    cluster = Cluster.homogeneous(4, device, intra=device.intra_node or Link(bandwidth=1e9, latency=5e-5))
-    plan = Plan(
+def plan_of(trial: ModelTrial, cluster: Cluster, *axes: PlanAxis) -> Plan:
+    """One stage on all devices, with these axes over the whole model."""
+    return Plan(
         model=trial.identity,
         cluster=ClusterIdentity.of(cluster),
-        world_size=4,
+        world_size=len(cluster.devices),
         batch=8,
         micro_batches=1,
         schedule="1f1b",
-        annotations={"": ("split(4)",)},
-        stages=(PlanStage(ranks=(0, 1, 2, 3), axes=(PlanAxis(name="split", size=4, role="split"),)),),
+        annotations={"": tuple(f"{axis.role}({axis.size})" for axis in axes) or ("replicate()",)},
+        stages=(PlanStage(ranks=tuple(range(len(cluster.devices))), axes=axes),),
     )
+
+
+def collectives(trial: ModelTrial, device: DeviceType) -> Counter[str]:
+    """What a rank of a tensor group of four such devices calls in a micro-batch."""
+    cluster = Cluster.homogeneous(4, device, intra=device.intra_node or Link(bandwidth=1e9, latency=5e-5))
+    plan = plan_of(trial, cluster, PlanAxis(name="split", size=4, role="split"))
     compilation = trial.compile(plan, cluster)
     program = compilation.local_programs(compilation.stages[0], 0, None)[0]
     conversions = [bridge.conversion for bridge in program.bridges if isinstance(bridge, Bridge)]
@@ -90,17 +95,9 @@ def test_a_model_in_float64_is_priced_as_such() -> None:
         cluster = Cluster.homogeneous(1, DeviceType.of("card", speed=speed, memory_bytes=2**36, memory_bandwidth=1e13))
         model, batch = decoder(width=64).to(dtype), tokens()
         trial = ModelTrial(model, batch, name="decoder")
-        plan = Plan(
-            model=trial.identity,
-            cluster=ClusterIdentity.of(cluster),
-            world_size=1,
-            batch=8,
-            micro_batches=1,
-            schedule="1f1b",
-            annotations={"": ("replicate()",)},
-            stages=(PlanStage(ranks=(0,), axes=()),),
-        )
-        return trial.predict(plan, profile_model(model, batch, name="decoder"), cluster)[0].step_seconds
+        return trial.predict(plan_of(trial, cluster), profile_model(model, batch, name="decoder"), cluster)[
+            0
+        ].step_seconds
 
     twin = step(torch.float32, 1e9)
     assert step(torch.float32, 4e9) == twin
@@ -186,17 +183,7 @@ def test_groups_that_sum_gradients_at_once_share_the_adapters_of_their_nodes() -
     nodes = [(f"node{index // 4}", gpu) for index in range(8)]
     cluster = Cluster.of(nodes, intra=gpu.intra_node, inter=Link(bandwidth=1e9, latency=1e-5))
     axes = (PlanAxis(name="replicate", size=4, role="replicate"), PlanAxis(name="split", size=2, role="split"))
-    plan = Plan(
-        model=own.identity,
-        cluster=ClusterIdentity.of(cluster),
-        world_size=8,
-        batch=8,
-        micro_batches=1,
-        schedule="1f1b",
-        annotations={"": ("replicate(4)", "split(2)")},
-        stages=(PlanStage(ranks=tuple(range(8)), axes=axes),),
-    )
-    _, workload = own.predict(plan, profile, cluster)
+    _, workload = own.predict(plan_of(own, cluster, *axes), profile, cluster)
     topology = Topology.of(cluster)
     split = [one for one in workload.reductions if len(one.ranks) == 4]
     assert split
