@@ -75,7 +75,11 @@ def test_a_large_batch_is_divided_with_few_times_asked_for(speeds: tuple[float, 
     asked = []
 
     def of(speed: float) -> Worker:
-        return Worker(name="card", seconds=lambda units: asked.append(units) or units / speed)  # type: ignore[func-returns-value]
+        def seconds(units: int) -> float:
+            asked.append(units)
+            return units / speed
+
+        return Worker(name="card", seconds=seconds)
 
     total = 10_000_000
     found = fastest_shares(total, [of(speed) for speed in speeds])

@@ -315,3 +315,9 @@ def test_the_time_limit_counts_from_the_start_of_the_process(folder: Path, monke
         with seldom_collecting():  # as the process would end with it, the command leaves it so
             CliRunner().invoke(app, command, obj=time.monotonic() - before)
     assert 30 < limits[0] < 40 and limits[1] == 25
+
+
+def test_a_schedule_that_is_none_is_refused_before_the_model_is_loaded(folder: Path) -> None:
+    command = ["search", "--model", str(folder / "nothing.py:model"), "--cluster", str(folder / "cluster.toml")]
+    done = CliRunner().invoke(app, [*command, "--batch", "8", "--schedule", "1f2b"])
+    assert done.exit_code == 2 and "knows the schedules gpipe, 1f1b, " in done.stderr and "'1f2b'" in done.stderr

@@ -110,6 +110,18 @@ def search(
     for path, option in ((output, "-o"), (record, "--record")):
         if path is not None:
             refuse_unwritable(path, option)
+    asked = SearchSettings(
+        micro_batches=micro_batches,
+        schedules=schedules or ("1f1b",),
+        max_stages=max_stages,
+        eager=True,
+        optimizer=optimizer,
+        thorough=thorough,
+        seed=seed,
+        top=top,
+    )
+    for batch in batches:
+        asked.check(batch)
     profile = None if profile_file is None else ModelProfile.load(profile_file)
     catalog = device_types() if profile is None else device_types_with(profile)
     cluster = Cluster.load(cluster_file, catalog=catalog)
@@ -126,17 +138,10 @@ def search(
         model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations)
         profile = model.profile
     assert profile is not None
-    given = SearchSettings(
+    given = replace(
+        asked,
         precision=precision or _precision(profile),
-        micro_batches=micro_batches,
-        schedules=schedules or ("1f1b",),
-        max_stages=max_stages,
-        eager=True,
-        optimizer=optimizer,
-        thorough=thorough,
-        seed=seed,
         time_limit=max(time_limit - (time.monotonic() - began), LEAST_SHARE * time_limit),
-        top=top,
         fixed=None if model is None else model.fixed,
     )
     given = settings_for(given, None if model is None else model.trial)  # what-if cases are searched without the model
@@ -166,7 +171,8 @@ def _answer(
 ) -> None:
     """Print a table of the cases where there are several; write the plan of the chosen one, and show it if alone."""
     if len(cases) > 1:
-        _answer_cases(run, cases, as_json)
+        settings = run.settings if trial is None else replace(run.settings, schedules=run.settings.priced)
+        _answer_cases(replace(run, settings=settings), cases, as_json)  # without the model
         if run.interruption.came():
             return
     if chosen is not None:
