@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import whale
 from whale.ir.workload import Boundary, LinkTime, StageWork, Transfer, Workload
-from whale.planner.simulate import simulate
+from whale.planner.simulation.simulate import simulate
 
 BED = """
 [links]

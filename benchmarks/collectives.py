@@ -3,7 +3,7 @@
     python benchmarks/collectives.py               # a table for each group of measurements
     python benchmarks/collectives.py --points      # every point
 
-Compares ``whale.planner.communication`` with every row of ``planner/data/network.csv`` that says on what it was
+Compares ``whale.planner.network.communication`` with every row of ``planner/data/network.csv`` that says on what it was
 measured. Nothing is measured here.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from whale.ir.cluster import Cluster, Link
 from whale.planner.catalog import device_types
-from whale.planner.communication import CommunicationCost, collective, send
-from whale.planner.links import link_kinds, read_table
-from whale.planner.topology import Topology
+from whale.planner.network.communication import CommunicationCost, collective, send
+from whale.planner.network.links import link_kinds, read_table
+from whale.planner.network.topology import Topology
 
 LARGE = 2**34
 """Bytes, for sizes that the source calls large."""

@@ -12,6 +12,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from whale.cli.search_text import in_short
+from whale.commands.searching import Choice, Trial, compile_candidate, search_plans
 from whale.errors import UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
@@ -20,7 +21,6 @@ from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
 from whale.planner.search.steps import in_flight
-from whale.searching import Choice, Trial, compile_candidate, search_plans
 
 SINGLE = ("data", "tensor", "pipeline")
 MOST_DRAWS = 2_000

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import whale
-from whale.compiler import Options, compile_model
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
-from whale.traffic import traffic
+from whale.predict.traffic import traffic
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

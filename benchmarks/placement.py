@@ -18,12 +18,12 @@ import torch
 from lowering_175b import GPT
 
 import whale
-from whale.compiler import Options, _place_stages, _request, _rows
+from whale.compile.compile import Options, _place_stages, _request, _rows
 from whale.graph.capture import Captured, capture
 from whale.graph.partition import Partition, partition
 from whale.graph.values import resolve
 from whale.ir.cluster import Cluster
-from whale.planner.place import place
+from whale.planner.assignment.assign import place
 from whale.strategies.analysis import analyse
 from whale.strategies.placing import Report, batch_placeholders
 

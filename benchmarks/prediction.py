@@ -42,12 +42,12 @@ from testbed import Description, Testbed
 from torch import Tensor, nn
 
 import whale
-from whale.compiler import Options, compile_model
-from whale.costs import Costs
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types, device_types_with
-from whale.prediction import predict
+from whale.predict.costs import Costs
+from whale.predict.prediction import predict
 from whale.runtime.launch import World, initialize
 
 LAYOUTS = Path(__file__).with_name("layouts.py")

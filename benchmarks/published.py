@@ -29,8 +29,8 @@ from whale.cli.model_loader import load_model
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import built_in_links, device_types, device_types_with
-from whale.planner.configuration import Configuration
-from whale.planner.estimate import Estimate, estimate
+from whale.planner.cost.configuration import Configuration
+from whale.planner.cost.estimate import Estimate, estimate
 from whale.planner.profile_import import import_sailor
 
 HERE = Path(__file__).parent
@@ -355,8 +355,8 @@ def activation_bytes(
     models: Models, row: dict[str, str], settings: dict[str, int], recompute: str, sequence: bool
 ) -> float:
     """What the blocks of the first stage keep at the peak."""
-    from whale.planner.memory import kept_bytes
-    from whale.planner.precision import precision_named
+    from whale.planner.cost.memory import kept_bytes
+    from whale.planner.cost.precision import precision_named
 
     tensor, pipeline, virtual = whole(row, "tp"), whole(row, "pp"), whole(row, "virtual_pp")
     profile = models.of("gpt", settings, tensor)
@@ -375,8 +375,8 @@ def activation_bytes(
 
 def state_bytes_of(models: Models, row: dict[str, str], settings: dict[str, int]) -> float:
     """Weights, gradients and optimizer states of the blocks of a stage."""
-    from whale.planner.memory import state_bytes
-    from whale.planner.precision import precision_named
+    from whale.planner.cost.memory import state_bytes
+    from whale.planner.cost.precision import precision_named
 
     profile = models.of("gpt", settings, whole(row, "tp"))
     block = profile.kinds[profile.layers[len(profile.layers) // 2]]

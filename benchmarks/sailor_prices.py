@@ -14,9 +14,9 @@ from math import isinf
 from sailor_scores import PROCESS_BYTES, STATE_BYTES, Slice, Strict
 
 from whale.ir.cluster import DeviceType
-from whale.planner.compute import LayerSeconds
-from whale.planner.memory import StateBytes
-from whale.planner.precision import precision_named
+from whale.planner.cost.layers import LayerSeconds
+from whale.planner.cost.memory import StateBytes
+from whale.planner.cost.precision import precision_named
 from whale.planner.search.prices import Hop, Prices, TensorGroup
 
 UNKNOWN_SECONDS = 1e3

@@ -51,11 +51,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import whale
+from whale.commands.candidates import ModelTrial
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types, device_types_with
 from whale.runtime.launch import initialize
-from whale.trial import ModelTrial
 
 TORCH = ("DDP", "pipelining")
 RANDOM, FEWEST, FINALISTS = 20, 3, 2

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from whale.ir.program import project
 from whale.ir.workload import Boundary, LinkTime, StageWork, Transfer, Workload
-from whale.planner.orders import SCHEDULES
-from whale.planner.simulate import order_of, programs_of, simulate
+from whale.planner.schedules.orders import SCHEDULES
+from whale.planner.simulation.simulate import order_of, programs_of, simulate
 from whale.runtime.executor import Executor
 
 RANKS = 4

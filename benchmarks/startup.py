@@ -18,7 +18,7 @@ from models import batch, gpt2
 
 import whale
 import whale.api
-import whale.compiler
+import whale.compile.compile
 import whale.graph.capture
 
 TARGET_SECONDS = 10.0
@@ -26,13 +26,13 @@ TARGET_SECONDS = 10.0
 PARTS = {
     "export": (torch.export, "export"),
     "decompositions": (torch.export.ExportedProgram, "run_decompositions"),
-    "capture, the rest": (whale.compiler, "capture"),
-    "partition": (whale.compiler, "partition"),
-    "analysis": (whale.compiler, "analyse"),
-    "placement": (whale.compiler, "_place_stages"),
-    "edges": (whale.compiler, "_edges"),
-    "lowering": (whale.compiler.Compilation, "local_programs"),
-    "check of all programs": (whale.compiler.Compilation, "check"),
+    "capture, the rest": (whale.compile.compile, "capture"),
+    "partition": (whale.compile.compile, "partition"),
+    "analysis": (whale.compile.compile, "analyse"),
+    "placement": (whale.compile.compile, "_place_stages"),
+    "edges": (whale.compile.compile, "_edges"),
+    "lowering": (whale.compile.compile.Compilation, "local_programs"),
+    "check of all programs": (whale.compile.compile.Compilation, "check"),
     "agreement": (whale.api, "agree"),
     "compilation, the rest": (whale.api, "compile_model"),
     "parallelize, the rest": (whale.api, "parallelize"),

@@ -3,9 +3,10 @@
     python benchmarks/whale_paper.py                        # all tables, in Markdown; captures the models first
     python benchmarks/whale_paper.py --profiles /tmp/whale  # keeps the models' profiles there, for the next time
 
-Nothing is measured here, and nothing is fitted to a row: layers are priced by ``whale.planner.compute``, collectives by
-``whale.planner.communication``, pipelines simulated with the programs that ranks would run. The paper does not say its
-batches; one set is assumed for each model (`ASSUMED`), and its reader judges whether the figures agree under it.
+Nothing is measured here, and nothing is fitted to a row: layers are priced by ``whale.planner.cost.layers``,
+collectives by ``whale.planner.network.communication``, pipelines simulated with the programs that ranks would run. The
+paper does not say its batches; one set is assumed for each model (`ASSUMED`), and its reader judges whether the
+figures agree under it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
 from whale.ir.workload import Reduction, StageWork, Workload
-from whale.planner.by_speed import rows_by_speed
+from whale.planner.balance.by_speed import rows_by_speed
 from whale.planner.catalog import device_types
-from whale.planner.configuration import Configuration, Layout
-from whale.planner.estimate import Estimate, estimate
-from whale.planner.memory import framework_bytes, state_bytes
-from whale.planner.precision import precision_named
-from whale.planner.simulate import simulate
-from whale.planner.stages import OVERLAP_SLOWDOWN, Stages
-from whale.planner.topology import Topology
+from whale.planner.cost.configuration import Configuration, Layout
+from whale.planner.cost.estimate import Estimate, estimate
+from whale.planner.cost.memory import framework_bytes, state_bytes
+from whale.planner.cost.precision import precision_named
+from whale.planner.cost.stage import OVERLAP_SLOWDOWN, Stages
+from whale.planner.network.topology import Topology
+from whale.planner.simulation.simulate import simulate
 
 V100, P100 = "V100-SXM2-32GB", "P100-PCIe-16GB"
 ETHERNET = Link(bandwidth=50e9 / 8, latency=30e-6, adapters=1, network="tcp")

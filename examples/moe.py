@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional
 
 import whale
-from whale.compiler import Options, compile_model
-from whale.occupancy import occupancy
-from whale.traffic import traffic
+from whale.compile.compile import Options, compile_model
+from whale.predict.peak_memory import occupancy
+from whale.predict.traffic import traffic
 
 M6 = {  # layers, experts of each, their hidden units, and the V100 of 32 GB that trained it; all are 1024 wide
     "100B": (24, 512, 4096, 128),

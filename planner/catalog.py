@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from whale.ir.cluster import DTYPES, DeviceType, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.links import LinkKind, link_kinds, read_table
+from whale.planner.network.links import LinkKind, link_kinds, read_table
 
 __all__ = ["ALIASES", "built_in_links", "device_types", "device_types_with", "sources"]
 

@@ -16,9 +16,9 @@ from typing import Any
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.workload import Prediction, StageWork, Workload
-from whale.planner.orders import SCHEDULES
-from whale.planner.simulate import simulate_alike
-from whale.planner.timeline import Timeline
+from whale.planner.schedules.orders import SCHEDULES
+from whale.planner.simulation.simulate import simulate_alike
+from whale.planner.simulation.timeline import Timeline
 
 __all__ = ["Change", "Difference", "Explanation", "Wait", "difference", "explain"]
 

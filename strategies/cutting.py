@@ -12,8 +12,8 @@ from torch import fx
 
 from whale.errors import AnnotationError, InfeasibleError
 from whale.graph.capture import Captured
+from whale.graph.capture_checks import where
 from whale.graph.partition import scopes_of
-from whale.graph.refusals import where
 from whale.graph.values import Value, is_call, operands, value_shape
 from whale.ir.virtual_device import Along, RegionRole, VirtualDevice
 from whale.strategies.analysis import Analysis

@@ -25,9 +25,9 @@ from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
 from whale.runtime.collectives import Bridge
 from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
+from whale.strategies.dry_run import WithoutData, forward_without_data, rehearsing
 from whale.strategies.fused import FUSED, Traffic
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.rehearsal import WithoutData, forward_without_data, rehearsing
 
 __all__ = ["KernelRun", "Kept", "Trace", "trace"]
 

@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 
 from whale.errors import UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
+from whale.graph.capture_checks import module_of
 from whale.graph.chain import Chain, chain_of
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
-from whale.graph.refusals import module_of
 from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.placement import REPLICATE, shard
 from whale.ir.virtual_device import MeshAxis, RegionRole, VirtualDevice

@@ -17,8 +17,8 @@ from torch import fx
 
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
+from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
-from whale.graph.refusals import module_of, where
 from whale.graph.values import Value, resolve, value_shape, value_tensor
 from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
 from whale.ir.virtual_device import RegionRole, VirtualDevice

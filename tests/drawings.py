@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from whale.planner.timeline import Timeline
+from whale.planner.simulation.timeline import Timeline
 
 Drawn = set[tuple[str, str, float, float]]
 """Stream, what, start, end."""

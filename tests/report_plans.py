@@ -9,7 +9,7 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.search_record import RecordedCandidate, RecordedDrop, RecordedPoint, SearchRecord
 from whale.ir.workload import DeviceMemory, LinkTime, Prediction, Reduction, Workload
-from whale.planner.simulate import simulate
+from whale.planner.simulation.simulate import simulate
 
 GIB = 2**30
 FAST, SLOW = "A100-SXM4-40GB", "V100-SXM2-16GB"

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
-from whale.assembly import assemble
-from whale.automatic import automatic_plan
-from whale.compiler import Compilation, Options, compile_model, local_tensors
+from whale.commands.automatic import automatic_plan
+from whale.compile.assembly import assemble
+from whale.compile.compile import Compilation, Options, compile_model, local_tensors
 from whale.detection import detect
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
-from whale.graph.refusals import check_hooks
+from whale.graph.capture_checks import check_hooks
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
-from whale.planner.kept import is_kept
-from whale.planner.orders import SCHEDULES
-from whale.planner.place import Preference
+from whale.planner.schedules.orders import SCHEDULES
+from whale.planner.search.constraints import is_kept
 from whale.runtime.agreement import agree, agree_on_values, meet
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize

@@ -16,18 +16,18 @@ from pydantic import Field
 from torch import nn
 
 from whale.cli.model_loader import load_model
-from whale.compiler import Compilation
-from whale.costs import Costs
+from whale.compile.compile import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.document import read_document
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.record import Record, read_record
 from whale.ir.workload import Prediction, Workload
-from whale.layer_parts import stage_layers
-from whale.prediction import predict
-from whale.strategies.rehearsal import stage_calls
-from whale.traffic import Message, call_bytes
+from whale.predict.costs import Costs
+from whale.predict.layer_parts import stage_layers
+from whale.predict.prediction import predict
+from whale.predict.traffic import Message, call_bytes
+from whale.strategies.dry_run import stage_calls
 
 
 class Nesting(Record):
@@ -100,7 +100,7 @@ class Simulated:
 def simulated(
     compilation: Compilation, plan: Plan, profile: ModelProfile, cluster: Cluster, **options: Any
 ) -> Simulated:
-    """Predict a step of a compiled plan; *options* are those of `whale.prediction.predict`."""
+    """Predict a step of a compiled plan; *options* are those of `whale.predict.prediction.predict`."""
     processors = any(device.type.is_processor for device in cluster.devices)
     costs = Costs(
         profile=profile,

@@ -16,12 +16,12 @@ import show
 from experiment import Experiment, Nesting, Simulated, build, plan_of, simulated
 from whale_paper import ASSUMED, V100, ZOO, cluster_of
 
+from whale.commands.candidates import ModelTrial
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.occupancy import brief_occupancy
-from whale.planner.by_speed import pipeline_by_speed
+from whale.planner.balance.by_speed import pipeline_by_speed
+from whale.predict.peak_memory import brief_occupancy
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 PAPER = {  # times one GPU, on 8, 16, 32
     "replicate": (7.26, 8.71, 14.06),

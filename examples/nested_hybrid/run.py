@@ -40,15 +40,15 @@ from experiment import Experiment, build, load, parts_of, plan_of, simulated, to
 from harness import RESULTS, report
 from testbed import Description, Testbed
 
-from whale.compiler import Compilation
+from whale.commands.candidates import ModelTrial
+from whale.compile.compile import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
-from whale.occupancy import brief_occupancy, occupancy
 from whale.planner.catalog import device_types_with
+from whale.predict.peak_memory import brief_occupancy, occupancy
 from whale.runtime.launch import initialize
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 HERE = Path(__file__).resolve().parent
 DEGREES = (1, 2, 3, 4, 6, 8)

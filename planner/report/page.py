@@ -16,12 +16,12 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.search_record import SearchRecord
 from whale.planner.explain import Explanation
-from whale.planner.gantt import milliseconds
 from whale.planner.report import map_view, memory_view, reasons_view, search_view, timeline_view
 from whale.planner.report.labels import bytes_text, stages_of, types_of
 from whale.planner.report.markup import Markup, element, short
 from whale.planner.report.style import STYLE
-from whale.planner.timeline import Timeline
+from whale.planner.simulation.gantt import milliseconds
+from whale.planner.simulation.timeline import Timeline
 
 __all__ = ["report_page"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whale.planner.explain import LEAST_GAIN, Change, Explanation
-from whale.planner.gantt import milliseconds
 from whale.planner.report.markup import Markup, element, table
-from whale.planner.timeline import PARTS, Timeline
+from whale.planner.simulation.gantt import milliseconds
+from whale.planner.simulation.timeline import PARTS, Timeline
 
 __all__ = ["reasons_view"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import log
 
 from whale.ir.search_record import RecordedPoint, SearchRecord
-from whale.planner.gantt import milliseconds
 from whale.planner.report.axis import ticks, ticks_of_powers
 from whale.planner.report.markup import Markup, element, number, picture, short, table
+from whale.planner.simulation.gantt import milliseconds
 
 __all__ = ["candidate_table", "dropped_table", "front_of", "search_view", "summary"]
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from whale.ir.workload import Workload
-from whale.planner.gantt import milliseconds
 from whale.planner.report.alike import Alike, alike
 from whale.planner.report.axis import ticks
 from whale.planner.report.colours import PAINT, stage_colour, text_on
 from whale.planner.report.labels import ranks_text, stages_of, stages_text
 from whale.planner.report.markup import Markup, element, join, number, picture, short
-from whale.planner.timeline import Event, Part, Timeline
+from whale.planner.simulation.gantt import milliseconds
+from whale.planner.simulation.timeline import Event, Part, Timeline
 
 __all__ = ["LEGEND", "timeline_view"]
 

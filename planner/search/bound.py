@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, NUMBERS, Integers, Slices
 from whale.planner.search.steps import in_flight

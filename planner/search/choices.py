@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from whale.errors import UsageError
 from whale.ir.workload import Prediction, Workload
-from whale.planner.optimizers import Optimizer, costs_of
-from whale.planner.orders import SCHEDULES
+from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.schedules.orders import SCHEDULES
 
 __all__ = [
     "PRICED",
@@ -213,7 +213,7 @@ class SearchSettings:
     """What a search may decide, and how long it may take.
 
     Attributes:
-        precision: of the run, as `whale.planner.precision` knows it.
+        precision: of the run, as `whale.planner.cost.precision` knows it.
         micro_batches: a number, or None: any that divides the batch.
         schedules: that may be chosen. Plans are priced with `PRICED` ones; of others they are found as for ``1f1b``,
             and whoever compiles them tries those too.

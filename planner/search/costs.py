@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from whale.planner.cuts import Group
-from whale.planner.memory import message_bytes
+from whale.planner.balance.cuts import Group
+from whale.planner.cost.memory import message_bytes
 from whale.planner.search.devices import Mesh
 from whale.planner.search.prices import TensorGroup
 
@@ -214,7 +214,8 @@ class MeshCosts:
         return self._pace_lists[key]
 
     def group(self, micro_batches: int) -> Group:
-        """The mesh as `whale.planner.cuts` sees it: memory as parts of the room of whichever slice has least for it."""
+        """The mesh as `whale.planner.balance.cuts` sees it: memory as parts of the room of whichever slice has least
+        for it."""
         if micro_batches not in self._groups:
             self._groups[micro_batches] = self._group(micro_batches)
         return self._groups[micro_batches]

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from whale.errors import InfeasibleError
-from whale.planner.cuts import CutProblem, evenest_cut, fastest_cut
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.costs import Array, Integers
 from whale.planner.search.devices import Mesh
 from whale.planner.search.meshes import Meshes
@@ -345,8 +345,8 @@ def best_cuts(
 def exact_cuts(
     meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
-    """As `best_cuts`, by `whale.planner.cuts.fastest_cut`; None where that does not fit, of very deep pipelines, and
-    where there is nothing to cut."""
+    """As `best_cuts`, by `whale.planner.balance.cuts.fastest_cut`; None where that does not fit, of very deep
+    pipelines, and where there is nothing to cut."""
     if len(sequence) == 1 or len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
         return None
     try:

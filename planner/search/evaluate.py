@@ -2,7 +2,7 @@
 
 Data slices of a stage whose devices, places in their nodes, rows and neighbours are alike are one *kind*, priced and
 simulated once, so that thousands of ranks cost what a few do. Where stages of the same degrees follow each other it
-says what `whale.planner.estimate` says. It decides nothing.
+says what `whale.planner.cost.estimate` says. It decides nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS, relative_error
-from whale.planner.memory import message_bytes
-from whale.planner.optimizers import Optimizer
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS, relative_error
+from whale.planner.cost.memory import message_bytes
+from whale.planner.cost.optimizers import Optimizer
+from whale.planner.cost.stage import OVERLAP_SLOWDOWN
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.prices import LayerPrice, Memo, Prices, TensorGroup
 from whale.planner.search.steps import Step, in_flight, long_step
-from whale.planner.simulate import simulate
-from whale.planner.stages import OVERLAP_SLOWDOWN
+from whale.planner.simulation.simulate import simulate
 
 __all__ = ["cost_of", "evaluate", "score"]
 

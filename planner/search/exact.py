@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import work_of_parts
 from whale.planner.search.choices import Candidate
 from whale.planner.search.devices import Mesh, Pool

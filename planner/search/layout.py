@@ -1,7 +1,7 @@
 """From a draft to a plan: its meshes on ranks, and the rows of a micro-batch for each data slice.
 
 Rows are exact: those with which the slowest slice of a stage is done first and every device holds its part
-(`whale.planner.balance.fastest_shares`). Where they do not fit they are those by speed alone.
+(`whale.planner.balance.shares.fastest_shares`). Where they do not fit they are those by speed alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
-from whale.planner.balance import Worker, fastest_shares
+from whale.planner.balance.shares import Worker, fastest_shares
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import Mesh, lay_out
 from whale.planner.search.drafts import Draft

@@ -1,6 +1,6 @@
 """What a search pays: layers on the devices of a tensor group, collectives and sends, each priced once.
 
-The prices are those of `whale.planner.estimate`, for groups of any ranks: a tensor group is as slow as its slowest
+The prices are those of `whale.planner.cost.estimate`, for groups of any ranks: a tensor group is as slow as its slowest
 device, and everything that makes groups cost alike (device types, where they lie in their nodes, the nodes' links) is
 the key under which a price is kept. So thousands of equal devices are priced like one, and a later search for the same
 model, on other machines or with another batch, finds what it shares with the first. It knows no stages and decides
@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import Affine, ModelProfile
-from whale.planner.communication import collective, send
-from whale.planner.compute import (
+from whale.planner.cost.layers import (
     Collective,
     LayerSeconds,
     attention_is_fused,
@@ -26,7 +25,7 @@ from whale.planner.compute import (
     layer_seconds_by_rows,
     variant_of,
 )
-from whale.planner.memory import (
+from whale.planner.cost.memory import (
     FRAGMENTATION,
     Largest,
     StateBytes,
@@ -40,10 +39,11 @@ from whale.planner.memory import (
     wasted_share,
     working_bytes,
 )
-from whale.planner.optimizers import Optimizer, costs_of
-from whale.planner.precision import Precision, precision_named
-from whale.planner.stages import exposed_seconds
-from whale.planner.topology import Topology
+from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.cost.precision import Precision, precision_named
+from whale.planner.cost.stage import exposed_seconds
+from whale.planner.network.communication import collective, send
+from whale.planner.network.topology import Topology
 
 __all__ = ["Hop", "LayerPrice", "Memo", "Prices", "TensorGroup"]
 
@@ -318,7 +318,8 @@ class Prices:
         return tuple(runs)
 
     def _num_adapters(self, node: int, positions: Sequence[int]) -> int:
-        """Adapters of a node that devices at these positions use (`whale.planner.topology` deals them out so)."""
+        """Adapters of a node that devices at these positions use (`whale.planner.network.topology` deals them out
+        so)."""
         here = self.cluster.nodes[node]
         if here.inter is None:
             return 0

@@ -13,7 +13,8 @@ Method, for clusters of any size:
    (`meshes`);
 2. families of meshes (`families`), each a quota program over what is left of each type (`quota`) or, of deep pipelines,
    runs of equal meshes (`runs`), for some numbers of micro-batches, in the order of what they could reach;
-3. the best sequences get their exact cuts (`whale.planner.cuts`) and are refined where they are bound (`refine`);
+3. the best sequences get their exact cuts (`whale.planner.balance.cuts`) and are refined where they are bound
+   (`refine`);
 4. the best drafts are laid out on ranks, with exact rows (`layout`), and simulated (`evaluate`): their order is that
    of the simulation, of what is whole and rounded.
 

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import SLACK, Case, best_prices, cases_of, moved_prices, work_of
 from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, Integers, Slices

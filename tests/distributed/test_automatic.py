@@ -15,14 +15,14 @@ from tests.distributed import zoo
 from tests.distributed.parity import BOUND, UNEVEN_BOUND, Setup, Worlds, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
+from whale.commands.candidates import ModelTrial
+from whale.commands.searching import search_plans
 from whale.detection import detect
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.planner.search import SearchSettings
 from whale.runtime.launch import World
-from whale.searching import search_plans
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "auto_search.py"
 

@@ -19,7 +19,7 @@ from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute
 from whale.runtime import collectives
 from whale.runtime.launch import World
-from whale.strategies.rehearsal import stage_calls
+from whale.strategies.dry_run import stage_calls
 
 SIZE = 4
 

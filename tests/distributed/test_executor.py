@@ -14,7 +14,7 @@ from tests.distributed.harness import Ranks
 from tests.rows import Shares, chain_of, rows_edge
 from whale.ir.check import check_programs
 from whale.ir.program import Edge, Reduce, ReduceSpec, StageSpec, project, project_rank
-from whale.planner.orders import schedule_order
+from whale.planner.schedules.orders import schedule_order
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World, groups
 from whale.runtime.reduce import Bucket, Reducer

@@ -14,11 +14,11 @@ from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
-from whale.compiler import Options, compile_model
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.occupancy import occupancy
-from whale.planner.optimizers import Optimizer
+from whale.planner.cost.optimizers import Optimizer
+from whale.predict.peak_memory import occupancy
 from whale.runtime.launch import World
 
 STAGES = {"layers.0": stage(), "layers.1": stage()}

@@ -11,13 +11,13 @@ import whale
 from tests.distributed.parity import BOUND, Setup, Worlds, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
 from whale.cli.model_loader import load_model
+from whale.commands.candidates import ModelTrial
+from whale.commands.searching import search_plans
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.planner.search import Degrees, Fixed, SearchSettings
 from whale.runtime.launch import World
-from whale.searching import search_plans
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 SPEC = "examples/models/gshard.py:gshard"
 SIZES = {"layers": 2, "hidden": 16, "ffn": 32, "heads": 4, "experts": 4, "seq": 6, "vocab": 24, "batch_size": 8}

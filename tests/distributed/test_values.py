@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.distributed.harness import Ranks
 from whale.ir.check import check_programs
 from whale.ir.program import Edge, Shape, StageSpec, Transfer, project
-from whale.planner.orders import schedule_order
+from whale.planner.schedules.orders import schedule_order
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
-from whale.planner import balance
-from whale.planner.balance import Worker, fastest_shares, proportional_shares, state_shares
+from whale.planner.balance import shares as balance
+from whale.planner.balance.shares import Worker, fastest_shares, proportional_shares, state_shares
 
 SPEEDS = st.sampled_from([0.3, 1.0, 1.6, 2.0, 3.1, 8.0])
 DIVISIONS = st.sampled_from([fastest_shares, proportional_shares])

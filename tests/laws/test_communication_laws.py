@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import LinkCurve
 from whale.planner.catalog import device_types
-from whale.planner.communication import Collective, collective, send
-from whale.planner.topology import Topology
+from whale.planner.network.communication import Collective, collective, send
+from whale.planner.network.topology import Topology
 
 KINDS: Any = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
 TYPES = st.sampled_from(["A100-SXM4-80GB", "H100-SXM5-80GB", "B200-SXM", "V100-SXM2-32GB", "T4", "MI300X", "A10"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.errors import InfeasibleError
-from whale.planner.cuts import CutProblem, Group, Tie, fastest_cut, fastest_order, price, proportional_cut
+from whale.planner.balance.cuts import CutProblem, Group, Tie, fastest_cut, fastest_order, price, proportional_cut
 
 NUMBERS = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.7])
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from whale.errors import AnnotationError, InfeasibleError
 from whale.ir.cluster import Cluster
 from whale.ir.strategy import Kind, Scope, ScopePath, Strategy
-from whale.planner.place import Preference, StageRequest, place
+from whale.planner.assignment.assign import Preference, StageRequest, place
 
 KINDS: st.SearchStrategy[Kind] = st.sampled_from(["replicate", "split"])
 

@@ -18,7 +18,7 @@ from tests.workloads import chain_workload
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
 from whale.planner.search.bound import Duals, bound_seconds, cases_of
 from whale.planner.search.chain import Chain
@@ -30,7 +30,7 @@ from whale.planner.search.layout import fastest_rows
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
 from whale.planner.search.slices import Slices
-from whale.planner.simulate import simulate
+from whale.planner.simulation.simulate import simulate
 
 EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
 """Random cases; each takes about a tenth of a second."""

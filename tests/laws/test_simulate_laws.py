@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.workloads import boundary, stage_work
 from whale.ir.schedule import Order, Task
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Workload
-from whale.planner.orders import SCHEDULES
-from whale.planner.simulate import order_of, simulate, simulate_alike
+from whale.planner.schedules.orders import SCHEDULES
+from whale.planner.simulation.simulate import order_of, simulate, simulate_alike
 
 few = settings(max_examples=40)
 seconds = st.integers(0, 8).map(lambda quarters: quarters / 4)

@@ -4,7 +4,7 @@ import pytest
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.profile import Affine
-from whale.planner.balance import Move, Remedy, Worker, fastest_shares, proportional_shares, state_shares
+from whale.planner.balance.shares import Move, Remedy, Worker, fastest_shares, proportional_shares, state_shares
 
 GIB = 2**30
 NOTHING = Affine(0, 0)

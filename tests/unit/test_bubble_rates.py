@@ -18,10 +18,10 @@ from tests.workloads import chain_workload
 from whale.ir.program import project
 from whale.ir.schedule import Order, Task
 from whale.ir.workload import Workload
-from whale.planner.orders import list_schedule, schedule_order
-from whale.planner.simulate import order_of, programs_of, simulate, simulate_programs
-from whale.planner.timeline import Timeline
-from whale.planner.zero_bubble import searched
+from whale.planner.schedules.orders import list_schedule, schedule_order
+from whale.planner.schedules.zero_bubble import searched
+from whale.planner.simulation.simulate import order_of, programs_of, simulate, simulate_programs
+from whale.planner.simulation.timeline import Timeline
 
 
 class Row(NamedTuple):

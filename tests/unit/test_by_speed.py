@@ -8,11 +8,11 @@ import pytest
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import Affine, Amount, LayerKind, MeasuredTimes, ModelProfile
-from whale.planner.by_speed import cuts_by_speed, rows_by_speed
-from whale.planner.configuration import Configuration, Layout
-from whale.planner.estimate import estimate
-from whale.planner.stages import Stages
-from whale.planner.topology import Topology
+from whale.planner.balance.by_speed import cuts_by_speed, rows_by_speed
+from whale.planner.cost.configuration import Configuration, Layout
+from whale.planner.cost.estimate import estimate
+from whale.planner.cost.stage import Stages
+from whale.planner.network.topology import Topology
 
 GIB = 2**30
 

@@ -9,7 +9,8 @@ import pytest
 import whale
 from tests.small_models import decoder, tokens
 from whale.annotations import Annotation, module_scopes
-from whale.compiler import Options, compile_model
+from whale.commands.candidates import ModelTrial, scopes_by
+from whale.compile.compile import Options, compile_model
 from whale.errors import UsageError
 from whale.graph.capture import capture
 from whale.graph.partition import partition, scopes_of
@@ -18,9 +19,8 @@ from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.plan import Plan, PlanAxis
 from whale.ir.strategy import parse_strategy
 from whale.ir.workload import Prediction, Workload
-from whale.planner.chosen import annotations_of, plan_of, split_shares
 from whale.planner.search import Candidate, StageChoice
-from whale.trial import ModelTrial, scopes_by
+from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
 PATHS = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
 

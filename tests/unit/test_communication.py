@@ -9,11 +9,11 @@ import pytest
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import LinkCurve
-from whale.planner.algorithms import LOW_LATENCY_BANDWIDTH, LOW_LATENCY_HOP, SLICES, TREE_BANDWIDTH
 from whale.planner.catalog import device_types
-from whale.planner.communication import Collective, collective, send
-from whale.planner.links import link_kinds
-from whale.planner.topology import Topology
+from whale.planner.network.algorithms import LOW_LATENCY_BANDWIDTH, LOW_LATENCY_HOP, SLICES, TREE_BANDWIDTH
+from whale.planner.network.communication import Collective, collective, send
+from whale.planner.network.links import link_kinds
+from whale.planner.network.topology import Topology
 
 LARGE, GB = 2**34, 1e9
 KINDS = link_kinds()

@@ -7,8 +7,8 @@ from typing import Any
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
 from whale.planner.catalog import device_types
-from whale.planner.compute import layer_seconds, layer_seconds_by_rows
-from whale.planner.kernels import matmul_seconds
+from whale.planner.cost.kernels import matmul_seconds
+from whale.planner.cost.layers import layer_seconds, layer_seconds_by_rows
 
 A100 = device_types()["A100-SXM4-80GB"]
 H100 = device_types()["H100-SXM5-80GB"]

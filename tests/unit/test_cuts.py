@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from whale.errors import InfeasibleError, UsageError
-from whale.planner.cuts import CutProblem, Group, Tie, fastest_cut, fastest_order, price, proportional_cut
+from whale.planner.balance.cuts import CutProblem, Group, Tie, fastest_cut, fastest_order, price, proportional_cut
 
 GIB = 2**30
 

@@ -22,11 +22,11 @@ from whale.ir.profile import (
     Saved,
 )
 from whale.planner.catalog import device_types
-from whale.planner.compute import layer_seconds
-from whale.planner.configuration import Configuration, Layout, blocks_of, even_cuts, require_parts
-from whale.planner.estimate import Estimate, estimate
-from whale.planner.memory import kept_bytes, state_bytes
-from whale.planner.precision import PRECISIONS, precision_named
+from whale.planner.cost.configuration import Configuration, Layout, blocks_of, even_cuts, require_parts
+from whale.planner.cost.estimate import Estimate, estimate
+from whale.planner.cost.layers import layer_seconds
+from whale.planner.cost.memory import kept_bytes, state_bytes
+from whale.planner.cost.precision import PRECISIONS, precision_named
 
 A100 = device_types()["A100-SXM4-80GB"]
 V100 = device_types()["V100-SXM2-16GB"]

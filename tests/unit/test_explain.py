@@ -14,7 +14,7 @@ from whale.cli.explain import as_text
 from whale.ir.plan import Plan, PlanAxis, PlanStage
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.explain import difference, explain
-from whale.planner.simulate import simulate
+from whale.planner.simulation.simulate import simulate
 
 
 def pipeline(first: float, second: float, *, kept: int = 0, micro_batches: int = 8) -> Workload:

@@ -9,8 +9,8 @@ from tests.small_models import decoder
 from whale.annotations import Annotation, module_scopes
 from whale.errors import UsageError
 from whale.ir.strategy import parse_strategy
-from whale.planner.kept import fixed_by
 from whale.planner.search import Fixed
+from whale.planner.search.constraints import fixed_by
 
 PATHS = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
 

@@ -5,7 +5,7 @@ import pytest
 from whale.errors import AnnotationError
 from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy
 from whale.ir.virtual_device import Along
-from whale.planner.mesh import Mesh, lay_out, needs_of
+from whale.planner.assignment.mesh import Mesh, lay_out, needs_of
 
 
 def nest(text: str, name: str = "") -> ScopePath:

@@ -3,7 +3,7 @@
 import pytest
 
 from whale.errors import InfeasibleError, UsageError
-from whale.planner.mesh_shares import AxisToShare, MeshDevice, mesh_shares
+from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, mesh_shares
 
 
 def device(speed: float, capacity: float = float("inf"), name: str = "card", per_row: float = 1.0) -> MeshDevice:

@@ -7,7 +7,7 @@ import pytest
 from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, Device, DeviceType
 from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy
-from whale.planner.place import Assignment, StageRequest, place, stage_requests
+from whale.planner.assignment.assign import Assignment, StageRequest, place, stage_requests
 
 
 def nest(text: str) -> ScopePath:

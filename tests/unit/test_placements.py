@@ -11,10 +11,10 @@ from torch import nn
 
 import whale
 from tests.solved import solve, tokens
-from whale.compiler import Compilation
+from whale.compile.compile import Compilation
 from whale.ir.cluster import Cluster
 from whale.strategies import sharding
-from whale.strategies.rehearsal import TaskCalls, rehearse
+from whale.strategies.dry_run import TaskCalls, rehearse
 
 
 def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
@@ -136,7 +136,7 @@ def test_a_hundred_thousand_classes_gather_features_and_never_logits() -> None:
 
 def test_sequence_parallelism_is_found_where_links_are_fast_and_activations_large() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whale.compiler.GLOO", sharding.Prices())
+        patch.setattr("whale.compile.compile.GLOO", sharding.Prices())
         solved = solve(gpt2(layers=2, hidden=768, heads=12, vocabulary=50257), tokens(8, 1024), SPLIT, world_size=4)
     assert solved.forward["reduce_scatter"] == solved.backward["reduce_scatter"] == 5
     assert solved.forward["all_reduce"] == solved.backward["all_reduce"] == 0
@@ -149,7 +149,7 @@ def test_sequence_parallelism_cuts_what_there_is_enough_of(rows: int, replicas: 
     annotations = {"": [whale.replicate(replicas), whale.split(4)]}
     model, batch = gpt2(layers=2, hidden=768, heads=12, vocabulary=50257), tokens(rows, 1024)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whale.compiler.GLOO", sharding.Prices())
+        patch.setattr("whale.compile.compile.GLOO", sharding.Prices())
         solved = solve(model, batch, annotations, world_size=4 * replicas, micro_batches=micro_batches)
     assert solved.forward["reduce_scatter"] == 5
     calls = [call for call in rehearsed(solved.compilation).forward if call.op == "all_gather"]

@@ -14,20 +14,20 @@ import whale
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.app import app
-from whale.compiler import Options, compile_model
-from whale.costs import Costs
+from whale.commands.candidates import ModelTrial
+from whale.commands.planning import Planned, make_plan, stage_annotations
+from whale.compile.compile import Options, compile_model
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.ir.workload import Workload
-from whale.occupancy import Known, brief_occupancy, occupancy
-from whale.planner.by_speed import pipeline_by_speed
-from whale.planner.simulate import simulate
-from whale.planning import Planned, make_plan, stage_annotations
+from whale.planner.balance.by_speed import pipeline_by_speed
+from whale.planner.simulation.simulate import simulate
+from whale.predict.costs import Costs
+from whale.predict.peak_memory import Known, brief_occupancy, occupancy
+from whale.predict.workload import Backward
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
-from whale.workload import Backward
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from whale.cli.model_loader import load_model
 from whale.cli.profile_text import format_profile
+from whale.commands.candidates import ModelTrial
 from whale.errors import UsageError
 from whale.graph.capture import capture
 from whale.ir.profile import Communication, LayerVariant, ModelProfile
 from whale.strategies import layers
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 HIDDEN, SEQ, HEADS, VOCAB = 64, 16, 4, 4096
 GPT: dict[str, Any] = {"layers": 3, "hidden": HIDDEN, "seq": SEQ, "heads": HEADS, "vocab": VOCAB}

@@ -30,7 +30,7 @@ from whale.ir.program import (
     project_rank,
 )
 from whale.ir.schedule import Order, Task, peak_in_flight
-from whale.planner.orders import schedule_order
+from whale.planner.schedules.orders import schedule_order
 
 TWO_TO_ONE: list[list[Shares]] = [[{0: 3, 1: 1}] * 2, [{2: 4}] * 2]
 

@@ -29,7 +29,7 @@ from whale.planner.report.memory_view import memory_view
 from whale.planner.report.page import report_page
 from whale.planner.report.search_view import search_view
 from whale.planner.report.timeline_view import timeline_view
-from whale.planner.simulate import simulate
+from whale.planner.simulation.simulate import simulate
 
 PLOT = 692.0
 """Units of the timeline's picture that a step takes."""

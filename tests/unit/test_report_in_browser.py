@@ -11,7 +11,7 @@ from tests.browser import Browser, colours_of_png, find_chromium, started
 from tests.report_plans import large_plan, mixed_cluster, mixed_plan, search_record
 from whale.planner.explain import explain
 from whale.planner.report.page import report_page
-from whale.planner.simulate import simulate
+from whale.planner.simulation.simulate import simulate
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium, chromium-browser or google-chrome here")

@@ -14,11 +14,11 @@ from types import ModuleType
 
 import pytest
 
-from whale.compiler import Compilation
+from whale.compile.compile import Compilation
 from whale.errors import ScheduleError
 from whale.ir.check import CollectiveCall
 from whale.runtime.random import Clock
-from whale.strategies.rehearsal import StageCalls, TaskCalls, check_stage, stage_calls
+from whale.strategies.dry_run import StageCalls, TaskCalls, check_stage, stage_calls
 
 RANKS = 1024
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.workloads import chain_workload
 from whale.errors import InfeasibleError, ScheduleError, UsageError
 from whale.ir.schedule import Order, Task, check_order, format_order, format_stages, parse_order, peak_in_flight
-from whale.planner.orders import SCHEDULES, extra_warm_ups, greedy, list_schedule, schedule_order
-from whale.planner.simulate import simulate
-from whale.planner.zero_bubble import searched
+from whale.planner.schedules.orders import SCHEDULES, extra_warm_ups, greedy, list_schedule, schedule_order
+from whale.planner.schedules.zero_bubble import searched
+from whale.planner.simulation.simulate import simulate
 
 Devices = list[frozenset[int]]
 
@@ -256,5 +256,5 @@ def test_a_broken_order_is_named_by_its_task(text: str, part: str) -> None:
 
 
 def test_schedules_and_programs_load_no_torch() -> None:
-    code = "import sys, whale.planner.orders;sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, whale.planner.schedules.orders;sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

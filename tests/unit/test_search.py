@@ -12,8 +12,8 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
-from whale.planner.configuration import Configuration
-from whale.planner.estimate import estimate
+from whale.planner.cost.configuration import Configuration
+from whale.planner.cost.estimate import estimate
 from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, search
 from whale.planner.search.chain import Chain
 from whale.planner.search.devices import Mesh, lay_out, pools_of

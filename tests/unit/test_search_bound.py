@@ -9,7 +9,7 @@ import pytest
 
 from tests.chains import card, chain, layer
 from whale.ir.cluster import Cluster, Link
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import Duals, bound_seconds, cases_of, least_work, work_of_parts
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import StageChoice

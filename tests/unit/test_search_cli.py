@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 from click.testing import CliRunner, Result
 
-import whale.searching
+import whale.commands.searching
 from whale.cli.app import app
 from whale.cli.collecting import seldom_collecting
 from whale.ir.plan import Plan
@@ -172,7 +172,7 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tuple[str, ...], says: str) -> None:
-    with patch.object(whale.searching, "search", side_effect=AssertionError("searched")):
+    with patch.object(whale.commands.searching, "search", side_effect=AssertionError("searched")):
         done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert says in done.stderr
@@ -199,8 +199,8 @@ def test_a_signal_keeps_the_best_so_far(folder: Path, name: str, code: int) -> N
     """The process gets a real signal in the middle of its search."""
     program = f"""
 import os, signal, sys
-import whale.searching
-search = whale.searching.search
+import whale.commands.searching
+search = whale.commands.searching.search
 def interrupted(*arguments, stop, **options):
     asked = []
     def stopped():
@@ -209,8 +209,8 @@ def interrupted(*arguments, stop, **options):
             os.kill(os.getpid(), signal.{name})
         return stop()
     return search(*arguments, stop=stopped, **options)
-whale.searching.search = interrupted
-import whale.searching
+whale.commands.searching.search = interrupted
+import whale.commands.searching
 from whale.cli.app import app
 app(sys.argv[1:])
 """
@@ -225,13 +225,13 @@ app(sys.argv[1:])
 def test_what_if_keeps_a_batch_whole_that_cannot_be_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has batch norms; its what-if cases are searched without it."""
     (folder / "normalised.py").write_text(NORMALISED)
-    original, asked = whale.searching.search, []
+    original, asked = whale.commands.searching.search, []
 
     def search(*args: Any, settings: Any, **more: Any) -> Any:
         asked.append(settings.micro_batches)
         return original(*args, settings=settings, **more)
 
-    monkeypatch.setattr(whale.searching, "search", search)
+    monkeypatch.setattr(whale.commands.searching, "search", search)
     done = run("--model", "normalised.py:build", "--cluster", "cluster.toml", "--batch", "64,128", "-q")
     assert done.exit_code == 0, done.stderr
     assert asked == [1, 1]
@@ -241,7 +241,7 @@ def test_what_if_keeps_a_batch_whole_that_cannot_be_cut(folder: Path, monkeypatc
 def test_micro_batches_of_a_batch_that_cannot_be_cut_are_refused_before_the_search(folder: Path, batches: str) -> None:
     (folder / "normalised.py").write_text(NORMALISED)
     given = ("--model", "normalised.py:build", "--cluster", "cluster.toml", "--batch", batches)
-    with patch.object(whale.searching, "search", side_effect=AssertionError("searched")):
+    with patch.object(whale.commands.searching, "search", side_effect=AssertionError("searched")):
         done = run(*given, "--micro-batches", "2")
     assert done.exit_code == 2, done.output
     assert "batch_norm" in done.stderr and "computes a row of the batch from other rows" in done.stderr
@@ -287,14 +287,14 @@ def test_what_to_run_after_a_lost_node_is_written(folder: Path) -> None:
 def test_stopped_before_it_compiles_the_search_still_writes_a_plan_of_the_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = whale.searching.search
+    search = whale.commands.searching.search
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         found = search(*arguments, **options)
         os.kill(os.getpid(), signal.SIGINT)
         return found
 
-    monkeypatch.setattr(whale.searching, "search", interrupted)
+    monkeypatch.setattr(whale.commands.searching, "search", interrupted)
     done = run(*GIVEN, "-o", "plan.json")
     assert done.exit_code == 130, done.output
     plan = Plan.load("plan.json")
@@ -306,9 +306,9 @@ def test_the_time_limit_counts_from_the_start_of_the_process(folder: Path, monke
 
     def noted(profile: Any, cluster: Any, *, settings: Any, **others: Any) -> Any:
         limits.append(settings.time_limit)
-        raise whale.searching.InfeasibleError("enough is known")
+        raise whale.commands.searching.InfeasibleError("enough is known")
 
-    monkeypatch.setattr(whale.searching, "search", noted)
+    monkeypatch.setattr(whale.commands.searching, "search", noted)
     cluster = str(folder / "cluster.toml")
     command = ["search", "--profile", PROFILE, "--cluster", cluster, "--batch", "8", "--time-limit", "100"]
     for before in (60.0, 1000.0):  # a quarter is left for the search, whatever went before

@@ -12,11 +12,11 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import LayerKind, ModelProfile
 from whale.planner.catalog import device_types
-from whale.planner.configuration import Configuration
-from whale.planner.estimate import Estimate, estimate
+from whale.planner.cost.configuration import Configuration
+from whale.planner.cost.estimate import Estimate, estimate
 from whale.planner.search import StageChoice, evaluate
 from whale.planner.search.prices import BUCKET_BYTES, Prices
-from whale.planner.simulate import simulate
+from whale.planner.simulation.simulate import simulate
 from whale.runtime import reduce
 
 A100 = device_types()["A100-SXM4-80GB"]

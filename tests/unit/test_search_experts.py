@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from whale.automatic import expert_degrees
 from whale.cli.model_loader import LoadedModel, load_model
 from whale.cli.search_text import in_short
+from whale.commands.automatic import expert_degrees
+from whale.commands.candidates import ModelTrial
+from whale.commands.searching import compile_candidate, search_plans
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import DeviceMemory
 from whale.planner.catalog import device_types
-from whale.planner.chosen import annotations_of
 from whale.planner.search import Degrees, Fixed, SearchSettings, StageChoice, evaluate, search
 from whale.planner.search.bound import bound_seconds
 from whale.planner.search.chain import Chain
@@ -27,9 +28,8 @@ from whale.planner.search.devices import pools_of
 from whale.planner.search.evaluate import score
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
-from whale.searching import compile_candidate, search_plans
+from whale.planner.search.to_plan import annotations_of
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 A100 = device_types()["A100-SXM4-80GB"]
 NODE = Cluster.homogeneous(4, A100, intra=A100.intra_node)

@@ -13,19 +13,19 @@ from torch import nn
 import whale
 from tests.small_models import decoder, tokens
 from whale.annotations import module_scopes
-from whale.automatic import expert_degrees, tensor_degrees
 from whale.cli.model_loader import load_model
+from whale.commands.automatic import expert_degrees, tensor_degrees
+from whale.commands.candidates import ModelTrial
+from whale.commands.searching import compile_candidate
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import DeviceMemory
 from whale.planner.catalog import device_types
-from whale.planner.memory import FRAMEWORK_BYTES
-from whale.planner.precision import BY_DTYPE
+from whale.planner.cost.memory import FRAMEWORK_BYTES
+from whale.planner.cost.precision import BY_DTYPE
 from whale.planner.search import SearchSettings, StageChoice, evaluate, search
-from whale.searching import compile_candidate
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 A100 = device_types()["A100-SXM4-80GB"]
 CLUSTER = Cluster.homogeneous(4, A100, intra=A100.intra_node)

@@ -11,7 +11,7 @@ from tests.chains import card, chain, layer
 from tests.unit.test_search_bound import meshes_of
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import Duals, cases_of
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import Mesh

@@ -11,9 +11,9 @@ from whale.errors import ScheduleError, UsageError
 from whale.ir.check import check_programs
 from whale.ir.program import ReduceSpec, Send, project
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
-from whale.planner.orders import one_f_one_b, schedule_order
-from whale.planner.simulate import order_of, programs_of, simulate, simulate_alike, simulate_programs
-from whale.planner.timeline import PARTS
+from whale.planner.schedules.orders import one_f_one_b, schedule_order
+from whale.planner.simulation.simulate import order_of, programs_of, simulate, simulate_alike, simulate_programs
+from whale.planner.simulation.timeline import PARTS
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import whale
 from tests.distributed import spatial
-from whale.compiler import Compilation, Options, compile_model
+from whale.compile.compile import Compilation, Options, compile_model
 from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan, PlanAxis, PlanStage
 from whale.ir.strategy import Scope, Strategy, decode_scopes, encode_scopes, parse_strategy
-from whale.occupancy import occupancy
-from whale.planner.kept import fixed_by
-from whale.strategies.rehearsal import stage_calls
+from whale.planner.search.constraints import fixed_by
+from whale.predict.peak_memory import occupancy
+from whale.strategies.dry_run import stage_calls
 
 SLABS = whale.split(dim=2)
 

@@ -6,7 +6,7 @@ import pytest
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.planner.catalog import device_types
-from whale.planner.topology import Topology
+from whale.planner.network.topology import Topology
 
 NVLINK = Link(bandwidth=300e9, latency=3e-6)
 NODES = Link(bandwidth=100e9, latency=5e-6, adapters=4)

@@ -17,9 +17,9 @@ from tests.workloads import boundary, chain_workload, stage_work
 from whale.cli.app import app
 from whale.ir.plan import Plan
 from whale.ir.workload import LinkTime, Prediction, Reduction, Workload
-from whale.planner.gantt import breakdown_table, gantt
-from whale.planner.simulate import simulate
-from whale.planner.trace import trace_of
+from whale.planner.simulation.gantt import breakdown_table, gantt
+from whale.planner.simulation.simulate import simulate
+from whale.planner.simulation.trace import trace_of
 
 
 def busy_workload() -> Workload:

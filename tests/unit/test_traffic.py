@@ -10,9 +10,9 @@ import whale
 from tests.distributed.zoo import trunk_and_head
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
-from whale.compiler import Compilation, Options, compile_model
+from whale.compile.compile import Compilation, Options, compile_model
 from whale.ir.cluster import Cluster
-from whale.traffic import Message, traffic
+from whale.predict.traffic import Message, traffic
 
 ROWS, LENGTH, WIDTH, DOUBLE = 8, 6, 16, 8
 

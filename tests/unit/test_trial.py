@@ -11,20 +11,20 @@ from torch import nn
 
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
-from whale.compiler import Options
-from whale.costs import Costs
+from whale.commands.candidates import ModelTrial
+from whale.commands.planning import make_plan
+from whale.commands.searching import Searched, search_plans
+from whale.compile.compile import Options
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
 from whale.planner.catalog import device_types
-from whale.planner.communication import collective
+from whale.planner.network.communication import collective
+from whale.planner.network.topology import Topology
 from whale.planner.search import Fixed, SearchSettings
-from whale.planner.topology import Topology
-from whale.planning import make_plan
+from whale.predict.costs import Costs
 from whale.runtime.collectives import Bridge
-from whale.searching import Searched, search_plans
 from whale.strategies.profile import profile_model
-from whale.trial import ModelTrial
 
 EXAMPLES = Path(__file__).parents[2] / "examples/models"
 PROCESSOR = DeviceType.of("cpu", speed={"float32": 1e11}, memory_bytes=2**36, memory_bandwidth=1e10)

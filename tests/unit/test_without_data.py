@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from whale.strategies.dry_run import WithoutData
 from whale.strategies.layers import default_dtype
-from whale.strategies.rehearsal import WithoutData
 
 aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ from whale.cli.tables import text_table
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster, DeviceType, Link, Node
 from whale.planner.catalog import device_types, sources
-from whale.planner.communication import collective
-from whale.planner.links import LinkKind
-from whale.planner.topology import Topology
+from whale.planner.network.communication import collective
+from whale.planner.network.links import LinkKind
+from whale.planner.network.topology import Topology
 
 __all__ = ["cluster_data", "cluster_text"]
 

@@ -1,7 +1,7 @@
 """``whale estimate``: what given degrees give on a cluster, without running anything.
 
-The prediction is ``whale.planner.estimate``; this file finds the model's profile and the cluster, and shows what it
-returns. torch is loaded only to capture a model, not where a profile is given.
+The prediction is ``whale.planner.cost.estimate``; this file finds the model's profile and the cluster, and shows what
+it returns. torch is loaded only to capture a model, not where a profile is given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whale.errors import UsageError
 
 if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
-    from whale.planner.estimate import Estimate
+    from whale.planner.cost.estimate import Estimate
 
 GIB = 2**30
 
@@ -69,8 +69,8 @@ def estimate(
     """
     from whale.ir.cluster import Cluster
     from whale.planner.catalog import device_types_with
-    from whale.planner.configuration import Configuration
-    from whale.planner.estimate import estimate as predict
+    from whale.planner.cost.configuration import Configuration
+    from whale.planner.cost.estimate import estimate as predict
 
     configuration = Configuration(**degrees)
     profile = _profile(spec, settings, profile_file, configuration.tensor)

@@ -33,7 +33,7 @@ def explain(file: Path, changes: int, as_json: bool) -> None:
     """
     from whale.ir.plan import Plan
     from whale.planner.explain import explain as explain_workload
-    from whale.planner.simulate import check_workload
+    from whale.planner.simulation.simulate import check_workload
 
     plan = Plan.load(file)
     if plan.workload is None:
@@ -52,7 +52,7 @@ def explain(file: Path, changes: int, as_json: bool) -> None:
 
 def as_text(found: Explanation) -> str:
     """The explanation for a reader."""
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     lines = [f"{milliseconds(found.step_seconds)} a step: {found.bound}"]
     parts = [(part, seconds) for part, seconds in found.breakdown.items() if seconds > 0]
@@ -74,7 +74,7 @@ def as_text(found: Explanation) -> str:
 
 
 def _change(change: Change, before: float) -> str:
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     saved = 1 - change.step_seconds / before
     return f"{change.what}: {milliseconds(change.step_seconds)}, {saved:.1%} less"
@@ -118,7 +118,7 @@ def _value(value: Any) -> str:
 
 
 def _effect(name: str, value: float | None, *, named: bool = True) -> str:
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     label = name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ") + " " if named else ""
     if value is None:

@@ -1,8 +1,8 @@
 """``whale plan``: an annotated model, or a profile, and a cluster in, a balanced plan with its prediction out.
 
-The decisions are ``whale.planning``'s, and ``whale.searching``'s where there is a profile and no model; this file loads
-what they need, shows what they are and why, and prints last the command that runs the plan. torch is loaded only for a
-model.
+The decisions are ``whale.commands.planning``'s, and ``whale.commands.searching``'s where there is a profile and no
+model; this file loads what they need, shows what they are and why, and prints last the command that runs the plan.
+torch is loaded only for a model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import note, verbosity_options
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import UsageError
-from whale.planner.optimizers import OPTIMIZERS
+from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
+    from whale.commands.searching import Choice
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
     from whale.ir.profile import ModelProfile
     from whale.ir.workload import Prediction, Workload
-    from whale.searching import Choice
 
 _AT_LEAST_1 = click.IntRange(min=1)
 
@@ -80,7 +80,7 @@ def plan(
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
     from whale.planner.catalog import device_types, device_types_with
-    from whale.planner.orders import SCHEDULES
+    from whale.planner.schedules.orders import SCHEDULES
 
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
@@ -97,12 +97,12 @@ def plan(
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
-    from whale.compiler import Options, precision_of
-    from whale.costs import Costs
+    from whale.commands.planning import make_plan, stage_annotations
+    from whale.compile.compile import Options, precision_of
     from whale.graph.capture import batch_rows
-    from whale.planner.by_speed import pipeline_by_speed
-    from whale.planner.gantt import milliseconds
-    from whale.planning import make_plan, stage_annotations
+    from whale.planner.balance.by_speed import pipeline_by_speed
+    from whale.planner.simulation.gantt import milliseconds
+    from whale.predict.costs import Costs
     from whale.strategies.profile import profile_model
 
     rows = batch_rows(loaded.batch)
@@ -166,7 +166,7 @@ def _of_profile(
     replicas: int | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
-    from whale.searching import plan_pipeline
+    from whale.commands.searching import plan_pipeline
 
     if batch is None:
         raise UsageError("--profile without --model has no example batch: say --batch")

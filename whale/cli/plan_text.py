@@ -19,7 +19,7 @@ GIB = 2**30
 
 def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
     """A row for each stage: its ranks, devices, mesh, time and fullest device."""
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     memory = {device.rank: device for device in prediction.memory}
     rows = []
@@ -42,7 +42,7 @@ def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster:
 
 def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
     """The step, its interval, and where its time goes."""
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     low, high = prediction.step_seconds_interval
     least = (plan.batch or 0) % (plan.micro_batch_rows or 1)

@@ -20,8 +20,8 @@ from whale.graph.capture import batch_leaves
 from whale.ir.cluster import DTYPES, Cluster
 from whale.ir.profile import LayerKind, ModelProfile
 from whale.planner.catalog import device_types
-from whale.runtime.board import from_first
 from whale.runtime.launch import initialize
+from whale.runtime.store import from_first
 from whale.strategies.layers import LayeredModel, layered
 from whale.strategies.profile import profile_model
 

@@ -18,7 +18,7 @@ from whale.errors import InputFileError, PlanMismatchError, UsageError
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
-    from whale.planner.timeline import Timeline
+    from whale.planner.simulation.timeline import Timeline
 
 _FILE = click.Path(path_type=Path)
 
@@ -87,7 +87,7 @@ def _cluster(path: Path, profile_file: Path | None, plan: Plan) -> Cluster:
 
 def _timeline(plan: Plan, path: Path) -> Timeline | None:
     """Simulate the plan's workload, if it has one."""
-    from whale.planner.simulate import check_workload, simulate
+    from whale.planner.simulation.simulate import check_workload, simulate
 
     if plan.workload is None:
         return None

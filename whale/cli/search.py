@@ -1,8 +1,8 @@
 """``whale search``: from an unmodified model, or a profile, and a cluster to the best plan, with why the others lost.
 
-The search is ``whale.planner.search``'s, the plans are written and compiled by ``whale.searching``; this file loads
-what they need, shows how far they are and what they found, and keeps the best where it is interrupted. torch is loaded
-only where a model is given.
+The search is ``whale.planner.search``'s, the plans are written and compiled by ``whale.commands.searching``; this file
+loads what they need, shows how far they are and what they found, and keeps the best where it is interrupted. torch is
+loaded only where a model is given.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError
-from whale.planner.optimizers import OPTIMIZERS
+from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
+    from whale.commands.candidates import ModelTrial
+    from whale.commands.searching import Searched
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
     from whale.planner.search import Fixed, Memo, Progress, SearchSettings
-    from whale.searching import Searched
-    from whale.trial import ModelTrial
 
 LEAST_SHARE = 0.25
 """Of the time limit that the search and compiling have, however long it took to capture the model."""
@@ -95,11 +95,11 @@ def search(
 
     Ctrl-C keeps the best so far. --without, --with and several batches answer with a table, one row for each case.
     """
+    from whale.commands.searching import settings_for
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
     from whale.planner.catalog import device_types, device_types_with
     from whale.planner.search import SearchSettings
-    from whale.searching import settings_for
 
     ctx.with_resource(seldom_collecting(restored=ctx.obj is None))
     began = time.monotonic() if ctx.obj is None else ctx.obj
@@ -233,12 +233,12 @@ class _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         import torch
 
-        from whale.automatic import expert_degrees, tensor_degrees
+        from whale.commands.automatic import expert_degrees, tensor_degrees
+        from whale.commands.candidates import ModelTrial, scopes_by, take_scopes
         from whale.graph.capture import batch_rows
-        from whale.planner.kept import fixed_by
-        from whale.planner.precision import BY_DTYPE
+        from whale.planner.cost.precision import BY_DTYPE
+        from whale.planner.search.constraints import fixed_by
         from whale.strategies.profile import profile_model
-        from whale.trial import ModelTrial, scopes_by, take_scopes
 
         if batch_rows(loaded.batch) is None:
             raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
@@ -288,7 +288,7 @@ def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _precision(profile: ModelProfile) -> str:
-    from whale.planner.precision import BY_DTYPE
+    from whale.planner.cost.precision import BY_DTYPE
 
     return BY_DTYPE.get(profile.precision, "fp32")
 
@@ -303,7 +303,7 @@ class _Run:
 
     def searched(self, case: _Case, trial: ModelTrial | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
-        from whale.searching import search_plans
+        from whale.commands.searching import search_plans
 
         with ProgressLine("searching", self.settings.time_limit) as line:
             found = search_plans(
@@ -324,7 +324,7 @@ class _Run:
 
 
 def _far(progress: Progress) -> str:
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     best = "nothing fits yet" if progress.best_seconds is None else f"best {milliseconds(progress.best_seconds)}"
     return f"{best}, bound {milliseconds(progress.bound_seconds)}, {progress.tried} tried"

@@ -12,10 +12,10 @@ from whale.cli.plan_text import command, fullest, memory_text, stage_table, step
 from whale.cli.tables import text_table
 
 if TYPE_CHECKING:
+    from whale.commands.searching import Choice, Searched
     from whale.errors import InfeasibleError
     from whale.ir.cluster import Cluster
     from whale.planner.search import Candidate, StageChoice
-    from whale.searching import Choice, Searched
 
     Answer = tuple[str, int, Cluster, Searched | InfeasibleError]
 
@@ -54,7 +54,7 @@ def _idle(candidate: Candidate, cluster: Cluster) -> str:
 
 
 def _choices(searched: Searched, cluster: Cluster) -> str:
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     best = searched.best
     rows = []
@@ -76,7 +76,7 @@ def _choices(searched: Searched, cluster: Cluster) -> str:
 
 def against_the_best(choice: Choice, best: Choice) -> str:
     """Why a plan is not the best one."""
-    from whale.searching import why_slower
+    from whale.commands.searching import why_slower
 
     if choice.reason:
         return choice.reason
@@ -87,7 +87,7 @@ def against_the_best(choice: Choice, best: Choice) -> str:
 
 
 def _bound(searched: Searched) -> str:
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     found = searched.found
     best, bound = (milliseconds(seconds) for seconds in (found.best.prediction.step_seconds, found.bound_seconds))
@@ -198,7 +198,7 @@ def _stage_data(stage: StageChoice) -> dict[str, Any]:
 
 def cases_text(answers: Sequence[Answer]) -> str:
     """A row for each case, compared with the first."""
-    from whale.planner.gantt import milliseconds
+    from whale.planner.simulation.gantt import milliseconds
 
     first = answers[0][3] if answers else None
     rows = []

@@ -12,10 +12,10 @@ import click
 
 from whale.cli.options import note, verbosity_options
 from whale.errors import InputFileError, UsageError
-from whale.planner.gantt import LEGEND, breakdown_table, gantt, milliseconds
-from whale.planner.orders import SCHEDULES
-from whale.planner.timeline import Event, Timeline
-from whale.planner.trace import trace_of
+from whale.planner.schedules.orders import SCHEDULES
+from whale.planner.simulation.gantt import LEGEND, breakdown_table, gantt, milliseconds
+from whale.planner.simulation.timeline import Event, Timeline
+from whale.planner.simulation.trace import trace_of
 
 if TYPE_CHECKING:
     from whale.ir.workload import Workload
@@ -35,7 +35,7 @@ def simulate(file: Path, schedule: str | None, micro_batches: int | None, output
 
     FILE is a plan that 'whale plan' made, or a workload: the times of stages and links as JSON.
     """
-    from whale.planner.simulate import simulate as simulate_workload
+    from whale.planner.simulation.simulate import simulate as simulate_workload
 
     workload = read_workload(file)
     changes = {"schedule": schedule, "micro_batches": micro_batches}
@@ -60,7 +60,7 @@ def read_workload(path: Path) -> Workload:
     from whale.ir.plan import Plan
     from whale.ir.record import read_record
     from whale.ir.workload import Workload
-    from whale.planner.simulate import check_workload
+    from whale.planner.simulation.simulate import check_workload
 
     document = read_document(path, "json")
     if "workload" in document.value or "version" in document.value:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
-from whale.graph.refusals import capture_error, check_batch, check_hooks, check_static, refusing
+from whale.graph.capture_checks import capture_error, check_batch, check_hooks, check_static, refusing
 from whale.graph.repeats import Repeats
 
 Batch = Any

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from whale.annotations import NODE_KEY
 from whale.graph.canonical import drop_dead
 from whale.graph.capture import Captured
+from whale.graph.capture_checks import module_of
 from whale.graph.partition import Partition, partition
-from whale.graph.refusals import module_of
 from whale.graph.values import Value, is_call, operands, resolve, value_tensor
 from whale.ir.strategy import Scope, Strategy, encode_scopes
 

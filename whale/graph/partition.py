@@ -15,7 +15,7 @@ from torch import fx
 from whale.annotations import NODE_KEY
 from whale.errors import AnnotationError
 from whale.graph.capture import Captured
-from whale.graph.refusals import where
+from whale.graph.capture_checks import where
 from whale.graph.values import Value, is_call, operands, value_tensor
 from whale.ir.strategy import ScopePath, StageCut, cut_at_stage, decode_scopes
 

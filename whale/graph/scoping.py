@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from whale.annotations import NODE_KEY
 from whale.graph.capture import Captured
-from whale.graph.refusals import modules_around
+from whale.graph.capture_checks import modules_around
 from whale.ir.strategy import ScopePath, encode_scopes
 
 __all__ = ["put_scopes"]

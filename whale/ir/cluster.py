@@ -272,7 +272,7 @@ class Cluster:
         """The link between two ranks, as the file gives it: that of their node, or that of the slower of two nodes
         (with the larger latency), whose adapters all devices of the node share.
 
-        What a message between two ranks gets of it is for ``whale.planner.topology`` to say.
+        What a message between two ranks gets of it is for ``whale.planner.network.topology`` to say.
 
         Raises:
             UsageError: the cluster does not say what that link is.

@@ -99,7 +99,7 @@ class Workload(Record):
         world_size: ranks.
         micro_batches: of the step.
         last_share: rows of the last micro-batch, as a share of those of the others.
-        schedule: name, as `whale.planner.orders` knows it.
+        schedule: name, as `whale.planner.schedules.orders` knows it.
         stages: in the order of the pipeline.
         boundaries: between stages.
         reductions: of gradients, in the order in which they are launched.

@@ -17,8 +17,8 @@ from typing import Any
 
 from whale.errors import WhaleError
 from whale.ir.profile import ModelProfile
-from whale.runtime.board import Board
 from whale.runtime.launch import World
+from whale.runtime.store import Board
 
 __all__ = ["PREPARATION_SECONDS", "Item", "measure_items"]
 

@@ -14,8 +14,8 @@ import torch
 
 from whale.errors import PlanMismatchError
 from whale.ir.cluster import Cluster
-from whale.runtime.board import Board
 from whale.runtime.launch import World
+from whale.runtime.store import Board
 
 __all__ = ["Place", "first_of_types", "places_of"]
 

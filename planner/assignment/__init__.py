@@ -1,0 +1,1 @@
+"""Which devices each stage of a plan runs on, and their mesh."""

@@ -1,0 +1,1 @@
+"""Shares of rows, heads and layers for unlike devices."""

@@ -1,0 +1,300 @@
+"""A configuration balanced over its unlike devices: which layers each stage takes, and how many samples each replica.
+
+It prices layers with `Stages` and lets `whale.planner.balance.cuts` and `whale.planner.balance.shares` decide, for
+devices in the order of the layout. What a replica gets is a share of the whole batch, which its micro-batches divide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.cluster import Cluster
+from whale.ir.profile import Affine, ModelProfile
+from whale.planner.balance.cuts import CutProblem, Group, Tie, fastest_cut
+from whale.planner.balance.shares import Remedy, Worker, fastest_shares
+from whale.planner.cost.configuration import Configuration, Layout, even_cuts
+from whale.planner.cost.memory import FRAGMENTATION, framework_bytes, state_bytes
+from whale.planner.cost.stage import Stages
+from whale.planner.network.communication import send
+from whale.planner.network.topology import Topology
+
+__all__ = ["boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "rows_by_speed"]
+
+
+Ladder = Sequence[tuple[str, Mapping[str, Any]]]
+"""Changes of one kind, each in the user's words and as fields of a `Configuration`, from the least to the greatest."""
+
+
+def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tuple[range, ...]:
+    """The layers of every stage with which the step is shortest and memory suffices, all replicas having equal rows.
+
+    Cuts that are given stay; so do those of an interleaved schedule, whose devices have several stages each: those are
+    not balanced here.
+
+    Args:
+        stages: of a layout.
+        ladders: what could be changed where no cut fits; None: what ``whale estimate`` has options for.
+
+    Raises:
+        InfeasibleError: no cut fits; says what is missing and which changes would do.
+    """
+    given = stages.layout.configuration
+    if given.pipeline == 1 or given.virtual_stages > 1 or given.layers_per_stage is not None:
+        return even_cuts(stages.profile, stages.layout)
+    relieved = _relieved(stages, lambda other: fastest_cut(cut_problem(other), "slowest"), ladders)
+    remedies = ((change, cut_problem(other)) for change, other in relieved)
+    starts = fastest_cut(cut_problem(stages), remedies=remedies).starts
+    return tuple(range(*bounds) for bounds in pairwise((*starts, len(stages.profile.layers))))
+
+
+def pipeline_by_speed(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    micro_batches: int,
+    num_stages: int,
+    replicas: int,
+    precision: str,
+    schedule: str = "1f1b",
+) -> tuple[range, ...]:
+    """The layers of each stage of a pipeline over all devices, which its stages take in the cluster's order.
+
+    Args:
+        profile: of the model.
+        cluster: the devices: *num_stages* x *replicas*.
+        batch: rows of a step.
+        micro_batches: of a step.
+        num_stages: of the pipeline.
+        replicas: of every stage; they have equal rows.
+        precision: as `whale.planner.cost.precision` knows it.
+        schedule: as `whale.planner.schedules.orders` knows it.
+
+    Raises:
+        UsageError: the numbers do not fit the cluster or the batch.
+        InfeasibleError: no cut fits in memory.
+    """
+    if num_stages * replicas != len(cluster.devices):
+        raise UsageError(
+            f"{num_stages} stages of {replicas} replicas are {num_stages * replicas} devices, but the cluster has "
+            f"{len(cluster.devices)}; change the stages, the replicas or the cluster"
+        )
+    if num_stages == 1:
+        return (range(len(profile.layers)),)
+    if batch % (micro_batches * replicas):
+        raise UsageError(
+            f"a batch of {batch} rows cannot be cut into {micro_batches} micro-batches for each of {replicas} replicas"
+        )
+    rows = batch // (micro_batches * replicas)
+    configuration = Configuration(
+        batch=batch,
+        micro_batch=rows,
+        pipeline=num_stages,
+        data=replicas,
+        precision=precision,
+        schedule=schedule,
+        balance="speed",
+    )
+    layout = Layout.of(configuration, cluster)
+    stages = Stages(profile=profile, layout=layout, topology=Topology.of(cluster, profile.links))
+    parts = [part for part in range(2, rows + 1) if rows % part == 0]
+    more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
+    return cuts_by_speed(stages, [more])
+
+
+def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
+    """Rows of a micro-batch on every replica, the mean over its micro-batches, with which the slowest replica is done
+    first and memory suffices.
+
+    Raises:
+        InfeasibleError: the batch does not fit; says what is missing and which changes would do.
+    """
+    layout = stages.layout
+    batch, micro_batches = layout.configuration.batch, layout.num_micro_batches
+    relieved = _relieved(stages, lambda other: fastest_shares(batch, _replicas(other, cuts)))
+    remedies = (Remedy(change=change, total=batch, workers=_replicas(other, cuts)) for change, other in relieved)
+    found = fastest_shares(batch, _replicas(stages, cuts), unit="samples", remedies=remedies)
+    return tuple(share / micro_batches for share in found.units)
+
+
+def boundless(stages: Stages) -> Stages:
+    """The same on devices with more memory than anything needs: to balance by speed what does not fit."""
+    cluster = stages.layout.cluster
+    devices = tuple(replace(device, type=replace(device.type, memory_bytes=2**60)) for device in cluster.devices)
+    layout = replace(stages.layout, cluster=replace(cluster, devices=devices))
+    return Stages(profile=stages.profile, layout=layout, topology=stages.topology)
+
+
+def cut_problem(stages: Stages) -> CutProblem:
+    """The layout's pipeline as numbers: of each layer on each stage's devices, the slowest and the fullest replica."""
+    layout, profile = stages.layout, stages.profile
+    rows = layout.configuration.batch / (layout.data * layout.num_micro_batches)
+    groups = tuple(_group(stages, stage, rows) for stage in range(layout.configuration.pipeline))
+    outputs = [kind.output.total(rows, stages.precision.element_bytes) for kind in profile.chain()]
+    position = {group.name: stage for stage, group in enumerate(groups)}
+
+    @cache
+    def sent(num_bytes: float, source: int, target: int) -> float:
+        ends = layout.rank(stage=source, replica=0), layout.rank(stage=target, replica=0)
+        size = num_bytes / layout.configuration.tensor
+        return sum(send(stages.topology, *way, size).seconds for way in (ends, ends[::-1]))
+
+    def tie(layers: tuple[int, ...], elements: float) -> Tie:
+        one = state_bytes(elements / layout.configuration.tensor, precision=stages.precision).total
+        return Tie(layers, one, stages.price("all_reduce", _ends(stages), 4 * elements / layout.configuration.tensor))
+
+    return CutProblem(
+        groups=groups,
+        micro_batches=layout.num_micro_batches,
+        send=lambda layer, a, b: sent(outputs[layer], position[a.name], position[b.name]),
+        ties=tuple(tie(layers, elements) for layers, elements in profile.tied),
+        in_flight=(layout.num_micro_batches,) * len(groups) if layout.configuration.schedule == "gpipe" else None,
+    )
+
+
+def _ends(stages: Stages) -> tuple[int, int]:
+    """The first and the last stage's first device."""
+    layout = stages.layout
+    return layout.rank(stage=0, replica=0), layout.rank(stage=layout.configuration.pipeline - 1, replica=0)
+
+
+def _group(stages: Stages, stage: int, rows: float) -> Group:
+    layout, profile = stages.layout, stages.profile
+    replicas = list({_key(stages, replica, (stage,)): replica for replica in range(layout.data)}.values())
+    first_of = {kind: layer for layer, kind in reversed(list(enumerate(profile.layers)))}
+    costs = {
+        kind: [stages.cost(range(layer, layer + 1), stage, replica, rows) for replica in replicas]
+        for kind, layer in first_of.items()
+    }
+    devices = [layout.cluster.devices[rank] for replica in replicas for rank in layout.devices_of(stage, replica)]
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    seconds = {kind: max(cost.forward + cost.backward for cost in found) for kind, found in costs.items()}
+    kept = {kind: max(cost.kept for cost in found) * (1 + FRAGMENTATION) for kind, found in costs.items()}
+    working = {kind: max(cost.working for cost in found) * (1 + FRAGMENTATION) for kind, found in costs.items()}
+    state = {kind: stages.state([layer]).total for kind, layer in first_of.items()}
+    return Group(
+        name=f"{smallest.name} (stage {stage})",
+        seconds=tuple(seconds[kind] for kind in profile.layers),
+        fixed_bytes=tuple(state[kind] for kind in profile.layers),
+        kept_bytes=tuple(kept[kind] for kind in profile.layers),
+        working_bytes=tuple(working[kind] for kind in profile.layers),
+        overhead_bytes=framework_bytes(smallest.type, len(layout.order)),
+        capacity_bytes=smallest.memory_bytes,
+    )
+
+
+def _replicas(stages: Stages, cuts: Sequence[range]) -> list[Worker]:
+    """Each replica as one that takes samples of the batch; replicas of one kind are priced once."""
+    every = tuple(range(stages.layout.configuration.pipeline))
+    known: dict[Any, Worker] = {}
+    for replica in range(stages.layout.data):
+        key = _key(stages, replica, every)
+        if key not in known:
+            known[key] = _replica(stages, cuts, replica)
+    return [known[_key(stages, replica, every)] for replica in range(stages.layout.data)]
+
+
+def _replica(stages: Stages, cuts: Sequence[range], replica: int) -> Worker:
+    layout = stages.layout
+    depth, micro_batches = layout.configuration.pipeline, layout.num_micro_batches
+
+    alike = [
+        (tuple(stages.profile.layers[layer] for layer in part), _key(stages, replica, (index % depth,)))
+        for index, part in enumerate(cuts)
+    ]
+    first_of = {key: index for index, key in reversed(list(enumerate(alike)))}
+
+    @cache
+    def seconds(samples: int) -> float:
+        """By the formula that `whale.planner.balance.cuts` minimises."""
+        costs = {
+            key: stages.cost(cuts[index], index % depth, replica, samples / micro_batches)
+            for key, index in first_of.items()
+        }
+        times = [costs[key].forward + costs[key].backward for key in alike]
+        devices = [sum(times[stage::depth]) for stage in range(depth)]
+        return (micro_batches - 1) * max(devices) + sum(devices)
+
+    name, need, capacity = min(
+        (_need(stages, cuts, stage, replica) for stage in range(depth)),
+        key=lambda found: (found[2] - found[1].fixed) / max(found[1].per_row, 1e-9),
+    )
+    return Worker(name=name, seconds=seconds, memory=need, capacity_bytes=capacity)
+
+
+def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tuple[str, Affine, float]:
+    """The device of a replica's pipeline stage that has least memory: its name, what it needs by the replica's samples,
+    what it has."""
+    layout = stages.layout
+    given, micro_batches = layout.configuration, layout.num_micro_batches
+    own = cuts[stage :: given.pipeline]
+    in_flight = given.pipeline - stage
+    if len(own) > 1:  # interleaved, as Megatron's warm-up counts its chunks
+        in_flight = 2 * in_flight - 1 + (len(own) - 1) * given.pipeline
+    in_flight = micro_batches * len(own) if given.schedule == "gpipe" else min(in_flight, micro_batches * len(own))
+    devices = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    framework = framework_bytes(smallest.type, len(layout.order))
+    fixed = framework + stages.state([layer for part in own for layer in part]).total
+
+    def activations(samples: float) -> float:
+        costs = [stages.cost(part, stage, replica, samples / micro_batches) for part in own]
+        kept = in_flight * sum(cost.kept for cost in costs) / len(own)
+        return (kept + max(cost.working for cost in costs)) * (1 + FRAGMENTATION)
+
+    even = given.batch / layout.data
+    slope = (activations(2 * even) - activations(even)) / even
+    return smallest.name, Affine(fixed + max(0.0, activations(even) - slope * even), slope), smallest.memory_bytes
+
+
+def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:
+    """Replicas with the same key take the same time at these stages: the types of their devices, and by how many nodes
+    they lie."""
+    layout = stages.layout
+    found = []
+    for stage in among:
+        devices = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
+        nodes = Counter(device.node for device in devices)
+        found.append((tuple(sorted({device.type.name for device in devices})), tuple(sorted(nodes.values()))))
+    return tuple(found)
+
+
+def _relieved(
+    stages: Stages, attempt: Callable[[Stages], object], ladders: Sequence[Ladder] | None = None
+) -> Iterator[tuple[str, Stages]]:
+    """The same, changed: by the least of each ladder with which *attempt* finds no lack, or else by the greatest."""
+    layout = stages.layout
+    for ladder in ladders if ladders is not None else _options(layout):
+        for step, (change, fields) in enumerate(ladder):
+            changed = Layout.of(replace(layout.configuration, **fields), layout.cluster)
+            other = Stages(profile=stages.profile, layout=changed, topology=stages.topology)
+            if step == len(ladder) - 1 or _works(attempt, other):
+                yield change, other
+                break
+
+
+def _options(layout: Layout) -> list[Ladder]:
+    """Smaller micro-batches, more recomputation, more shared state: as options of ``whale estimate``."""
+    given = layout.configuration
+    halves = [given.micro_batch >> times for times in range(1, given.micro_batch.bit_length())]
+    recomputed = [] if given.recompute == "full" else ["full"]
+    shared = list(range(given.zero + 1, 4)) if layout.data > 1 else []
+    return [
+        [(f"--micro-batch {rows}", {"micro_batch": rows}) for rows in halves],
+        [(f"--recompute {what}", {"recompute": what}) for what in recomputed],
+        [(f"--zero {zero}", {"zero": zero}) for zero in shared],
+    ]
+
+
+def _works(attempt: Callable[[Stages], object], stages: Stages) -> bool:
+    try:
+        attempt(stages)
+    except InfeasibleError:
+        return False
+    return True

@@ -1,0 +1,384 @@
+"""How long the layers of a model take on a device: kernels and launches, or measured times.
+
+Each kernel is priced by `whale.planner.cost.kernels`, and has a launch that the host must keep up with. Collectives are
+listed with their bytes, not priced: that needs a network, which this file does not know.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from whale.errors import UsageError
+from whale.ir.cluster import DeviceType
+from whale.ir.profile import Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.planner.cost.kernels import Array, as_run
+from whale.planner.cost.optimizers import costs_of
+from whale.planner.cost.precision import Precision, precision_named
+from whale.planner.cost.silicon import silicon_of
+
+__all__ = [
+    "Collective",
+    "LayerSeconds",
+    "Recompute",
+    "attention_is_fused",
+    "forward_flops",
+    "layer_seconds",
+    "layer_seconds_by_rows",
+    "variant_of",
+]
+
+Recompute = Literal["none", "selective", "full"]
+
+COLLECTIVE_LAUNCH_SECONDS = 50e-6
+"""What the host takes to launch a collective inside a layer."""
+
+LOCKSTEP_SLOWDOWN = 1.4
+"""How much longer launches take in a tensor group of more than four devices: it spans both sockets of a host, and waits
+at every collective for the slowest of its processes. vTrain's layers that the host limits take 3.4 ms at degree 1, 3.6
+at 2 and 4, 5.1 at 8."""
+
+MASTER_BYTES = {True: 34, False: 28}
+"""Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and
+written 24, half-precision weight 2, gradient's conversion 4) and without (gradient 4, weight and moments 24)."""
+
+ACCUMULATE_BYTES = 8
+"""Bytes that adding a parameter's gradient to what earlier micro-batches left moves: 4 read, 4 written. Stacks that
+fuse attention fuse this into the product that makes the gradient."""
+
+
+class Collective(NamedTuple):
+    """A collective inside a layer: ``bytes`` is the size of the whole tensor, as in `whale.ir.profile.Communication`;
+    ``num`` of them."""
+
+    kind: str
+    group: str
+    bytes: float
+    num: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """One micro-batch through one layer on one device of the tensor group.
+
+    Attributes:
+        forward: seconds, without collectives (those that were measured inside are in).
+        backward: the same, recomputation included.
+        weights: the part of ``backward`` that only gradients of weights need.
+        update: the optimizer's step for the layer's parameters, once a step.
+        forward_collectives, backward_collectives: to be priced on a network.
+        forward_slack, backward_slack: seconds among ``forward`` and ``backward`` in which the device waits for the
+            host's launches: collectives cost nothing while they fit into them.
+        measured: whether times were measured on this type of device.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    update: float
+    forward_collectives: tuple[Collective, ...] = ()
+    backward_collectives: tuple[Collective, ...] = ()
+    forward_slack: float = 0.0
+    backward_slack: float = 0.0
+    measured: bool = False
+
+
+def layer_seconds(kind: LayerKind, device: DeviceType, *, rows: float, **how: Any) -> LayerSeconds:
+    """How long a layer takes for a micro-batch of *rows* rows; `layer_seconds_by_rows` says what else may be given."""
+    return layer_seconds_by_rows(kind, device, (rows,), **how)[0]
+
+
+def layer_seconds_by_rows(
+    kind: LayerKind,
+    device: DeviceType,
+    rows: Sequence[float],
+    *,
+    tensor_degree: int = 1,
+    precision: str = "bf16",
+    fused_attention: bool | None = None,
+    eager: bool = False,
+    recompute: Recompute = "none",
+    sequence_parallel: bool = False,
+    expert_degree: int = 1,
+    optimizer: str | None = None,
+    optimizer_shards: int = 1,
+    accumulate: bool = True,
+    num_micro_batches: int = 1,
+) -> list[LayerSeconds]:
+    """How long a layer takes for micro-batches of several numbers of rows, each by itself (fractions where context
+    parallelism cuts rows). Together they take little more to work out than one.
+
+    Args:
+        kind: of the layer, with kernels or measured times; the latter win where they are of this device type.
+        device: on which one shard of the layer runs.
+        rows: of the micro-batches.
+        tensor_degree: devices over which its matrices are split.
+        precision: as in `whale.planner.cost.precision`.
+        fused_attention: whether the core of the attention is one kernel; None: by precision and device.
+        eager: whether kernels are those of PyTorch itself, one for each operator, as under FSDP; else a stack like
+            Megatron's, which fuses pointwise operators and has the vendor's attention.
+        recompute: what the backward computes again.
+        sequence_parallel: whether the tensor group also divides what is not split.
+        expert_degree: devices over which experts are divided, each with its own *rows* of all else: as the profile has
+            it, or if it does not, with the weights of the experts divided.
+        optimizer: as `whale.planner.cost.optimizers` knows it, run by torch in the number type of the run; None: a
+            fused Adam that may have master weights.
+        optimizer_shards: devices that share the optimizer's step (ZeRO).
+        accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
+        num_micro_batches: of a step, of which the first adds nothing up, where that was measured.
+
+    Raises:
+        UsageError: the profile has neither times nor kernels for this degree or device.
+    """
+    number = precision_named(precision)
+    times = _nearest_times(kind, device, tensor_degree)
+    found: list[LayerSeconds] = []
+    if times is not None:
+        adding = (num_micro_batches - 1) / num_micro_batches if accumulate else 0.0
+        found = [_measured_seconds(times, tensor_degree, one, recompute, adding) for one in rows]
+        if times.includes_communication or not kind.variants:
+            return found
+    fused = attention_is_fused(device, number) if fused_attention is None else fused_attention
+    moved = MASTER_BYTES[number.mixed] if optimizer is None else costs_of(optimizer).moved * number.element_bytes
+
+    def modelled(variant: LayerVariant) -> list[LayerSeconds]:
+        degree = expert_degree if variant.expert_degree == 1 else 1
+        parameters = variant.parameters - variant.expert_parameters * (1 - 1 / degree)
+        priced = _Priced(
+            variant=variant,
+            device=device,
+            rows=np.array(rows, dtype=float),
+            precision=number,
+            fused=fused,
+            eager=eager,
+            sequence_parallel=sequence_parallel,
+            expert_degree=degree,
+        )
+        added = parameters * ACCUMULATE_BYTES if accumulate and not fused else 0.0
+        return priced.seconds(recompute, added, parameters / optimizer_shards * moved)
+
+    variant = variant_of(kind, tensor_degree, expert_degree)
+    if times is None:
+        if kind.measured and not variant.forward and not variant.backward:
+            raise UsageError(_unmeasured(kind, device))
+        found = modelled(variant)
+    elif variant.expert_degree > 1:  # nobody has measured that
+        found = list(map(_by_the_model, found, modelled(variant_of(kind, 1)), modelled(variant)))
+    return [
+        replace(
+            one,
+            forward_collectives=_collectives(variant.forward_communications, count, number),
+            backward_collectives=_collectives(
+                (*(variant.forward_communications if recompute == "full" else ()), *variant.backward_communications),
+                count,
+                number,
+            ),
+        )
+        for one, count in zip(found, rows, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Priced:
+    """A layer by its kernels."""
+
+    variant: LayerVariant
+    device: DeviceType
+    rows: Array
+    precision: Precision
+    fused: bool
+    eager: bool
+    sequence_parallel: bool
+    expert_degree: int
+
+    def seconds(self, recompute: Recompute, added_bytes: float, updated_bytes: float) -> list[LayerSeconds]:
+        """What it takes, for each number of rows: *added_bytes* are moved by each backward, *updated_bytes* once."""
+        variant, silicon = self.variant, silicon_of(self.device)
+        bandwidth = self.device.memory_bandwidth * silicon.bandwidth
+        forward, forward_host, _ = self._of(variant.forward)
+        backward, backward_host, weights = self._of(variant.backward, backward=True)
+        if added_bytes:
+            backward, weights = backward + added_bytes / bandwidth, weights + added_bytes / bandwidth
+        forward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.forward_communications)
+        backward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.backward_communications)
+        if variant.tensor_degree > 4:
+            forward_host, backward_host = forward_host * LOCKSTEP_SLOWDOWN, backward_host * LOCKSTEP_SLOWDOWN
+        if recompute == "full":
+            backward, backward_host = backward + forward, backward_host + forward_host
+        elif recompute == "selective":
+            again, again_host, _ = self._of(self._recomputed())
+            backward, backward_host = backward + again, backward_host + again_host
+        return [
+            LayerSeconds(
+                forward=max(ahead, forward_host),
+                backward=max(back, backward_host),
+                weights=of_weights,
+                update=updated_bytes / bandwidth,
+                forward_slack=max(0.0, forward_host - ahead),
+                backward_slack=max(0.0, backward_host - back),
+            )
+            for ahead, back, of_weights in zip(forward.tolist(), backward.tolist(), weights.tolist(), strict=True)
+        ]
+
+    def _of(self, kernels: tuple[Kernel, ...], *, backward: bool = False) -> tuple[Array, float, Array]:
+        """Seconds of the device, of its host, and of the device for gradients of weights."""
+        softmax = self.precision.element_bytes == 2
+        runs = as_run(kernels, fused=self.fused, backward=backward, fused_softmax=softmax, eager=self.eager)
+        spent = runs.num * runs.seconds(
+            self.device,
+            self.rows,
+            precision=self.precision,
+            tensor_degree=self.variant.tensor_degree,
+            sequence_parallel=self.sequence_parallel,
+            expert_degree=self.expert_degree,
+            backward=backward,
+            eager=self.eager,
+        )
+        launches = float(runs.num.sum()) * silicon_of(self.device).launch
+        return _in_all(spent), launches, _in_all(spent[runs.of_weights] if backward else spent[:0])
+
+    def _recomputed(self) -> tuple[Kernel, ...]:
+        """What selective recomputation repeats."""
+        forward = self.variant.forward
+        chosen = [kernel for kernel in forward if (kernel.kind == "memory" if self.fused else _in_core(kernel))]
+        if self.eager and self.fused:
+            chosen += [kernel for kernel in forward if kernel.kind == "matmul"][1::2]
+        return tuple(chosen)
+
+
+def _in_all(spent: Array) -> Array:
+    """The sum of the lines, one after the other: the same whatever the number of columns."""
+    found: Array = spent.cumsum(axis=0)[-1] if len(spent) else np.zeros(spent.shape[1])
+    return found
+
+
+def _unmeasured(kind: LayerKind, device: DeviceType) -> str:
+    known = ", ".join(sorted({times.device_type for times in kind.measured}))
+    return (
+        f"the profile has times of layer {kind.name!r} on {known}, but neither times nor kernels for {device.name}; "
+        f"measure the model there ('whale profile'), name one of those types in the cluster file, or use --model"
+    )
+
+
+def variant_of(kind: LayerKind, tensor_degree: int, expert_degree: int = 1) -> LayerVariant:
+    """The variant of that tensor degree; of an expert degree where there is one for it, else with whole experts.
+
+    Raises:
+        UsageError: there is none; the message names those that exist.
+    """
+    degrees = (tensor_degree, expert_degree)
+    split = next((one for one in kind.expert_variants if (one.tensor_degree, one.expert_degree) == degrees), None)
+    if split is not None:
+        return split
+    found = next((variant for variant in kind.variants if variant.tensor_degree == tensor_degree), None)
+    if found is None:
+        known = sorted({variant.tensor_degree for variant in kind.variants})
+        known = known or sorted({times.tensor_degree for times in kind.measured})
+        raise UsageError(
+            f"the profile has no layer {kind.name!r} at tensor degree {tensor_degree}; it knows "
+            f"{', '.join(map(str, known)) or 'none'}"
+        )
+    return found
+
+
+def forward_flops(kind: LayerKind, tensor_degree: int = 1) -> float:
+    """Multiplications and additions of a layer's products and attentions for a row, on all devices of the group; 0
+    where the profile has no kernels for this degree."""
+    variant = next((one for one in kind.variants if one.tensor_degree == tensor_degree), None)
+    if variant is None:
+        return 0.0
+    return sum(
+        kernel.count * kernel.flops(1) * (tensor_degree if kernel.split else 1)
+        for kernel in variant.forward
+        if kernel.kind != "memory"
+    )
+
+
+def attention_is_fused(device: DeviceType, precision: Precision) -> bool:
+    """Whether software of the device's time fuses attention: bfloat16 and float8 on devices that have bfloat16."""
+    return precision.name in ("bf16", "fp8") and "bfloat16" in dict(device.rates)
+
+
+def _in_core(kernel: Kernel) -> bool:
+    return kernel.attention or kernel.kind == "attention"
+
+
+def _collectives(communications: Iterable[Communication], rows: float, precision: Precision) -> tuple[Collective, ...]:
+    return tuple(
+        Collective(given.kind, given.group, given.size.total(rows, precision.element_bytes), given.count)
+        for given in communications
+    )
+
+
+# --- measured times ---------------------------------------------------------------------------------------------------
+
+
+def _nearest_times(kind: LayerKind, device: DeviceType, tensor_degree: int) -> MeasuredTimes | None:
+    """Those of this type of device, at the degree or the one next to it."""
+    known = [times for times in kind.measured if times.device_type == device.name]
+    return min(known, key=lambda t: (abs(t.tensor_degree - tensor_degree), t.tensor_degree), default=None)
+
+
+def _measured_seconds(
+    times: MeasuredTimes, tensor_degree: int, rows: float, recompute: Recompute, adding: float
+) -> LayerSeconds:
+    """From measured times; at other degrees work is taken as divided. *adding* is the share of the micro-batches whose
+    gradients are added to others."""
+    share = times.tensor_degree / tensor_degree
+    forward = _at(times, _never_falling(times.forward), rows) * share
+    backward = _at(times, _never_falling(times.backward), rows) * share + (forward if recompute == "full" else 0.0)
+    if times.accumulation:
+        backward += _at(times, times.accumulation, rows) * share * adding
+    return LayerSeconds(
+        forward=forward,
+        backward=backward,
+        weights=backward / 2,
+        update=_at(times, times.update, rows) * share,
+        measured=True,
+    )
+
+
+def _by_the_model(measured: LayerSeconds, whole: LayerSeconds, split: LayerSeconds) -> LayerSeconds:
+    """What was measured of a layer with whole experts as it should be with experts that are split: as many times longer
+    as by the model of both."""
+
+    def as_many(name: str) -> float:
+        known: float = getattr(whole, name)
+        found: float = getattr(measured, name) * (getattr(split, name) / known if known else 1.0)
+        return found
+
+    backward = as_many("backward")
+    return replace(
+        measured,
+        forward=as_many("forward"),
+        backward=backward,
+        weights=min(backward, as_many("weights")),
+        update=as_many("update"),
+    )
+
+
+def _never_falling(values: Sequence[float]) -> tuple[float, ...]:
+    """Times by ascending rows of which none is more than a later one: more rows do not take less, so a time that falls
+    with the rows was disturbed.
+
+    >>> _never_falling([2.4, 1.5, 1.8])
+    (1.5, 1.5, 1.8)
+    """
+    return tuple(accumulate(reversed(values), min))[::-1]
+
+
+def _at(times: MeasuredTimes, values: Sequence[float], rows: float) -> float:
+    """Between measured rows linear; above the last by its seconds a row or the last slope; below the first by the line
+    through the first two, and at least in proportion."""
+    points = times.rows
+    if len(points) == 1:
+        return values[0] * max(rows / points[0], 1.0)
+    index = min(max(bisect_right(points, rows), 1), len(points) - 1)
+    low, high = points[index - 1], points[index]
+    slope = max(0.0, (values[index] - values[index - 1]) / (high - low))
+    return max(0.0, values[index - 1] + slope * (rows - low))

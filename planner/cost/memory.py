@@ -1,0 +1,294 @@
+"""What a device must hold: weights, gradients and optimizer states, and what is kept between forward and backward.
+
+Amounts only; how many micro-batches a stage keeps at a time is the schedule's business. It knows no times and no
+network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from whale.ir.cluster import DeviceType
+from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
+from whale.planner.cost.kernels import element_bytes, num_scores
+from whale.planner.cost.layers import Recompute, variant_of
+from whale.planner.cost.optimizers import costs_of
+from whale.planner.cost.precision import Precision
+
+__all__ = [
+    "FRAGMENTATION",
+    "MESSAGES",
+    "Largest",
+    "StateBytes",
+    "framework_bytes",
+    "gradient_bytes",
+    "kept_bytes",
+    "message_bytes",
+    "run_kept_bytes",
+    "run_state_bytes",
+    "run_working_bytes",
+    "state_bytes",
+    "wasted_share",
+    "working_bytes",
+]
+
+Zero = Literal[0, 1, 2, 3]
+"""What data-parallel devices share: nothing, optimizer states, gradients too, weights too."""
+
+FRAMEWORK_BYTES = 1.0e9
+"""What a process takes on a device before anything is stored: CUDA context and the workspaces of cuBLAS (typical;
+recalled)."""
+
+COMMUNICATION_BYTES = 2.3e9
+"""What it takes besides once devices communicate: NCCL's channels for every group, and buckets. Calibrated on Sailor's
+runs, whose peaks are those of the device."""
+
+FRAGMENTATION = 0.08
+"""What the caching allocator reserves beyond the activations that are alive: calibrated on the runs with a measured
+peak of published_calibration.csv and of Sailor."""
+
+MESSAGES = 4
+"""Micro-batches whose messages a rank of a full pipeline has on their way at a time, as a rule: they are dropped a few
+tasks after they were sent."""
+
+_CHEAP = frozenset({"rms_norm", "layer_norm", "silu", "gelu", "mul", "dropout"})
+"""What selective recomputation makes again where attention is fused, by the operator that made it: all that takes
+little time for its size, as torchtitan's selective checkpointing has it; products and attentions are kept. (A fused
+gate makes its silu again in any case.)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes that a device holds all through the step."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+        )
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def framework_bytes(device: DeviceType, num_devices: int) -> float:
+    """What a process takes on its device before anything is stored, alone or among others: an accelerator's driver and
+    NCCL. Processors have neither."""
+    if device.is_processor:
+        return 0.0
+    return FRAMEWORK_BYTES + (COMMUNICATION_BYTES if num_devices > 1 else 0.0)
+
+
+def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:
+    """What Adam needs for so many parameters of a device, which *shards* devices hold alike and may divide.
+
+    In mixed precision 2-byte weights, gradients (see `gradient_bytes`), and a 4-byte master weight with two moments; in
+    full precision weight, gradient and two moments. ZeRO 1 divides the optimizer's states, 2 the gradients too, 3 the
+    weights too.
+
+    >>> from whale.planner.cost.precision import precision_named
+    >>> [state_bytes(1e9, precision=precision_named("bf16"), zero=zero, shards=8).total / 1e9 for zero in (0, 1, 2, 3)]
+    [18.0, 5.5, 3.75, 2.0]
+    """
+    size = precision.element_bytes
+    optimizer = 12 if precision.mixed else 2 * size
+    gradient = gradient_bytes(precision, zero)
+    return StateBytes(
+        parameters=parameters * size / (shards if zero >= 3 else 1),
+        gradients=parameters * gradient / (shards if zero >= 2 else 1),
+        optimizer=parameters * optimizer / (shards if zero >= 1 else 1),
+    )
+
+
+def gradient_bytes(precision: Precision, zero: int) -> int:
+    """What a gradient takes: without ZeRO, Megatron adds up in float32 what mixed precision makes; with it gradients
+    keep the number type of the weights, as in DeepSpeed and NVIDIA's recipes."""
+    return 4 if precision.mixed and zero == 0 else precision.element_bytes
+
+
+class Largest(NamedTuple):
+    """The largest of some amounts that depend on the rows of a micro-batch.
+
+    >>> Largest((Affine(4, 0), Affine(0, 3)))(2)
+    6
+    """
+
+    amounts: tuple[Affine, ...]
+
+    def __call__(self, rows: float) -> float:
+        """Its value for so many rows."""
+        return max(amount(rows) for amount in self.amounts)
+
+
+def kept_bytes(
+    kind: LayerKind,
+    *,
+    tensor_degree: int = 1,
+    precision: Precision,
+    fused_attention: bool,
+    eager: bool = False,
+    recompute: Recompute = "none",
+    sequence_parallel: bool = False,
+) -> Affine:
+    """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group, by its
+    rows.
+
+    Full recomputation keeps the input of a layer. Selective recomputation does without the core of the attention where
+    that is spelt out, and without norms and pointwise results where it is fused. Expert parallelism leaves as much: a
+    device's experts get the rows of all others.
+    """
+    if not kind.variants:
+        return _bytes(kind.activations or Amount(), precision.element_bytes)
+    variant = variant_of(kind, tensor_degree)
+    saved: Iterable[Saved] = variant.saved
+    if recompute == "full":
+        saved = [value for value in saved if value.input] or [Saved(origin="input", size=kind.output)]
+    elif recompute == "selective" and fused_attention:
+        saved = [value for value in saved if value.origin not in _CHEAP]
+        dropped = [value for value in saved if value.origin == "linear"][1::2] if eager else []
+        saved = [value for value in saved if not any(value is one for one in dropped)]
+    elif recompute == "selective":
+        saved = [value for value in saved if not value.attention]
+    elif fused_attention:
+        saved = [value for value in saved if value.origin != "silu"]
+    else:
+        saved = [*saved, *_scores(variant, precision)]
+    fixed = per_row = 0.0
+    for value in saved:
+        share = tensor_degree if sequence_parallel and not value.split else 1
+        size = _bytes(value.size, element_bytes(value.origin, precision) if eager else precision.element_bytes)
+        fixed, per_row = fixed + size.fixed / share, per_row + size.per_row / share
+    return Affine(fixed, per_row)
+
+
+def working_bytes(
+    kind: LayerKind,
+    *,
+    tensor_degree: int = 1,
+    precision: Precision,
+    fused_attention: bool,
+    eager: bool = False,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+) -> Largest:
+    """What the backward of a layer needs beside what was kept, by the rows of a micro-batch: what it computes again,
+    and its largest gradients."""
+    if not kind.variants:
+        return Largest((Affine(0.0, 0.0),))
+
+    def kept(how: Recompute) -> Affine:
+        return kept_bytes(
+            kind,
+            tensor_degree=tensor_degree,
+            precision=precision,
+            fused_attention=fused_attention,
+            eager=eager,
+            recompute=how,
+            sequence_parallel=sequence_parallel,
+        )
+
+    variant, some, whole = variant_of(kind, tensor_degree), kept(recompute), kept("none")
+    again = Affine(whole.fixed - some.fixed, whole.per_row - some.per_row)
+    written = {
+        _bytes(kernel.written, element_bytes(kernel.name, precision) if eager else precision.element_bytes)
+        for kernel in variant.backward
+        if not _of_weights(kernel)
+    }
+    return Largest(
+        tuple(
+            Affine(again.fixed + 2 * size.fixed, again.per_row + 2 * size.per_row)
+            for size in sorted(written or {Affine(0.0, 0.0)})
+        )
+    )
+
+
+def _bytes(amount: Amount, element_bytes: int) -> Affine:
+    (fixed, per_row), others = amount.elements, amount.bytes
+    return Affine(fixed * element_bytes + others.fixed, per_row * element_bytes + others.per_row)
+
+
+def _of_weights(kernel: Kernel) -> bool:
+    return not any(kernel.written.elements[1:]) and not any(kernel.written.bytes[1:])
+
+
+def _scores(variant: LayerVariant, precision: Precision) -> list[Saved]:
+    """What an attention keeps if it is spelt out: in 16 bits the probabilities before and after dropout and its mask,
+    as Megatron does; in 32 bits the probabilities, as Sailor's profiles have it."""
+    num, mask = (1, 0) if precision.element_bytes > 2 else (2, 1)
+    found = []
+    for kernel in variant.forward:
+        if kernel.kind == "attention":
+            fixed, per_row = num_scores(kernel)
+            size = Amount(elements=Affine(num * fixed, num * per_row), bytes=Affine(mask * fixed, mask * per_row))
+            found.append(Saved(origin="scores", size=size, split=kernel.split, attention=True))
+    return found
+
+
+# --- as Whale runs it -------------------------------------------------------------------------------------------------
+# The amounts above are those of stacks like Megatron's. These are of PyTorch's own operators, autograd and optimizers,
+# in the number type of the model: what `whale.predict.peak_memory` counts of a compiled step.
+
+
+def wasted_share(device: DeviceType) -> float:
+    """The part of the activations that an allocator reserves beyond them: that of CUDA does, for its blocks."""
+    return 0.0 if device.is_processor else FRAGMENTATION
+
+
+def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precision, optimizer: str) -> StateBytes:
+    """What so many parameters of a device take, and so many that are not trained.
+
+    >>> from whale.planner.cost.precision import precision_named
+    >>> half = precision_named("bf16")
+    >>> [run_state_bytes(1e9, precision=half, optimizer=name).total / 1e9 for name in ("adamw", "sgd")]
+    [8.0, 4.0]
+    """
+    size = precision.element_bytes
+    return StateBytes(
+        parameters=(parameters + frozen) * size,
+        gradients=parameters * size,
+        optimizer=parameters * size * costs_of(optimizer).states,
+    )
+
+
+def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision) -> Affine:
+    """What one micro-batch keeps of a layer from its forward to its backward, by its rows: all that autograd does."""
+    if not kind.variants:
+        return _bytes(kind.activations or Amount(), precision.element_bytes)
+    saved = variant_of(kind, tensor_degree, expert_degree).saved
+    sizes = [_bytes(value.size, precision.element_bytes) for value in saved]
+    return Affine(sum(size.fixed for size in sizes), sum(size.per_row for size in sizes))
+
+
+def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
+    """What a stage holds of micro-batches because they cross its ends, each with so many bytes: with *held* in flight
+    what each of them handed on, until its backward, and what is on its way. (What entered is kept by who reads it.)"""
+    return max(0, MESSAGES - held) * entering + (held + MESSAGES - 1) * leaving
+
+
+def run_working_bytes(
+    kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision, one_by_one: int = 0
+) -> Largest:
+    """What a layer needs besides while it runs, forward or backward, by its rows: the gradient of a weight before it is
+    added to the others included; or the optimizer, if it takes *one_by_one* so many tensors of the size of a parameter.
+
+    Profiles that do not say it have an estimate.
+    """
+    nothing = Affine(0.0, 0.0)
+    if not kind.variants:
+        return Largest((nothing,))
+    variant, size = variant_of(kind, tensor_degree, expert_degree), precision.element_bytes
+    found = tuple(_bytes(amount, size) for amount in variant.working)
+    if not found:
+        found = working_bytes(kind, tensor_degree=tensor_degree, precision=precision, fused_attention=True).amounts
+    kept = run_kept_bytes(kind, tensor_degree=tensor_degree, expert_degree=expert_degree, precision=precision)
+    stepping = Affine(one_by_one * variant.largest * size - kept.fixed, -kept.per_row)  # what is kept is gone by then
+    return Largest((nothing, *found, stepping))

@@ -1,0 +1,1 @@
+"""What messages cost on the links of a cluster."""

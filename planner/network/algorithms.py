@@ -1,0 +1,290 @@
+"""How long the algorithms of communication libraries take for a group of devices: a model of NCCL.
+
+A collective takes the start of its kernels, hops one after the other, and bytes through the narrowest link. What a
+step, a hop and a byte cost belongs to the kind of link (`whale.planner.network.links`), or comes from a measured curve
+of sends. This file knows no ranks and no cluster beyond the group.
+
+References: S. Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4" (2019), for rings and double binary
+trees; NCCL's own model in ``src/graph/tuning.cc``; R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
+Communication Operations in MPICH" (2005), for the costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log2
+from types import MappingProxyType
+from typing import Literal
+
+from whale.ir.cluster import Node
+from whale.ir.profile import LinkCurve
+from whale.planner.network.curves import measured_seconds
+from whale.planner.network.links import LinkKind
+from whale.planner.network.topology import Member, Topology
+
+__all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "Group", "Line", "quickest"]
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+Algorithm = Literal["none", "ring", "tree", "multicast", "hierarchical", "pairwise", "send", "measured"]
+
+SLICES = 4
+"""In how many slices a hop passes a part on, each once it is whole (NCCL's buffers have eight steps, two a slice)."""
+TREE_BANDWIDTH = 0.92
+"""Share of a ring's bandwidth that trees reach (what NCCL itself counts on)."""
+LOW_LATENCY_BANDWIDTH = 0.1
+"""Share of the bandwidth that NCCL's protocol LL reaches, which sends a flag with every four bytes and does not wait
+for whole slices: measured on 8 A100, 32 kB to 512 kB (``data/network.csv``)."""
+LOW_LATENCY_HOP = 0.2
+"""A hop in that protocol as a share of one in the protocol for large messages (0.6 us to 3.4 us in NCCL's model)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """Seconds of ``latency`` (start and hops) and of ``transfer`` (bytes through ``line``)."""
+
+    algorithm: Algorithm
+    latency: float
+    transfer: float
+    line: Line
+    between: bool
+
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        return self.latency + self.transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What a group has of the links within its nodes or between them, at the slowest place.
+
+    Attributes:
+        kind: of the links.
+        bandwidth: bytes per second that large messages reach; within nodes out of each device, between nodes out of
+            each node.
+        hop: seconds.
+        curves: measured sends, each with what this group has for each byte per second of theirs; they replace
+            bandwidth and hop.
+    """
+
+    kind: LinkKind
+    bandwidth: float
+    hop: float
+    curves: tuple[tuple[LinkCurve, float], ...] = ()
+
+    def rate(self, part: float) -> float:
+        """Bytes per second in messages of so many bytes."""
+        return min(
+            (scale * part / measured_seconds(curve, part) for curve, scale in self.curves), default=self.bandwidth
+        )
+
+    def pass_on(self, part: float) -> float:
+        """Seconds that a hop adds: its latency, and the first slice of a part, which it waits for."""
+        if self.curves:
+            return 0.0
+        return self.hop + min(part / SLICES, self.kind.chunk_bytes) / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The shape of a group: all that its collectives' durations depend on.
+
+    ``intra`` is None where no two ranks share a node, ``inter`` where all do.
+    """
+
+    num_ranks: int
+    num_nodes: int
+    most_on_a_node: int
+    intra: Line | None
+    inter: Line | None
+
+    @classmethod
+    def of(cls, topology: Topology, members: Sequence[Member], sharing: int = 1) -> Group:
+        """The shape of the group with these members, *sharing* of which communicate at once.
+
+        Groups of unlike nodes have the least bandwidth and the longest hop of all.
+        """
+        unlike = _unlike(topology, members)
+        intra = [_intra(topology, member.node, len(member.ranks)) for member in unlike if len(member.ranks) > 1]
+        inter = [_inter(topology, member.node, member.ranks, sharing) for member in unlike] if len(members) > 1 else []
+        most = max(len(member.ranks) for member in members)
+        group = cls(
+            num_ranks=sum(len(member.ranks) for member in members),
+            num_nodes=len(members),
+            most_on_a_node=most,
+            intra=_slowest(intra),
+            inter=_slowest(inter),
+        )
+        return _with_curves(topology, members, group, sharing) if topology.curves else group
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Those that there are."""
+        return tuple(line for line in (self.intra, self.inter) if line is not None)
+
+    @property
+    def launch(self) -> float:
+        """Seconds to start a collective; measured curves have it in them."""
+        return max((line.kind.launch for line in self.lines if not line.curves), default=0.0)
+
+    def narrowest(self, part: float) -> Line:
+        """The line with the least bandwidth."""
+        return min(self.lines, key=lambda line: line.rate(part))
+
+
+def _unlike(topology: Topology, members: Sequence[Member]) -> list[Member]:
+    """The members without those whose nodes, and places there, are like another's."""
+    found: dict[object, Member] = {}
+    for member in members:
+        node, first = member.node, member.node.ranks[0]
+        type_ = topology.cluster.devices[first].type.name
+        places = tuple(rank - first for rank in member.ranks)
+        found.setdefault((node.intra, node.inter, type_, len(node.ranks), places), member)
+    return list(found.values())
+
+
+def _intra(topology: Topology, node: Node, num_devices: int) -> Line:
+    link, kind = topology.intra_link(node), topology.intra_kind(node)
+    share = kind.share_of_links(num_devices, len(node.ranks))
+    return Line(kind=kind, bandwidth=link.bandwidth * share * kind.efficiency, hop=link.latency + kind.hop)
+
+
+def _inter(topology: Topology, node: Node, ranks: Sequence[int], sharing: int) -> Line:
+    """Each rank sends through its own adapter; of one that several share, and of what a node has in all, a part."""
+    link, kind = topology.inter_link(node), topology.inter_kind(node)
+    num_adapters = len(set(topology.adapters(node, ranks)))
+    own = min(link.bandwidth * kind.efficiency * num_adapters / link.num_adapters, kind.max_flow * len(ranks))
+    return Line(kind=kind, bandwidth=min(own, link.bandwidth * kind.efficiency / sharing), hop=link.latency + kind.hop)
+
+
+def _slowest(lines: Sequence[Line]) -> Line | None:
+    if not lines:
+        return None
+    return replace(min(lines, key=lambda line: line.bandwidth), hop=max(line.hop for line in lines))
+
+
+def _with_curves(topology: Topology, members: Sequence[Member], group: Group, sharing: int) -> Group:
+    """Replace the model of lines by measured sends between devices of these types.
+
+    Curves of another number of devices in a node are scaled as the model scales.
+    """
+    types = [topology.cluster.devices[rank].type.name for member in members for rank in member.ranks]
+    node, most = members[0].node, group.most_on_a_node
+    if group.intra is not None:
+        found = topology.curves_between("send", "node", types, num_devices=most)
+        scales = [
+            group.intra.bandwidth / _intra(topology, node, min(max(2, curve.devices), len(node.ranks))).bandwidth
+            for curve in found
+        ]
+        group = replace(group, intra=replace(group.intra, curves=tuple(zip(found, scales, strict=True))))
+    if group.inter is not None:
+        found = topology.curves_between("send", "nodes", types, num_devices=most * sharing)
+        scales = [
+            group.inter.bandwidth / _inter(topology, node, node.ranks[: curve.devices], 1).bandwidth for curve in found
+        ]
+        group = replace(group, inter=replace(group.inter, curves=tuple(zip(found, scales, strict=True))))
+    return group
+
+
+# --- algorithms: None where a collective has none such
+# ------------------------------------------------------------------------------------
+
+
+def _ring(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+    """Every rank passes parts on to the next, 2 (n - 1) times for an all-reduce and n - 1 times for the others.
+
+    A ring goes through each node once, and as many rings as there are adapters share the bytes.
+    """
+    if kind == "all_to_all":
+        return None
+    rounds, n = _rounds(kind), group.num_ranks
+    part = num_bytes / n
+    traffic = num_bytes if kind == "broadcast" else rounds * (n - 1) * part
+    between = min(group.num_nodes, n - 1) if group.inter else 0
+    latency = group.launch
+    for line, num_hops in ((group.inter, between), (group.intra, n - 1 - between)):
+        if line is not None:
+            latency += rounds * num_hops * line.pass_on(part)
+    line = group.narrowest(part)
+    ring = _duration("ring", group, line, latency, traffic / line.rate(part))
+    if group.inter is not None or line.curves:
+        return ring
+    quick_hops = rounds * (n - 1) * line.hop * LOW_LATENCY_HOP
+    quick = _duration("ring", group, line, group.launch + quick_hops, ring.transfer / LOW_LATENCY_BANDWIDTH)
+    return min(ring, quick, key=lambda duration: duration.seconds)
+
+
+def _tree(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+    """Up and down two binary trees of nodes with half of the bytes each, a chain within each node.
+
+    A node inside one tree is a leaf of the other: it sends everything twice, whatever the number of nodes.
+    """
+    if kind not in ("all_reduce", "broadcast") or group.inter is None:
+        return None
+    rounds, part = _rounds(kind), num_bytes / 2
+    latency = group.launch
+    for line, num_hops in ((group.inter, ceil(log2(group.num_nodes))), (group.intra, group.most_on_a_node - 1)):
+        if line is not None:
+            latency += rounds * num_hops * line.pass_on(part)
+    line = group.narrowest(part)
+    return _duration("tree", group, line, latency, rounds * num_bytes / line.rate(part) / TREE_BANDWIDTH)
+
+
+def _multicast(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+    """The switch of a node sums and distributes (NVLink SHARP): a device sends its bytes once and 1/n of the sum."""
+    line, n = group.intra, group.num_ranks
+    if kind != "all_reduce" or line is None or line.curves or group.inter or not line.kind.multicast_efficiency:
+        return None
+    bandwidth = line.bandwidth / line.kind.efficiency * line.kind.multicast_efficiency
+    wait = min(num_bytes / SLICES, n * line.kind.chunk_bytes) / bandwidth
+    return _duration(
+        "multicast", group, line, group.launch + 2 * (line.hop + wait), num_bytes * (1 + 1 / n) / bandwidth
+    )
+
+
+def _hierarchical(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+    """Reduce-scatter in each node, all-reduce of the parts between nodes over all adapters, all-gather in each node."""
+    if kind != "all_reduce" or group.inter is None or group.intra is None:
+        return None
+    per_node, num_nodes = group.most_on_a_node, group.num_nodes
+    within, part = num_bytes / per_node, num_bytes / per_node / num_nodes
+    hops_between = 2 * min(ceil(log2(num_nodes)), num_nodes - 1)
+    latency = group.launch + 2 * (per_node - 1) * group.intra.pass_on(within) + hops_between * group.inter.pass_on(part)
+    seconds_within = 2 * (per_node - 1) * within / group.intra.rate(within)
+    seconds_between = 2 * (num_nodes - 1) / num_nodes * num_bytes / group.inter.rate(part)
+    line = group.inter if seconds_between > seconds_within else group.intra
+    return _duration("hierarchical", group, line, latency, seconds_within + seconds_between)
+
+
+def _pairwise(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+    """Every rank sends every other its part, all at once; a node's ranks share what leaves it."""
+    if kind != "all_to_all":
+        return None
+    n, most, part = group.num_ranks, group.most_on_a_node, num_bytes / group.num_ranks
+    times = []
+    if group.intra is not None:
+        times.append((part * (most - 1) / group.intra.rate(part), group.intra))
+    if group.inter is not None:
+        times.append((part * (n - most) * most / group.inter.rate(part), group.inter))
+    transfer, line = max(times, key=lambda time: time[0])
+    return _duration("pairwise", group, line, group.launch + max(time[1].pass_on(part) for time in times), transfer)
+
+
+def _rounds(kind: Collective) -> int:
+    return 2 if kind == "all_reduce" else 1
+
+
+def _duration(algorithm: Algorithm, group: Group, line: Line, latency: float, transfer: float) -> Duration:
+    return Duration(algorithm=algorithm, latency=latency, transfer=transfer, line=line, between=line is group.inter)
+
+
+ALGORITHMS: Mapping[Algorithm, Callable[[Group, Collective, float], Duration | None]] = MappingProxyType(
+    {"ring": _ring, "tree": _tree, "multicast": _multicast, "hierarchical": _hierarchical, "pairwise": _pairwise}
+)
+
+
+def quickest(group: Group, kind: Collective, num_bytes: float) -> Duration:
+    """The algorithm that a library would choose; none of those that Whale runs on has the hierarchical one."""
+    durations = [price(group, kind, num_bytes) for name, price in ALGORITHMS.items() if name != "hierarchical"]
+    return min((one for one in durations if one is not None), key=lambda duration: duration.seconds)

@@ -1,0 +1,202 @@
+"""What collectives and sends cost between the devices of a cluster.
+
+Prices are those of an otherwise idle machine; ``sharing`` says how many groups of the same kind communicate over the
+same nodes at once. Curves that were measured on the very device types come first, else the model of
+`whale.planner.network.algorithms` holds. This file knows no layers, no schedule and no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from whale.errors import UsageError
+from whale.ir.profile import Interference
+from whale.planner.network.algorithms import ALGORITHMS, Algorithm, Collective, Duration, Group, Line, quickest
+from whale.planner.network.curves import interference, measured_seconds
+from whale.planner.network.topology import Member, Topology
+
+__all__ = ["Algorithm", "Collective", "CommunicationCost", "collective", "send"]
+
+TRANSFER_ERROR, LATENCY_ERROR = 0.15, 0.3
+"""Shares within which nine of ten measured points lie (``benchmarks/collectives.py`` counts them)."""
+MEASURED_ERROR = 0.05
+"""The same of curves; noise within a cluster is about 1%, between versions of software about 5%."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationCost:
+    """What a collective or a send takes.
+
+    Attributes:
+        seconds: in all: ``latency`` + ``transfer``.
+        latency: seconds that do not depend on the bandwidth: start and hops. A curve tells it not apart: 0.
+        transfer: seconds in which bytes travel.
+        algorithm: the one that is quickest of those that a communication library has for it, or ``measured``.
+        bottleneck: the link that decides: its kind, and whether it lies within a node or between nodes.
+        interval: seconds between which it lies with 9 chances in 10.
+        beside: what it does to other work of its ranks, where that was measured.
+    """
+
+    seconds: float
+    latency: float
+    transfer: float
+    algorithm: Algorithm
+    bottleneck: str
+    interval: tuple[float, float]
+    beside: Interference | None = None
+
+
+FREE = CommunicationCost(
+    seconds=0.0, latency=0.0, transfer=0.0, algorithm="none", bottleneck="nothing", interval=(0.0, 0.0)
+)
+
+
+def collective(
+    topology: Topology,
+    kind: Collective,
+    ranks: Sequence[int],
+    num_bytes: float,
+    *,
+    sharing: int = 1,
+    algorithm: Algorithm | None = None,
+) -> CommunicationCost:
+    """What a collective of *ranks* takes: as measured on such devices, else by the quickest algorithm that NCCL has.
+
+    Args:
+        topology: of the cluster.
+        kind: of the collective.
+        ranks: the group; those of one node are taken as neighbours, whatever their order, as NCCL does.
+        num_bytes: the whole tensor: what an all-reduce reduces, an all-gather returns, a reduce-scatter reads, an
+            all-to-all exchanges on one device, a broadcast sends.
+        sharing: how many such groups communicate at the same time over the same nodes' adapters, as the data-parallel
+            groups of tensor-parallel nodes do.
+        algorithm: to price this one, by the model. ``hierarchical`` is priced only when asked for: no library that
+            Whale runs on has it, though the rings of NCCL, each through its own adapter, come close.
+
+    Raises:
+        UsageError: an unknown collective, an empty or repeated group, or links that the cluster does not give.
+
+    >>> from whale.ir.cluster import Cluster
+    >>> from whale.planner.catalog import device_types
+    >>> a100 = device_types()["A100-SXM4-80GB"]
+    >>> topology = Topology.of(Cluster.homogeneous(8, a100, intra=a100.intra_node))
+    >>> cost = collective(topology, "all_reduce", range(8), 2**30)
+    >>> cost.algorithm, cost.bottleneck, round(cost.seconds * 1e3, 1)
+    ('ring', 'NVLink3 within a node', 8.2)
+    """
+    if kind not in get_args(Collective):
+        raise UsageError(f"unknown collective {kind!r}; use one of {', '.join(get_args(Collective))}")
+    if not ranks or num_bytes < 0 or sharing < 1:
+        raise UsageError("a collective needs a rank, no negative number of bytes, and a sharing of at least one")
+    if len(ranks) == 1 or num_bytes == 0:
+        return FREE
+    members, group = _group(topology, tuple(ranks), sharing)
+    if algorithm is None:
+        cost = _modelled(quickest(group, kind, num_bytes))
+        measured = _measured(topology, kind, members, num_bytes, sharing, cost) if topology.curves else None
+        return measured or cost
+    duration = ALGORITHMS[algorithm](group, kind, num_bytes) if algorithm in ALGORITHMS else None
+    if duration is None:
+        raise UsageError(f"there is no algorithm {algorithm!r} for {kind} in this group")
+    return _modelled(duration)
+
+
+def _group(topology: Topology, ranks: tuple[int, ...], sharing: int) -> tuple[tuple[Member, ...], Group]:
+    key = (ranks, sharing)
+    if key not in topology.memo:
+        members = topology.members(ranks)
+        topology.memo[key] = members, Group.of(topology, members, sharing)
+    found: tuple[tuple[Member, ...], Group] = topology.memo[key]
+    return found
+
+
+def send(topology: Topology, source: int, target: int, num_bytes: float, *, sharing: int = 1) -> CommunicationCost:
+    """What a message takes from one rank to another; *sharing* messages use the same adapters at the same time.
+
+    Raises:
+        UsageError: a rank does not exist, or the cluster does not say how the two are linked.
+    """
+    if num_bytes == 0 or source == target:
+        return FREE
+    path = topology.link(source, target)
+    slowest = min(path.kinds, key=lambda kind: min(path.bandwidth * kind.efficiency, kind.max_flow))
+    alone = min(path.bandwidth * slowest.efficiency, slowest.max_flow)
+    rate = min(alone, path.bandwidth * slowest.efficiency / sharing) if path.between_nodes else alone
+    line = Line(kind=slowest, bandwidth=rate, hop=path.latency + slowest.hop)
+    cost = _modelled(
+        Duration(
+            algorithm="send",
+            latency=line.hop + slowest.launch,
+            transfer=num_bytes / rate,
+            line=line,
+            between=path.between_nodes,
+        )
+    )
+    if not topology.curves:
+        return cost
+    types = [topology.cluster.devices[rank].type.name for rank in (source, target)]
+    within: Literal["node", "nodes"] = "nodes" if path.between_nodes else "node"
+    curves = topology.curves_between("send", within, types, num_devices=1)
+    curves = tuple(curve for curve in curves if {curve.source, curve.target} == set(types))
+    curves = tuple(curve for curve in curves if [curve.source, curve.target] == types) or curves
+    if not curves:
+        return cost
+    return _as_measured(cost, measured_seconds(curves[0], num_bytes) * alone / rate)
+
+
+def _measured(
+    topology: Topology,
+    kind: Collective,
+    members: Sequence[Member],
+    num_bytes: float,
+    sharing: int,
+    modelled: CommunicationCost,
+) -> CommunicationCost | None:
+    """From curves of this very collective; those of other numbers of devices are scaled as the model scales.
+
+    Where several pairs of device types were measured the slowest decides.
+    """
+    types = [topology.cluster.devices[rank].type.name for member in members for rank in member.ranks]
+    most = max(len(member.ranks) for member in members)
+    within: Literal["node", "nodes"] = "node" if len(members) == 1 else "nodes"
+    num_devices = most if within == "node" else most * sharing
+    curves = topology.curves_between(kind, within, types, num_devices=num_devices)
+    if not curves:
+        return None
+    seconds = []
+    for curve in curves:
+        per_node = curve.ranks if within == "node" else curve.devices
+        num_nodes = 1 if within == "node" else max(2, curve.ranks // curve.devices)
+        nodes = [members[index % len(members)].node for index in range(num_nodes)]
+        like = Group.of(topology, [Member(node=node, ranks=node.ranks[:per_node]) for node in nodes])
+        told = measured_seconds(curve, num_bytes)
+        seconds.append(told * modelled.seconds / quickest(like, kind, num_bytes).seconds)
+    return replace(_as_measured(modelled, max(seconds)), beside=interference(curves))
+
+
+def _modelled(duration: Duration) -> CommunicationCost:
+    latency, transfer = duration.latency, duration.transfer
+    return CommunicationCost(
+        seconds=latency + transfer,
+        latency=latency,
+        transfer=transfer,
+        algorithm=duration.algorithm,
+        bottleneck=f"{duration.line.kind.name} {'between nodes' if duration.between else 'within a node'}",
+        interval=(
+            latency * (1 - LATENCY_ERROR) + transfer * (1 - TRANSFER_ERROR),
+            latency * (1 + LATENCY_ERROR) + transfer * (1 + TRANSFER_ERROR),
+        ),
+    )
+
+
+def _as_measured(modelled: CommunicationCost, seconds: float) -> CommunicationCost:
+    return replace(
+        modelled,
+        seconds=seconds,
+        latency=0.0,
+        transfer=seconds,
+        algorithm="measured",
+        interval=(seconds * (1 - MEASURED_ERROR), seconds * (1 + MEASURED_ERROR)),
+    )

@@ -1,0 +1,237 @@
+"""How the devices of a cluster hang together: what a message between two of them may use, and what a group shares.
+
+A cluster is a tree: devices on the switch of their node and on its network adapters, adapters on the network. It is
+kept as such, so that thousands of devices cost nothing until a pair or a group is asked for. This file knows what
+there is and who shares it; `whale.planner.network.communication` knows how much of it a message gets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import networkx as nx
+
+from whale.errors import UsageError
+from whale.ir.cluster import Cluster, Link, Node
+from whale.ir.profile import LinkCurve
+from whale.planner.catalog import built_in_links
+from whale.planner.network.curves import curves_between
+from whale.planner.network.links import LinkKind, inter_node_kind, intra_node_kind
+
+__all__ = ["Member", "Path", "Topology"]
+
+NETWORK = "network"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """What a single message from one device to another uses.
+
+    Attributes:
+        bandwidth: bytes per second of the narrowest part, as the cluster gives it.
+        latency: seconds.
+        resources: what messages share that name the same: the sender's and the receiver's end, each in its own
+            direction (``rank 3 out``, ``node0 adapter 1 out``, ``node2 adapter 0 in``).
+        kinds: of the links at both ends.
+        between_nodes: whether it leaves a node.
+    """
+
+    bandwidth: float
+    latency: float
+    resources: tuple[str, ...]
+    kinds: tuple[LinkKind, ...]
+    between_nodes: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """The part of a group that lies on one node."""
+
+    node: Node
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The links of a cluster, with the curves that were measured on them.
+
+    >>> from whale.ir.cluster import Cluster, Link
+    >>> cluster = Cluster.homogeneous(
+    ...     16,
+    ...     num_devices_per_node=8,
+    ...     intra=Link(bandwidth=300e9, latency=3e-6),
+    ...     inter=Link(bandwidth=100e9, latency=5e-6, adapters=4),
+    ... )
+    >>> path = Topology.of(cluster).link(3, 8)
+    >>> path.bandwidth, path.resources
+    (25000000000.0, ('node0 adapter 1 out', 'node1 adapter 0 in'))
+    """
+
+    cluster: Cluster
+    curves: tuple[LinkCurve, ...] = ()
+
+    @classmethod
+    def of(cls, cluster: Cluster, curves: Sequence[LinkCurve] = ()) -> Topology:
+        """The topology of *cluster*; *curves* are of a profile measured on its device types."""
+        return cls(cluster=cluster, curves=tuple(curves))
+
+    def link(self, source: int, target: int) -> Path:
+        """What a message between two ranks uses. Constant time.
+
+        Raises:
+            UsageError: the ranks are the same, do not exist, or the cluster does not say how they are linked.
+        """
+        if source == target:
+            raise UsageError(f"rank {source} has no link to itself")
+        link = self.cluster.link(source, target)
+        here, there = self.cluster.node_of(source), self.cluster.node_of(target)
+        if here is there:
+            kind = self.intra_kind(here)
+            return Path(
+                bandwidth=link.bandwidth * kind.share_of_links(2, len(here.ranks)),
+                latency=link.latency,
+                resources=(f"rank {source} out", f"rank {target} in"),
+                kinds=(kind, kind),
+                between_nodes=False,
+            )
+        ends = [(rank, node, self.inter_link(node)) for rank, node in ((source, here), (target, there))]
+        return Path(
+            bandwidth=min(end.bandwidth / end.num_adapters for _, _, end in ends),
+            latency=link.latency,
+            resources=tuple(
+                f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}"
+                for (rank, node, _), way in zip(ends, ("out", "in"), strict=True)
+            ),
+            kinds=tuple(self.inter_kind(node) for _, node, _ in ends),
+            between_nodes=True,
+        )
+
+    def adapters(self, node: Node, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The adapter of *node* that messages of each of its *ranks* use: devices are dealt to adapters in order, as
+        their PCIe switches join them."""
+        num_adapters, first, num_devices = self.inter_link(node).num_adapters, node.ranks[0], len(node.ranks)
+        return tuple((rank - first) * num_adapters // num_devices for rank in ranks)
+
+    def members(self, ranks: Sequence[int]) -> tuple[Member, ...]:
+        """The parts of a group by node, in the order of the nodes. Linear in the ranks.
+
+        Raises:
+            UsageError: a rank is given twice or does not exist.
+        """
+        if len(set(ranks)) < len(ranks):
+            raise UsageError(f"a group has every rank once, unlike {list(ranks)}")
+        by_node: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            by_node.setdefault(self.cluster.node_of(rank).name, []).append(rank)
+        return tuple(Member(node=self.cluster.node_of(part[0]), ranks=tuple(part)) for part in by_node.values())
+
+    def sharing(self, ranks: Sequence[int], num_alike: int) -> int:
+        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
+        if num_alike == 1:
+            return 1
+        node = self.cluster.node_of(min(ranks))
+        members = len(set(node.ranks).intersection(ranks))
+        return 1 if members == len(ranks) else max(1, min(num_alike, len(node.ranks) // members))
+
+    def shape(self, ranks: Sequence[int]) -> tuple[tuple[Any, int], ...]:
+        """Where a group lies, as a key: what groups of one shape do takes as long. Linear in the ranks.
+
+        For each of its nodes the kind of node, the types of its devices there and how many adapters they use; nodes
+        that are alike and follow each other are counted.
+        """
+        positions: dict[int, list[int]] = {}
+        for rank in ranks:
+            node, position = self._places[rank]
+            positions.setdefault(node, []).append(position)
+        runs: list[tuple[Any, int]] = []
+        for node in sorted(positions):
+            kind, types, adapters = self._kinds[node]
+            own = sorted(positions[node])
+            part = (kind, tuple(types[place] for place in own), len({adapters[place] for place in own}))
+            count = runs.pop()[1] if runs and runs[-1][0] == part else 0
+            runs.append((part, count + 1))
+        return tuple(runs)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Of each rank the index of its node and its position there."""
+        nodes = enumerate(self.cluster.nodes)
+        return {rank: (index, place) for index, node in nodes for place, rank in enumerate(node.ranks)}
+
+    @cached_property
+    def _kinds(self) -> list[tuple[int, tuple[str, ...], tuple[int, ...]]]:
+        """Of each node a number, the same for nodes of equal links and devices; its devices' types and adapters."""
+        known: dict[Any, int] = {}
+        found = []
+        for node in self.cluster.nodes:
+            types = tuple(self.cluster.devices[rank].type.name for rank in node.ranks)
+            adapters = self.adapters(node, node.ranks) if node.inter is not None else (0,) * len(node.ranks)
+            found.append((known.setdefault((node.intra, node.inter, types), len(known)), types, adapters))
+        return found
+
+    def intra_link(self, node: Node) -> Link:
+        """The link between the devices of *node*."""
+        if node.intra is None:
+            raise UsageError(f"no intra_node link of {node.name!r} is known; describe it in a cluster file")
+        return node.intra
+
+    def inter_link(self, node: Node) -> Link:
+        """The link from *node* to the others."""
+        if node.inter is None:
+            raise UsageError(f"no inter_node link of {node.name!r} is known; describe it in a cluster file")
+        return node.inter
+
+    def intra_kind(self, node: Node) -> LinkKind:
+        """What links the devices of *node*."""
+        type_ = self.cluster.devices[node.ranks[0]].type
+        return intra_node_kind(self.intra_link(node), built_in_links().get(type_.name))
+
+    def inter_kind(self, node: Node) -> LinkKind:
+        """What links *node* with others."""
+        return inter_node_kind(self.inter_link(node))
+
+    def curves_between(
+        self, operation: str, within: Literal["node", "nodes"], types: Sequence[str], *, num_devices: int
+    ) -> tuple[LinkCurve, ...]:
+        """The curves that tell of a group; see `whale.planner.network.curves.curves_between`."""
+        key = (operation, within, frozenset(Counter(types).items()), num_devices)
+        if key not in self.memo:
+            self.memo[key] = curves_between(self.curves, operation, within, types, num_devices=num_devices)
+        found: tuple[LinkCurve, ...] = self.memo[key]
+        return found
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What was worked out for groups of ranks, so that it is worked out once; it says nothing new."""
+        return {}
+
+    @cached_property
+    def graph(self) -> nx.Graph:
+        """Devices (their ranks), the switch of each node (its name), its adapters and the network, as a graph.
+
+        Edges have ``bandwidth`` (bytes per second) and ``latency`` (seconds); the latencies along a path sum to that
+        of a message. Linear in the devices.
+        """
+        graph = nx.Graph()
+        graph.add_node(NETWORK, kind="switch")
+        for node in self.cluster.nodes:
+            graph.add_node(node.name, kind="node")
+            graph.add_nodes_from(node.ranks, kind="device")
+            if node.intra is not None:
+                graph.add_edges_from(
+                    ((rank, node.name) for rank in node.ranks),
+                    bandwidth=node.intra.bandwidth,
+                    latency=node.intra.latency / 2,
+                )
+            if node.inter is not None:
+                each = node.inter.bandwidth / node.inter.num_adapters
+                for rank, adapter in zip(node.ranks, self.adapters(node, node.ranks), strict=True):
+                    name = f"{node.name} adapter {adapter}"
+                    graph.add_node(name, kind="adapter")
+                    graph.add_edge(rank, name, bandwidth=each, latency=node.inter.latency / 2)
+                    graph.add_edge(name, NETWORK, bandwidth=each, latency=0.0)
+        return graph

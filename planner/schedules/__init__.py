@@ -1,0 +1,1 @@
+"""Orders of a pipeline's tasks."""

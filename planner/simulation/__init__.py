@@ -1,0 +1,1 @@
+"""The simulator of a training step, and views of its timeline."""

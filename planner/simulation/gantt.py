@@ -1,0 +1,90 @@
+"""A timeline as text: a line for each rank, in which a letter is what the rank does most of that time.
+
+For a reader at a terminal of any width. It knows no files and no terminal.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from whale.planner.simulation.timeline import PARTS, Event, Timeline
+
+__all__ = ["LEGEND", "breakdown_table", "gantt", "milliseconds"]
+
+LEGEND = "F forward, B backward (I of inputs, W of weights), R reduction, U update and overhead, . waiting"
+
+
+def gantt(timeline: Timeline, width: int = 100) -> str:
+    """Draw the ranks' work over time in lines of at most ``width`` characters; neighbours that look alike share one.
+
+    >>> from whale.ir.workload import StageWork, Workload
+    >>> from whale.planner.simulation.simulate import simulate
+    >>> stage = StageWork(ranks=(0, 1), forward=(1, 1), backward=(2, 2), weights=(1, 1), kept_bytes=(0, 0))
+    >>> print(gantt(simulate(Workload(world_size=2, micro_batches=2, stages=(stage,))), width=23))
+    rank 0-1 |FFBBBBFFBBBB|
+    """
+    label = max(len(f"rank {rank}-{rank}") for rank in timeline.ranks)
+    columns = max(1, width - label - 3)
+    by_rank: dict[int, list[Event]] = {rank: [] for rank in timeline.ranks}
+    for event in timeline.events:
+        by_rank[event.rank].append(event)
+    rows = [(rank, _row(by_rank[rank], timeline.step_seconds, columns)) for rank in timeline.ranks]
+    lines = []
+    for _, alike in groupby(enumerate(rows), key=lambda row: (row[1][1], row[1][0] - row[0])):
+        ranks = [rank for _, (rank, _) in alike]
+        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]}-{ranks[-1]}"
+        lines.append(f"{name:<{label}} |{dict(rows)[ranks[0]]}|")
+    return "\n".join(lines)
+
+
+def _row(events: list[Event], step_seconds: float, columns: int) -> str:
+    """Return the letter that fills most of each column; of equals, the one that comes first."""
+    shares: list[dict[str, float]] = [{} for _ in range(columns)]
+    scale = columns / step_seconds if step_seconds else 0.0
+    for event in events:
+        if event.kind in ("send", "receive", "reduce") or event.end == event.start:
+            continue
+        letter = _letter(event)
+        start, end = event.start * scale, event.end * scale
+        for column in range(int(start), min(columns, int(end) + 1)):
+            part = min(end, column + 1) - max(start, column)
+            shares[column][letter] = shares[column].get(letter, 0.0) + part
+    return "".join(max(share, key=lambda letter: share[letter], default=".") if share else "." for share in shares)
+
+
+def _letter(event: Event) -> str:
+    if event.kind in ("update", "overhead"):
+        return "U"
+    if event.kind == "idle":
+        return "R" if event.reason == "reduction" else "."
+    return event.kind
+
+
+def breakdown_table(timeline: Timeline) -> str:
+    """Return where the time goes, of the rank that ends last and of all ranks on average."""
+    count = len(timeline.ranks)
+    rows = [("", f"rank {timeline.last_rank}", "", "all ranks", "")]
+    for part in PARTS:
+        last = timeline.breakdown[part]
+        mean = sum(parts[part] for parts in timeline.breakdowns.values()) / count
+        if last or mean:
+            step = timeline.step_seconds
+            rows.append((part, milliseconds(last), f"{last / step:.1%}", milliseconds(mean), f"{mean / step:.1%}"))
+    rows.append(("step", milliseconds(timeline.step_seconds), "", "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a time for a reader.
+
+    >>> milliseconds(0.0123456), milliseconds(12.3456), milliseconds(0.0000123)
+    ('12.35 ms', '12345.60 ms', '0.0123 ms')
+    """
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e3:.4f} ms"

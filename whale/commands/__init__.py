@@ -1,0 +1,1 @@
+"""What the command line and plan="auto" share: planning, searching, compiling candidates."""

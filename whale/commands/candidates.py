@@ -1,0 +1,182 @@
+"""A model on which plans are tried: captured once, compiled for each plan as it would be run, and predicted.
+
+Nothing is allocated and no process is started. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from whale.annotations import Annotation, annotate, forget, module_scopes
+from whale.compile.compile import Compilation, Options, compile_model, main_dtype, precision_of
+from whale.errors import UsageError
+from whale.graph.capture import Captured
+from whale.graph.capture_checks import modules_around
+from whale.graph.identity import model_hash
+from whale.graph.partition import Partition, partition, scopes_of
+from whale.graph.scoping import put_scopes
+from whale.ir.cluster import Cluster
+from whale.ir.plan import ModelIdentity, Plan
+from whale.ir.profile import ModelProfile
+from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
+from whale.ir.workload import Prediction, Workload
+from whale.planner.cost.optimizers import Optimizer
+from whale.predict.costs import Costs
+from whale.predict.peak_memory import Device, Known, brief_occupancy
+from whale.predict.prediction import predict
+from whale.strategies.placing import place_time
+
+__all__ = ["ModelTrial", "scopes_by", "take_scopes"]
+
+
+class ModelTrial:
+    """A model to be compiled for plans that bring their annotations. Its own are taken off before (`take_scopes`).
+
+    Args:
+        model: on the meta device, without marks on its modules.
+        batch: an example of the global batch.
+        name: for the plans.
+        options: beside what plans say.
+        training: whether the step to come trains; it decides what dropout is.
+        loss_fn: for a model that does not return its loss.
+        optimizer: whose state has to fit.
+
+    Raises:
+        UsageError: its forward enters annotations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        name: str,
+        options: Options | None = None,
+        training: bool = True,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: Optimizer = "adamw",
+    ) -> None:
+        self.model, self.batch, self.optimizer, self.training, self.loss_fn = model, batch, optimizer, training, loss_fn
+        self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
+        self.dtype, self.precision = main_dtype(model), precision_of(model)
+        self._base = self._compile(Cluster.homogeneous(1), self.options)
+        if any(scopes_of(node) for node in self._base.captured.graph.nodes):
+            raise UsageError(
+                f"the forward of {name} enters annotations, which the search cannot keep as constraints; put them on "
+                "modules with whale.annotate, or let 'whale plan' divide the work of the model as it is annotated"
+            )
+        self._known: Known = {}
+        self.identity = ModelIdentity(name=name, hash=model_hash(self._base.captured))
+
+    @property
+    def captured(self) -> Captured | None:
+        """The capture, for whoever profiles the model; None where it is not of the training model as it is."""
+        return self._base.captured if self.training and not self.options.promote else None
+
+    def uncut(self, micro_batches: int) -> str:
+        """Why its batch cannot be cut into so many micro-batches: an operator that computes a row from others, such as
+        a batch norm; empty where it can."""
+        try:
+            place_time(self._base.captured, self._base.analysis, self._base.partition, micro_batches)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def _compile(
+        self, cluster: Cluster, options: Options, like: Compilation | None = None, *, device: Device = "cpu"
+    ) -> Compilation:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # who runs the plan is warned
+            return compile_model(
+                self.model,
+                self.batch,
+                cluster,
+                options,
+                device=device,
+                training=self.training,
+                loss_fn=self.loss_fn,
+                like=like,
+            )
+
+    def places(self, anchors: Sequence[str]) -> list[tuple[str, int]]:
+        """For what the model computes, the path of its module and the stage, if stages begin with *anchors*.
+
+        Raises:
+            AnnotationError: the data does not flow from stage to stage in that order.
+        """
+        scopes = {path: (Scope(strategy=Strategy(kind="stage"), region=path),) for path in anchors}
+        put_scopes(self._base.captured, self.model, scopes)
+        cut = partition(self._base.captured)
+        found: dict[tuple[str, int], None] = {}
+        for node, stage in cut.stage_of.items():
+            around = modules_around(node)
+            if around:
+                found[around[-1], stage] = None
+        return list(found)
+
+    def compile(self, plan: Plan, cluster: Cluster) -> Compilation:
+        """Compile *plan* for *cluster* as it would be run; its workload says what a fitted schedule is fitted to.
+
+        Raises:
+            WhaleError: the model cannot be run so.
+        """
+        bare = plan.model_copy(update={"model": None, "prediction": None})  # known to be of this model
+        options = replace(self.options, micro_batches=plan.micro_batches, schedule=plan.schedule, plan=bare)
+        like = replace(self._base, partition=self._annotated(plan), _lowered={})
+        return self._compile(cluster, options, like, device=_device(cluster))
+
+    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
+        """Compile *plan* for *cluster*, and predict its step.
+
+        Raises:
+            WhaleError: the model cannot be run so.
+        """
+        compilation = self.compile(plan, cluster)
+        costs = Costs(
+            profile=profile,
+            cluster=cluster,
+            precision=self.precision,
+            micro_batches=plan.micro_batches,
+            device=_device(cluster),
+            optimizer=self.optimizer,
+        )
+        found = predict(compilation, costs, schedule=plan.schedule, held_by=partial(brief_occupancy, known=self._known))
+        return found.prediction, found.workload
+
+    def _annotated(self, plan: Plan) -> Partition:
+        """The stages that the plan's annotations make of the model."""
+        put_scopes(self._base.captured, self.model, scopes_by(self.model, plan.annotations))
+        return partition(self._base.captured)
+
+
+def _device(cluster: Cluster) -> Device:
+    """Whose kernels and links a plan is compiled for."""
+    return "cpu" if any(device.type.is_processor for device in cluster.devices) else "cuda"
+
+
+def scopes_by(model: nn.Module, annotations: Mapping[str, Sequence[str]]) -> dict[str, ScopePath]:
+    """The scopes of the model's modules under these annotations, written as a plan has them; the model stays as it is.
+
+    Raises:
+        AnnotationError: they do not fit the model.
+    """
+    try:
+        annotate(
+            model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
+        )
+        return module_scopes(model)
+    finally:
+        annotate(model, {})
+
+
+def take_scopes(model: nn.Module) -> dict[str, ScopePath]:
+    """The scopes of the modules that the model's code has annotated, whose marks are removed."""
+    found = module_scopes(model)
+    forget(model)
+    return found

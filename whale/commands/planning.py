@@ -1,0 +1,326 @@
+"""From an annotated model and unlike devices to a balanced plan: which ranks run which stage, in which shares.
+
+The annotations decide stages, degrees and regions; this decides what they leave open, by the times of the model's
+layers on each device. Stages of equal size may change places; along every axis of a mesh shares are found by
+`whale.planner.balance.mesh_shares`. The plan is compiled as it will be run, predicted, and compared with even shares,
+which are kept where they are no slower. For an unmodified model the cuts come first, from
+`whale.planner.balance.by_speed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+from torch import nn
+
+from whale.annotations import Annotation, annotate
+from whale.compile.compile import Compilation, Options, compile_model
+from whale.errors import InfeasibleError, UsageError
+from whale.graph.identity import model_hash
+from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
+from whale.ir.profile import ModelProfile
+from whale.ir.strategy import parse_strategy
+from whale.planner.assignment.from_plan import axis_role
+from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
+from whale.predict.costs import Costs
+from whale.predict.layer_parts import Part, StageLayers, stage_layers
+from whale.predict.prediction import Predicted, predict
+from whale.strategies.lowering import PlacedStage
+
+__all__ = ["Planned", "make_plan", "stage_annotations"]
+
+MAX_ORDERS = 720
+"""Orders of stages' devices that are tried: those of six unlike groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan with how it came about.
+
+    Attributes:
+        plan: with its prediction and workload.
+        predicted: the same, with the timeline.
+        even: what even shares and the first order of devices should give; None where they do not fit.
+        reasons: what was decided, in sentences.
+    """
+
+    plan: Plan
+    predicted: Predicted
+    even: Predicted | None
+    reasons: tuple[str, ...]
+
+
+def stage_annotations(profile: ModelProfile, cuts: Sequence[range]) -> dict[str, tuple[str, ...]]:
+    """Annotations that cut an unmodified model into stages of these layers.
+
+    Raises:
+        UsageError: a stage begins with a layer that has no module.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for layers in cuts:
+        path = profile.paths[layers[0]] if profile.paths else ""
+        if not path:
+            raise UsageError(
+                f"layer {layers[0]} of {profile.name} has no module to annotate; annotate the model instead"
+            )
+        found[path] = ("stage()",)
+    return found
+
+
+def make_plan(
+    model: nn.Module,
+    batch: Any,
+    costs: Costs,
+    options: Options,
+    *,
+    rows: int,
+    name: str,
+    annotations: Mapping[str, Sequence[str]] | None = None,
+) -> Planned:
+    """The quickest plan for a model on the cluster of *costs* that fits.
+
+    Args:
+        model: on the meta device; its annotations, or *annotations*, say what may be decided.
+        batch: an example of the global batch.
+        costs: the model's layers and the cluster's links, and the optimizer whose state has to fit.
+        options: micro-batches and schedule.
+        rows: of the batch.
+        name: of the model, for the plan.
+        annotations: of an unmodified model, as a plan has them.
+
+    Raises:
+        InfeasibleError: nothing fits, or the annotations do not fit the devices.
+    """
+    if annotations:
+        annotate(
+            model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
+        )
+
+    first = compile_model(model, batch, costs.cluster, options, device="cpu", training=True)
+    identity = model_hash(first.captured)
+    if costs.profile.model_hash not in ("", identity):
+        raise UsageError(
+            f"the profile is of {costs.profile.name} with hash {costs.profile.model_hash[:19]}..., but {name} has "
+            f"{identity[:19]}...: its code, or sizes such as widths, differ; profile this model"
+        )
+    start = Plan(
+        model=ModelIdentity(name=name, hash=identity),
+        cluster=ClusterIdentity.of(costs.cluster),
+        world_size=len(costs.cluster.devices),
+        batch=rows,
+        micro_batches=options.micro_batches,
+        schedule=options.schedule,
+        annotations={key: tuple(texts) for key, texts in (annotations or {}).items()},
+        stages=tuple(_even(first, stage) for stage in first.stages),
+    )
+
+    def predicted(plan: Plan) -> Predicted:
+        chosen = replace(options, plan=plan)
+        compilation = compile_model(model, batch, costs.cluster, chosen, device=costs.device, training=True, like=first)
+        return predict(compilation, costs, schedule=options.schedule)
+
+    even = predicted(start)
+    alike = len({device.type.name for device in costs.cluster.devices}) == 1
+    if alike and even.prediction.fits:
+        return Planned(
+            plan=start.with_prediction(even.prediction, even.workload),
+            predicted=even,
+            even=even,
+            reasons=("all devices are alike: shares are equal",),
+        )
+    problem = _Problem(first, costs, even, start)
+    best, reasons = problem.solve()
+    found = even if best == start else predicted(best)
+    keep_even = even.prediction.fits and (
+        not found.prediction.fits or even.prediction.step_seconds <= found.prediction.step_seconds
+    )
+    if keep_even:
+        best, found, reasons = start, even, ("even shares are predicted to be no slower",)
+    _check_fits(found, options)
+    return Planned(
+        plan=best.with_prediction(found.prediction, found.workload),
+        predicted=found,
+        even=even if even.prediction.fits else None,
+        reasons=reasons,
+    )
+
+
+def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
+    roles = compilation.assignment.stages[stage.index].roles
+    return PlanStage(
+        ranks=stage.mesh.ranks,
+        axes=tuple(
+            PlanAxis(name=axis.name, size=axis.size, role=axis_role(roles, position))
+            for position, axis in enumerate(stage.mesh.axes)
+        ),
+    )
+
+
+def _check_fits(found: Predicted, options: Options) -> None:
+    lacking = [device for device in found.prediction.memory if device.total > device.capacity]
+    if not lacking:
+        return
+    worst = max(lacking, key=lambda device: device.total - device.capacity)
+    others = f" ({len(lacking)} of {len(found.prediction.memory)} devices lack memory)" if len(lacking) > 1 else ""
+    more, state = 2 * options.micro_batches, worst.parameters + worst.gradients + worst.optimizer
+    raise InfeasibleError(
+        f"{worst.device} (rank {worst.rank}) needs {worst.total / 2**30:.2f} GiB but has {worst.capacity / 2**30:.2f}"
+        f"{others}: {worst.activations / 2**30:.2f} GiB are activations, {state / 2**30:.2f} GiB parameters, gradients "
+        f"and optimizer state; "
+        f"use more micro-batches ({more}), more stages, split, or more devices"
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is open in a plan, and what is known of it."""
+
+    compilation: Compilation
+    costs: Costs
+    even: Predicted
+    start: Plan
+
+    def solve(self) -> tuple[Plan, tuple[str, ...]]:
+        """The order of devices and the shares with which the slowest stage is done first."""
+        layers = stage_layers(self.compilation, self.costs.profile)
+        known: dict[Any, MeshShares | InfeasibleError] = {}
+
+        def shared(index: int, ranks: tuple[int, ...]) -> MeshShares:
+            key = (index, tuple(self.costs.cluster.devices[rank].type.name for rank in ranks))
+            if key not in known:
+                try:
+                    known[key] = self._shares(index, layers[index], ranks)
+                except InfeasibleError as error:
+                    known[key] = error
+            found = known[key]
+            if isinstance(found, InfeasibleError):
+                raise found
+            return found
+
+        order, stages, reasons = self._order(shared)
+        for index, (own, shares) in enumerate(zip(order, stages, strict=True)):
+            for axis, units, moves in zip(self.start.stages[index].axes or (), shares.units, shares.moves, strict=True):
+                if len(set(units)) > 1:
+                    what = "rows of a micro-batch" if axis.role == "replicate" else "units"
+                    shown = ", ".join(map(str, units[:16]))
+                    reasons.append(f"stage {index} on ranks {_shown(own)}: {what} along {axis.name!r} are {shown}")
+                reasons += [f"stage {index}: {move.reason}" for move in moves]
+        planned = tuple(
+            PlanStage(ranks=own, axes=_with_shares(stage.axes or (), shares))
+            for own, stage, shares in zip(order, self.start.stages, stages, strict=True)
+        )
+        return self.start.model_copy(update={"stages": planned}), tuple(reasons)
+
+    def _order(
+        self, shared: Callable[[int, tuple[int, ...]], MeshShares]
+    ) -> tuple[list[tuple[int, ...]], list[MeshShares], list[str]]:
+        """Which set of ranks runs which stage: stages of equal size may change places.
+
+        Objective: the least time of the slowest stage, then the least sum. Exact over all orders up to `MAX_ORDERS`.
+        """
+        sets = [stage.ranks for stage in self.start.stages]
+        overlapping = len({rank for own in sets for rank in own}) < sum(map(len, sets))
+        graphs = self.compilation.partition.stages
+        paths = {path for graph in graphs for path in (graph.cut.outer, *graph.scopes.values())}
+        clusters = any(scope.strategy.kind == "cluster" for path in paths for scope in path)
+        best: tuple[tuple[float, float], list[tuple[int, ...]], list[MeshShares]] | None = None
+        problem: InfeasibleError | None = None
+        seen: set[Any] = set()
+        for tried, order in enumerate(permutations(range(len(sets)))):
+            ranks = [sets[position] for position in order]
+            if tried and (tried >= MAX_ORDERS or overlapping or clusters):
+                break
+            if any(len(own) != len(stage) for own, stage in zip(ranks, sets, strict=True)):
+                continue
+            kinds = tuple(tuple(self.costs.cluster.devices[rank].type.name for rank in own) for own in ranks)
+            if kinds in seen:
+                continue
+            seen.add(kinds)
+            try:
+                shares = [shared(index, own) for index, own in enumerate(ranks)]
+            except InfeasibleError as error:
+                problem = problem or error
+                continue
+            cost = (max(one.seconds for one in shares), sum(one.seconds for one in shares))
+            if best is None or cost < (best[0][0] * (1 - 1e-9), best[0][1]):
+                best = cost, ranks, shares
+        if best is None:
+            assert problem is not None
+            raise problem
+        reasons = []
+        if best[1] != sets:
+            text = "; ".join(f"stage {index} on ranks {_shown(own)}" for index, own in enumerate(best[1]))
+            reasons.append(f"stages take devices by what they have to do: {text}")
+        return best[1], best[2], reasons
+
+    def _shares(self, index: int, layers: StageLayers, ranks: tuple[int, ...]) -> MeshShares:
+        """Shares along the axes of a stage on these ranks."""
+        stage = self.compilation.stages[index]
+        axes = [
+            AxisToShare(name=axis.name, size=axis.size, role=axis.role, units=self._units(stage, position))
+            for position, axis in enumerate(self.start.stages[index].axes or ())
+        ]
+        devices = [self._device(stage, layers, position, rank) for position, rank in enumerate(ranks)]
+        return mesh_shares(axes, devices, rows=max(self.compilation.rows))
+
+    def _units(self, stage: PlacedStage, axis: int) -> int:
+        """Of a split axis: as many as the least that is cut has, such as heads."""
+        sizes = {
+            self.compilation.analysis.atoms.size(choices[axis + 1].leaf)
+            for choices in stage.choices.values()
+            if choices[axis + 1].leaf >= 0
+        }
+        size = stage.mesh.axes[axis].size
+        return min((units for units in sizes if units >= size), default=size)
+
+    def _device(self, stage: PlacedStage, layers: StageLayers, position: int, rank: int) -> MeshDevice:
+        """A device as the stage's times and bytes go with rows and fraction.
+
+        Each layer has its own roles: where its region is replicated, a fraction of the split axes is a share of rows.
+        """
+        device = self.costs.cluster.devices[rank]
+        model = stage.mesh.ranks[position]  # whose parts are known
+        held = next(one for one in self.even.prediction.memory if one.rank == model)
+        even_rows = max(max((part.rows for part in layers.parts[model]), default=1), 1)
+        even_fraction = min((part.fraction for part in layers.parts[model]), default=1.0)
+        state = held.parameters + held.gradients + held.optimizer + held.buffers
+
+        def seconds(rows: float, fraction: float) -> float:
+            total = 0.0
+            for layer, part in zip(layers.layers, layers.parts[model], strict=True):
+                split = part.fraction < 1
+                own = Part(rows=round(rows if split else rows * fraction), fraction=fraction if split else 1.0)
+                if own.rows and own.fraction:
+                    spent = self.costs.layer(self.costs.profile.layers[layer], rank, own)
+                    total += spent.forward + spent.backward
+            return total
+
+        def needed(rows: float, fraction: float) -> float:
+            activations = held.activations * rows / even_rows * fraction / even_fraction
+            return held.framework + state * fraction / even_fraction + activations
+
+        return MeshDevice(name=device.name, seconds=seconds, bytes=needed, capacity_bytes=device.memory_bytes)
+
+
+def _with_shares(axes: Sequence[PlanAxis], shares: MeshShares) -> tuple[PlanAxis, ...]:
+    """Axes with their shares; equal ones are left out.
+
+    Rows of the outermost axis of the batch are counted; of inner ones, which cut what the outer left, and units of what
+    is split, they are proportions.
+    """
+    found, counted = [], False
+    for axis, units in zip(axes, shares.units, strict=True):
+        outermost = axis.role == "replicate" and not counted
+        counted = counted or axis.role == "replicate"
+        given: tuple[int | float, ...] = units if outermost or axis.role == "split" else tuple(map(float, units))
+        equal = len(set(units)) == 1
+        found.append(axis.model_copy(update={"shares": () if equal else given}))
+    return tuple(found)
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return f"{text} and {len(ranks) - 8} more" if len(ranks) > 8 else text

@@ -1,0 +1,400 @@
+"""From a profile and a cluster to plans that can be run: what the search found, written down, compiled and ranked anew.
+
+The search prices layers; a compiled plan is predicted exactly, with the collectives and the bytes that it will have. So
+the best candidates are compiled, as many as there is time for, and one that cannot be compiled or does not fit after
+all is put aside with its reason. Without a model, the search's own predictions stand. This file knows no torch: a model
+is something on which plans can be tried (`whale.commands.candidates`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Protocol
+
+from whale.errors import InfeasibleError, UsageError, WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.plan import ModelIdentity, Plan
+from whale.ir.profile import ModelProfile
+from whale.ir.workload import Prediction, Workload
+from whale.planner.advice import advised, gib
+from whale.planner.balance.by_speed import pipeline_by_speed
+from whale.planner.cost.precision import BY_DTYPE
+from whale.planner.schedules.orders import FITTED
+from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
+from whale.planner.search.choices import PRICED
+from whale.planner.search.evaluate import score
+from whale.planner.search.layout import fastest_rows
+from whale.planner.search.prices import Prices
+from whale.planner.search.steps import in_flight
+from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
+
+__all__ = [
+    "Choice",
+    "Searched",
+    "Trial",
+    "compile_candidate",
+    "plan_pipeline",
+    "search_plans",
+    "settings_for",
+    "why_slower",
+]
+
+SEARCH_SHARE = 0.5
+"""Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
+
+REORDERED = 2
+"""Compiled plans, the best first, on which schedules are tried that the search does not price."""
+
+MOST_WEIGHED = 4096
+"""Micro-batches up to which it is found out how many would do, where a plan does not fit."""
+
+
+class Trial(Protocol):
+    """A model on which plans are tried; `whale.commands.candidates.ModelTrial` is one."""
+
+    identity: ModelIdentity
+    dtype: str
+
+    def uncut(self, micro_batches: int) -> str:
+        """Why the batch cannot be cut into so many micro-batches; empty where it can."""
+
+    def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
+        """For what the model computes, the path of its module and the stage, if stages begin with *anchors*."""
+
+    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
+        """Compile the plan, and say what its step takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A plan that the search proposes.
+
+    Attributes:
+        candidate: as the search scored it.
+        plan: that it is; with the prediction of the compiled step where it was *compiled*, else with the search's.
+        compiled: whether it was compiled.
+        reason: why it cannot be had; empty where it can, as far as is known.
+    """
+
+    candidate: Candidate
+    plan: Plan
+    compiled: bool = False
+    reason: str = ""
+
+    @property
+    def prediction(self) -> Prediction:
+        """The best that is known of its step."""
+        return self.plan.prediction or self.candidate.prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search comes to.
+
+    Attributes:
+        choices: plans that can be had, best first; at least one. Compiled ones come before others.
+        refused: the search's candidates that turned out not to compile or not to fit.
+        found: what the search found, with its bound and what it left out.
+    """
+
+    choices: tuple[Choice, ...]
+    refused: tuple[Choice, ...]
+    found: Found
+
+    @property
+    def best(self) -> Choice:
+        """The plan to run."""
+        return self.choices[0]
+
+
+def settings_for(settings: SearchSettings, trial: Trial | None) -> SearchSettings:
+    """What may be decided for a model: where its batch cannot be cut there is one micro-batch.
+
+    Raises:
+        UsageError: more are asked for; says which operator computes a row from others.
+    """
+    if trial is None or not (why := trial.uncut(settings.micro_batches or 2)):
+        return settings
+    if settings.micro_batches is None:
+        return replace(settings, micro_batches=1)
+    raise UsageError(why)
+
+
+def search_plans(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    settings: SearchSettings,
+    trial: Trial | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+    known: Memo | None = None,
+) -> Searched:
+    """Search for plans and try the best of them on the model.
+
+    Args:
+        profile: of the model.
+        cluster: the devices.
+        batch: rows of the global batch.
+        settings: of the search; ``time_limit`` is for both. Schedules that the search does not price are tried on the
+            best plans, once these are compiled.
+        trial: the model; None: the plans are not compiled.
+        progress: is told how far the search is.
+        stop: whether to be content with the best so far, compiled or not.
+        known: prices of an earlier search of the same model.
+
+    Raises:
+        InfeasibleError: nothing fits; says what is missing and what would help.
+        UsageError: the settings contradict themselves, the batch or the model, or need a model.
+    """
+    begin = time.monotonic()
+    settings.check(batch)
+    settings = settings_for(settings, trial)
+    if trial is None:
+        _require_priced(settings)
+    priced = [schedule for schedule in settings.schedules if schedule in PRICED]
+    base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
+    fitting: list[float] = []
+
+    def told(now: Progress) -> None:
+        if now.best_seconds is not None:
+            fitting.append(now.best_seconds)
+        progress(now)
+
+    def over() -> bool:
+        long = time.monotonic() - begin > SEARCH_SHARE * settings.time_limit
+        return stop() or (trial is not None and long and bool(fitting))
+
+    found = search(profile, cluster, batch=batch, settings=settings, progress=told, stop=over, known=known)
+    writer = _Writer(profile, cluster, batch, trial)
+    choices: list[Choice] = []
+    refused: list[Choice] = []
+    longest = 0.0
+
+    def late() -> bool:
+        return stop() or (bool(choices) and time.monotonic() - begin + longest > settings.time_limit)
+
+    for candidate in found.candidates:
+        now, enough = time.monotonic(), late()
+        if base is not None:
+            candidate = replace(candidate, schedule=base)
+        try:
+            choice = writer.written(candidate) if trial is None or enough else writer.compiled(candidate, trial)
+        except UsageError as error:  # it cannot be written as annotations of this model
+            choice = None
+            refused.append(Choice(candidate=candidate, plan=writer.unwritten(candidate), reason=str(error)))
+        if choice is not None:
+            (refused if choice.reason else choices).append(choice)
+        longest = max(longest, time.monotonic() - now)
+    if trial is not None:
+        for candidate in _reordered(choices, [schedule for schedule in settings.unpriced if schedule != base]):
+            if late():
+                break
+            choice = writer.compiled(candidate, trial)
+            (refused if choice.reason else choices).append(choice)
+    if not choices:
+        reasons = "; ".join(dict.fromkeys(choice.reason for choice in refused))
+        raise InfeasibleError(f"none of the {len(refused)} best plans that the search found can be run: {reasons}")
+    return Searched(choices=tuple(_ranked(choices)[: settings.top]), refused=tuple(refused), found=found)
+
+
+def _ranked(choices: Iterable[Choice]) -> list[Choice]:
+    """Compiled ones come first, of these the quickest."""
+    return sorted(choices, key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
+
+
+def _reordered(choices: Sequence[Choice], schedules: Sequence[str]) -> Iterator[Candidate]:
+    """The best of the compiled pipelines with other schedules."""
+    pipelines = [one for one in _ranked(choices) if one.compiled and len(one.candidate.stages) > 1]
+    for choice, schedule in product(pipelines[:REORDERED], schedules):
+        if choice.candidate.micro_batches > 1:
+            yield replace(choice.candidate, schedule=schedule)
+
+
+def _require_priced(settings: SearchSettings) -> None:
+    if settings.unpriced:
+        raise UsageError(
+            f"schedule {settings.unpriced[0]} is tried on plans of a model, of which there is only a profile; give the "
+            f"model, or choose of {' and '.join(PRICED)}"
+        )
+
+
+def compile_candidate(
+    candidate: Candidate, profile: ModelProfile, cluster: Cluster, *, batch: int, trial: Trial
+) -> Choice:
+    """Any candidate as a plan of the model, compiled; its reason says where it does not compile or fit.
+
+    Raises:
+        UsageError: it cannot be written as annotations of this model.
+    """
+    return _Writer(profile, cluster, batch, trial).compiled(candidate, trial)
+
+
+def plan_pipeline(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    micro_batches: int,
+    num_stages: int,
+    replicas: int,
+    schedule: str = "1f1b",
+) -> Choice:
+    """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
+
+    The stages take the devices in the cluster's order.
+
+    Args:
+        profile: of the model.
+        cluster: the devices: *num_stages* x *replicas*.
+        batch: rows of the global batch.
+        micro_batches: of a step; they divide the batch.
+        num_stages: of the pipeline.
+        replicas: of every stage.
+        schedule: ``gpipe`` or ``1f1b``.
+
+    Raises:
+        UsageError: the numbers do not fit the cluster, the batch or the profile.
+        InfeasibleError: it does not fit in memory; says what is missing, and what would help.
+    """
+    settings = SearchSettings(micro_batches=micro_batches, schedules=(schedule,))
+    settings.check(batch)
+    _require_priced(settings)
+    precision = BY_DTYPE.get(profile.precision, "fp32")
+    prices = Prices.of(profile, cluster, precision=precision, eager=True, batch=batch)
+    if 1 not in prices.tensor_degrees:
+        known = ", ".join(map(str, prices.tensor_degrees)) or "none"
+        raise UsageError(
+            f"replicas need tensor degree 1, but the profile of {profile.name} knows {known}; use whale search"
+        )
+    cuts = pipeline_by_speed(
+        profile,
+        cluster,
+        batch=batch,
+        micro_batches=micro_batches,
+        num_stages=num_stages,
+        replicas=replicas,
+        precision=precision,
+        schedule=schedule,
+    )
+    candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule)
+    lacking = _lacking(candidate.prediction)
+    if lacking:
+        divisors = (count for count in range(micro_batches + 1, min(batch, MOST_WEIGHED) + 1) if batch % count == 0)
+        tried = ((_pipeline(prices, cuts, batch, count, replicas, schedule), count) for count in divisors)
+        more = next((count for other, count in tried if other.prediction.fits), None)
+        cures = [] if more is None else [(True, f"--micro-batches {more}")]
+        raise InfeasibleError(
+            advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
+        )
+    return _Writer(profile, cluster, batch, None).written(candidate)
+
+
+def _pipeline(
+    prices: Prices, cuts: Sequence[range], batch: int, micro_batches: int, replicas: int, schedule: str
+) -> Candidate:
+    """Stages of these layers, each on as many devices, with rows by speed."""
+    stages = []
+    for index, layers in enumerate(cuts):
+        ranks = tuple(range(index * replicas, (index + 1) * replicas))
+        groups = [prices.group((rank,), replicas) for rank in ranks]
+        held = in_flight(schedule, len(cuts), index, micro_batches)
+        rows = fastest_rows(prices, layers, groups, batch // micro_batches, micro_batches, held)
+        stages.append(
+            StageChoice(first=layers.start, last=layers.stop, ranks=ranks, data=replicas, tensor=1, rows=rows)
+        )
+    return score(prices, stages, micro_batches=micro_batches, schedule=schedule, batch=batch)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes candidates as plans."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    batch: int
+    trial: Trial | None
+
+    def unwritten(self, candidate: Candidate) -> Plan:
+        """The ranks and axes alone, for a model that says its annotations itself."""
+        return plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
+
+    def written(self, candidate: Candidate, *, by_speed: bool = False) -> Choice:
+        """Not compiled."""
+        shares = None
+        if by_speed and self.trial is not None:
+            shares = [split_shares(stage, self.cluster, self.trial.dtype) for stage in candidate.stages]
+        plan = plan_of(
+            candidate,
+            self.cluster,
+            batch=self.batch,
+            annotations=self._annotations(candidate.stages),
+            model=self._identity(),
+            shares=shares,
+        )
+        return Choice(candidate=candidate, plan=plan)
+
+    def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
+        """Compiled; where tensor groups have unlike devices, with their parts by speed if that is quicker."""
+        even = self._tried(self.written(candidate), trial)
+        if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
+            return even
+        uneven = self._tried(self.written(candidate, by_speed=True), trial)
+        return min(even, uneven, key=lambda choice: (bool(choice.reason), choice.prediction.step_seconds))
+
+    def _tried(self, choice: Choice, trial: Trial) -> Choice:
+        try:
+            prediction, workload = trial.predict(choice.plan, self.profile, self.cluster)
+            plan = choice.plan.with_prediction(prediction, workload)
+            if plan.schedule in FITTED:  # to times that are known now, and with them what it keeps in flight
+                prediction, workload = trial.predict(plan, self.profile, self.cluster)
+                plan = choice.plan.with_prediction(prediction, workload)
+        except WhaleError as error:
+            return replace(choice, reason=str(error))
+        return replace(choice, plan=plan, compiled=True, reason=_lacking(prediction))
+
+    def _identity(self) -> ModelIdentity | None:
+        if self.trial is not None:
+            return self.trial.identity
+        return ModelIdentity(name=self.profile.name, hash=self.profile.model_hash) if self.profile.model_hash else None
+
+    def _annotations(self, stages: Sequence[StageChoice]) -> Mapping[str, tuple[str, ...]]:
+        paths = self.profile.paths
+        if not any(paths):
+            return {}
+        anchors = [paths[stage.first] for stage in stages]
+        first = stages[0]
+        anchors[0] = next((path for path in paths[first.first : first.last] if path), "")
+        if self.trial is not None and len(stages) > 1 and all(anchors):
+            return annotations_of(stages, anchors, self.trial.places(anchors), self.profile.experts)
+        places = [(paths[layer], index) for index, one in enumerate(stages) for layer in range(one.first, one.last)]
+        return annotations_of(stages, anchors, [one for one in places if one[0]], self.profile.experts)
+
+
+def _lacking(prediction: Prediction) -> str:
+    """Which device lacks most memory, and how much; empty where all fits."""
+    worst = max(prediction.memory, key=lambda device: device.total - device.capacity)
+    if prediction.fits:
+        return ""
+    return f"needs {gib(worst.total)} on {worst.device}, which has {gib(worst.capacity)}"
+
+
+def why_slower(best: Prediction, other: Prediction) -> str:
+    """By how much a step is longer, and the two parts of the breakdowns that differ most; empty where it is not.
+
+    >>> best = Prediction(step_seconds=1, step_seconds_interval=(1, 1), breakdown={"compute": 0.9, "pipeline": 0.1})
+    >>> why_slower(best, best.model_copy(update={"step_seconds": 1.5, "breakdown": {"compute": 0.8, "pipeline": 0.7}}))
+    '+500.00 ms: pipeline +600.00 ms, compute -100.00 ms'
+    """
+    slower = other.step_seconds - best.step_seconds
+    if slower <= 0:
+        return ""
+    parts = dict.fromkeys((*best.breakdown, *other.breakdown))
+    more = {part: other.breakdown.get(part, 0.0) - best.breakdown.get(part, 0.0) for part in parts}
+    most = sorted((item for item in more.items() if abs(item[1]) >= 1e-5), key=lambda item: -abs(item[1]))[:2]
+    shown = ", ".join(f"{part} {seconds * 1e3:+.2f} ms" for part, seconds in most)
+    return f"{slower * 1e3:+.2f} ms" + (f": {shown}" if shown else "")

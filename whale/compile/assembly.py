@@ -1,0 +1,111 @@
+"""What one rank runs in a step, put together from a compilation and this rank's tensors.
+
+Groups and transport are the caller's: those of a launch, or ones that reach nobody, to try a step without other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale.compile.compile import Compilation
+from whale.graph.values import value_name, value_tensor
+from whale.ir.program import Program, Reduce
+from whale.runtime.executor import Executor
+from whale.runtime.failure import Failures
+from whale.runtime.module import CompiledStep
+from whale.runtime.random import Clock
+from whale.runtime.reduce import Bucket, Reducer
+from whale.runtime.stage import LocalStage
+
+__all__ = ["assemble"]
+
+
+def assemble(
+    compilation: Compilation,
+    rank: int,
+    program: Program,
+    *,
+    tensors: Mapping[tuple[str, str], Tensor],
+    clock: Clock,
+    seeded: Clock | None,
+    bridge_group: Callable[[tuple[int, ...]], Any],
+    reduce_group: Callable[[tuple[int, ...]], Any],
+    failures: Failures,
+    device: torch.device,
+    transport: Any = dist,
+    group: Any = None,
+    backward_group: Any = None,
+    credit: int | None = None,
+) -> CompiledStep:
+    """The step of *rank*.
+
+    Args:
+        compilation: of the model, for batches of one signature.
+        rank: whose step it is.
+        program: of that rank.
+        tensors: ``("parameter" | "buffer" | "constant", name)`` and the tensor that the rank holds.
+        clock: tells stages the step and micro-batch.
+        seeded: the clock of random operators; None: they draw as the local model does.
+        bridge_group: the process group of a bridge's ranks.
+        reduce_group: the process group of a bucket's ranks.
+        failures, device, transport, group, backward_group, credit: as the executor takes them.
+    """
+    stages: dict[int, LocalStage] = {}
+    counts = False
+    loss = next(stage.loss for stage in compilation.stages if stage.loss is not None)
+    for stage in compilation.stages:
+        if rank not in stage.mesh.ranks:
+            continue
+        programs = compilation.local_programs(stage, rank, seeded)
+        for local in programs:
+            bridge: Any
+            for bridge in local.bridges:
+                bridge.group = bridge_group(tuple(sorted(bridge.ranks)))
+        names = [compilation.parameter_name(v) for v in stage.stored if v[0].name in compilation.captured.parameters]
+        outputs = tuple(value_name(v) for v in stage.sent)
+        if stage.loss is not None:
+            outputs += ("loss",)
+            at = stage.mesh.coordinates(rank)
+            counts = all(c == 0 or p.kind == "P" for c, p in zip(at, stage.loss_placements[1:], strict=True))
+        stages[stage.index] = LocalStage(
+            programs=programs,
+            outputs=outputs,
+            mutated=tuple(stage.mutated),
+            tensors=tensors,
+            parameters=[p for n in names if isinstance(p := tensors["parameter", n], nn.Parameter)],
+            clock=clock,
+        )
+    buckets = [
+        Bucket(
+            index=spec.index,
+            parameters=tuple(tensors["parameter", n] for n in names),  # type: ignore[misc]
+            ranks=spec.ranks,
+            stages=frozenset(spec.stages) & stages.keys(),
+            group=reduce_group(spec.ranks),
+        )
+        for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
+        if rank in spec.ranks
+    ]
+    order = [instruction.bucket for instruction in program if isinstance(instruction, Reduce)]
+    buckets.sort(key=lambda b: order.index(b.index))
+    executor = Executor(
+        rank=rank,
+        program=program,
+        edges=compilation.edges,
+        stages=stages,
+        reducer=Reducer(buckets, failures, transport) if buckets else None,
+        failures=failures,
+        device=device,
+        transport=transport,
+        group=group,
+        backward_group=backward_group,
+        credit=credit,
+    )
+    return CompiledStep(
+        executor=executor, stages=list(stages.values()), counts_loss=counts, loss_dtype=value_tensor(loss).dtype
+    )

@@ -1,0 +1,1 @@
+"""Step time and memory of a compiled step."""

@@ -1,0 +1,96 @@
+"""What every device holds at the peak of a compiled step, beside what it has.
+
+What a rank holds is found by running its step without data (`whale.predict.peak_memory`); ranks that do alike are
+tried once. Here tensors become a device's bytes, with what allocators waste and frameworks take. It knows no seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from whale.compile.compile import Compilation
+from whale.ir.cluster import Cluster
+from whale.ir.program import box_size
+from whale.ir.workload import DeviceMemory
+from whale.planner.cost.memory import framework_bytes, wasted_share
+from whale.planner.cost.optimizers import Optimizer
+from whale.predict.peak_memory import Device, Occupancy
+from whale.runtime.random import Clock
+from whale.strategies.dry_run import like_ranks
+
+__all__ = ["device_memory", "occupancies"]
+
+
+def occupancies(
+    compilation: Compilation,
+    *,
+    schedule: str,
+    optimizer: Optimizer,
+    device: Device,
+    clock: Clock | None,
+    held_by: Callable[..., Occupancy],
+) -> dict[int, Occupancy]:
+    """What every rank that works holds, by *held_by*; ranks that compute and exchange alike are tried once."""
+    found: dict[int, Occupancy] = {}
+    for members in _alike(compilation):
+        one = held_by(
+            compilation,
+            members[0],
+            schedule=schedule,
+            optimizer=optimizer,
+            device=device,
+            clock=clock,
+        )
+        found |= dict.fromkeys(members, one)
+    return found
+
+
+def _alike(compilation: Compilation) -> Iterable[list[int]]:
+    """Ranks that compute, exchange and sum alike, but for their places; each kind in order, by its first rank."""
+    does: dict[int, list[Any]] = {}
+    for stage in compilation.stages:
+        for kind, members in enumerate(like_ranks(stage, compilation.rows)):
+            for rank in members:
+                does.setdefault(rank, []).append(("computes", stage.index, kind))
+    moved: dict[int, Counter[Any]] = {rank: Counter() for rank in does}
+    for edge in compilation.edges:
+        for direction, transfers in (("forward", edge.forward), ("backward", edge.backward)):
+            for source, target, box, _ in transfers[0] if transfers else ():
+                what = (edge.index, direction, box_size(box))
+                if source == target:
+                    moved[source]["copies", *what] += bool(what[-1])
+                elif what[-1]:
+                    moved[source]["sends", *what] += 1
+                    moved[target]["receives", *what] += 1
+    buckets: dict[tuple[int, ...], list[int]] = {}
+    for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
+        buckets.setdefault(spec.ranks, []).append(len(names))
+    summed: dict[int, list[int]] = {rank: [] for rank in does}
+    for ranks, sizes in buckets.items():
+        for rank in ranks:
+            summed[rank] += sizes
+    # Buckets of replicas differ in index and not in size where the groups are alike.
+    kinds: dict[Any, list[int]] = {}
+    for rank in sorted(does):
+        key = (tuple(does[rank]), frozenset(moved[rank].items()), tuple(sorted(summed[rank])))
+        kinds.setdefault(key, []).append(rank)
+    return kinds.values()
+
+
+def device_memory(cluster: Cluster, rank: int, held: Occupancy) -> DeviceMemory:
+    """The bytes of a device, of which *held* is what the step's tensors take."""
+    device = cluster.devices[rank]
+    wasted = round(wasted_share(device.type) * (held.activations + held.buffers))
+    return DeviceMemory(
+        rank=rank,
+        device=device.name,
+        capacity=device.memory_bytes,
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        activations=held.activations,
+        buffers=held.buffers + wasted,
+        framework=round(framework_bytes(device.type, len(cluster.devices))),
+    )

@@ -1,0 +1,207 @@
+"""What a rank does in a step, but for names: descriptions that are equal for ranks that compute, keep and exchange
+alike, in whatever stages of whichever plans for one captured model.
+
+Stages, values, parameters, edges, buckets, peers, groups of ranks and the atoms of placements are numbered as they
+come; everything else that the executor reads is there as it is. An object that is not known to be data stands for
+itself, so that what holds it is like nothing else. This file runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale.compile.compile import Compilation
+from whale.graph.values import value_name, value_tensor
+from whale.ir.placement import Placement
+from whale.ir.program import Program
+from whale.runtime.random import Clock
+from whale.runtime.stage import LocalGraph, LocalProgram
+
+__all__ = ["Likeness", "likeness"]
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+)
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+"""What every module has: how it is called, and its children."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """A description of what a rank does, with the stages and the groups of ranks that it has numbers for."""
+
+    description: Hashable
+    stages: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+def likeness(compilation: Compilation, rank: int, program: Program, clock: Clock | None) -> Likeness:
+    """Describe what *rank* does when it runs *program*."""
+    known = _Numbers()
+    stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
+    own = {stage.index for stage in stages}
+    for stage in stages:
+        known.number("stage", stage.index)
+    parameters = tuple(
+        (known.number("parameter", name), part.shape, part.dtype, part.trainable)
+        for name, part in compilation.local_parameters(rank).items()
+    )
+    given = _given(compilation)
+    computed = tuple(
+        (
+            tuple(known.number("value", value_name(value)) for value in stage.sent),
+            stage.loss is not None,
+            tuple(stage.mutated),
+            tuple(known.local_program(local, given) for local in compilation.local_programs(stage, rank, clock)),
+        )
+        for stage in stages
+    )
+    edges = tuple(
+        (
+            known.number("edge", edge.index),
+            known.number("value", edge.value),
+            edge.source_stage in own and known.number("stage", edge.source_stage),
+            edge.target_stage in own and known.number("stage", edge.target_stage),
+            edge.needs_grad,
+            edge.dtype,
+            tuple(shapes.get(rank) for shapes in edge.source_shapes[: len(compilation.rows)]),
+            tuple(shapes.get(rank) for shapes in edge.target_shapes[: len(compilation.rows)]),
+        )
+        for edge in compilation.edges
+        if own & {edge.source_stage, edge.target_stage}
+    )
+    buckets = tuple(
+        (
+            known.number("bucket", spec.index),
+            tuple(known.number("parameter", name) for name in names),
+            tuple(known.number("stage", stage) for stage in spec.stages if stage in own),
+            len(spec.ranks),
+        )
+        for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
+        if rank in spec.ranks
+    )
+    instructions = tuple(
+        (
+            type(one),
+            tuple(
+                known.number(name, x) if name in ("stage", "edge", "bucket", "peer") else x
+                for name, x in zip(one._fields, one, strict=True)
+            ),
+        )
+        for one in program
+    )
+    return Likeness(
+        description=(parameters, computed, edges, buckets, instructions),
+        stages=tuple(stage.index for stage in stages),
+        groups=tuple(known.of_kind("ranks")),
+    )
+
+
+def _given(compilation: Compilation) -> dict[str, Hashable]:
+    """Shapes and types of what is there before the step: of everything that is no parameter, whole on every rank."""
+    captured = compilation.captured
+    found: dict[str, Hashable] = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
+            kind = value_tensor((node, 0))
+            found[captured.buffers.get(node.name, node.name)] = tuple(kind.shape), kind.dtype
+    return found
+
+
+class _Numbers:
+    """Numbers for names, by kind, as they come; and descriptions of what has them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[Any, int]] = {}
+
+    def number(self, kind: str, name: Any) -> int:
+        """That of a name."""
+        known = self._known.setdefault(kind, {})
+        return known.setdefault(name, len(known))
+
+    def of_kind(self, kind: str) -> list[Any]:
+        """All names, by number."""
+        return list(self._known.get(kind, ()))
+
+    def local_program(self, program: LocalProgram, given: Mapping[str, Hashable]) -> Hashable:
+        """A local program, and what feeds it."""
+        graphs = (program.constant, program.step, program.micro_batch)
+        return tuple(self._graph(graph, given) for graph in graphs), program.nothing
+
+    def _graph(self, graph: LocalGraph, given: Mapping[str, Hashable]) -> Hashable:
+        places: dict[fx.Node, int] = {}
+        found = []
+        for node in graph.code.graph.nodes:
+            target: Hashable = node.target
+            if node.op == "call_module":
+                target = self._token(graph.code.root.get_submodule(str(node.target)), places)
+            elif node.op == "placeholder":
+                target = None  # what it is, its source says
+            found.append((node.op, target, self._token(node.args, places), self._token(node.kwargs, places)))
+            places[node] = len(places)
+        return tuple(found), tuple(self._source(kind, what, given) for kind, what in graph.sources)
+
+    def _source(self, kind: str, what: Any, given: Mapping[str, Hashable]) -> Hashable:
+        if kind == "parameter":
+            return kind, self.number("parameter", what)
+        if kind == "buffer" or (kind == "constant" and isinstance(what, str)):
+            return kind, self.number("given", (kind, what)), given.get(what)
+        return kind, what
+
+    def _token(self, x: Any, places: Mapping[fx.Node, int]) -> Hashable:
+        """What is equal for data that are equal but for names; a node of the graph is its place."""
+        if isinstance(x, fx.Node):
+            return fx.Node, places[x]
+        if isinstance(x, _PLAIN):
+            return type(x), x
+        if isinstance(x, tuple | list):
+            return type(x), tuple(self._token(item, places) for item in x)
+        if isinstance(x, dict):
+            return type(x), tuple((key, self._token(value, places)) for key, value in x.items())
+        if isinstance(x, slice):
+            return slice, tuple(self._token(item, places) for item in (x.start, x.stop, x.step))
+        if isinstance(x, Placement):
+            return Placement, x.kind, x.dim, self.number("atom", x.atom)
+        if is_dataclass(x) and not isinstance(x, type):
+            return type(x), self._named({field.name: getattr(x, field.name) for field in fields(x)}, places)
+        if isinstance(x, nn.Module) and not x._parameters and not x._buffers:
+            own = {name: value for name, value in vars(x).items() if name not in _OF_ALL_MODULES}
+            return type(x), self._named(own, places), self._named(x._modules, places)
+        return _Itself(x)
+
+    def _named(self, values: Mapping[str, Any], places: Mapping[fx.Node, int]) -> Hashable:
+        def token(name: str, x: Any) -> Hashable:
+            if name == "ranks":
+                return self.number("ranks", tuple(sorted(x))), len(x)
+            return self._token(x, places)
+
+        return tuple((name, token(name, x)) for name, x in values.items())
+
+
+@dataclass(frozen=True)
+class _Itself:
+    """An object that is equal to no other; kept, so that none can come to its place in memory."""
+
+    x: Any
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.x is other.x

@@ -1,0 +1,112 @@
+"""Which layers of a profile a stage of a compiled model runs, and which part of each lies on each of its ranks.
+
+A profile is a chain of layers with the paths of their modules; a compilation knows operators, stages and meshes. Here
+the one is found in the other, for whoever prices a compiled step or gives out its shares. It knows no seconds, no bytes
+and no cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whale.compile.compile import Compilation
+from whale.errors import UsageError
+from whale.graph.capture_checks import module_of
+from whale.ir.profile import ModelProfile
+from whale.strategies.layout import unit_shares
+from whale.strategies.lowering import PlacedStage
+
+__all__ = ["Part", "StageLayers", "stage_layers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank has of a layer: the rows of a micro-batch, the fraction of what is split, and over how many ranks
+    only its experts are."""
+
+    rows: int
+    fraction: float
+    expert: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayers:
+    """The layers of a stage: positions in the profile's chain, and for each rank its part of each."""
+
+    layers: tuple[int, ...]
+    parts: Mapping[int, tuple[Part, ...]]
+
+
+def stage_layers(compilation: Compilation, profile: ModelProfile) -> list[StageLayers]:
+    """Which stage runs which layer of the profile, and in which parts.
+
+    A layer is of the stage that computes the first operator in its module.
+
+    Raises:
+        UsageError: the profile has no module paths, or a layer's module computes nothing in this model.
+    """
+    if len(profile.paths) != len(profile.layers):
+        raise UsageError(
+            f"the profile of {profile.name} does not say which modules its layers are; make one with whale profile "
+            "--model, or estimate its degrees with whale estimate"
+        )
+    first: dict[str, tuple[int, Any]] = {}
+    for stage in compilation.stages:
+        for node in stage.nodes:
+            path = module_of(node) or ""
+            while True:
+                first.setdefault(path, (stage.index, node))
+                if not path:
+                    break
+                path = path.rpartition(".")[0]
+    found: list[list[tuple[int, Any]]] = [[] for _ in compilation.stages]
+    before: tuple[int, Any] | None = None
+    for position, path in enumerate(profile.paths):
+        place = first.get(path) if path else before or first.get("")
+        if place is None:
+            raise UsageError(
+                f"layer {position} of the profile is {path!r}, which computes nothing in this model; give the profile "
+                "that was made of it"
+            )
+        found[place[0]].append((position, place[1]))
+        before = place
+    return [
+        StageLayers(
+            layers=tuple(position for position, _ in members),
+            parts=_parts(compilation, profile, stage, members),
+        )
+        for stage, members in zip(compilation.stages, found, strict=True)
+    ]
+
+
+def _parts(
+    compilation: Compilation, profile: ModelProfile, stage: PlacedStage, members: Sequence[tuple[int, Any]]
+) -> dict[int, tuple[Part, ...]]:
+    """What each rank has of layers, each with its first operator, by the roles of their regions."""
+    spot, scopes = compilation.assignment.stages[stage.index], compilation.partition.stages[stage.index].scopes
+    by_path = {module_of(node) or "": spot.roles.of(scopes[node]) for node in stage.nodes} if profile.experts else {}
+    roles = []
+    for layer, node in members:
+        own, modules = spot.roles.of(scopes[node]), profile.experts[layer] if profile.experts else ()
+        roles.append((own, next((by_path[module] for module in modules if module in by_path), own)))
+    shares = [stage.mesh.axis_shares(axis) for axis in range(len(stage.mesh.axes))]
+    sums = [sum(own) for own in shares]
+
+    def part(role: Sequence[object], of_experts: Sequence[object], coordinates: Sequence[int]) -> Part:
+        rows, fraction, expert = max(compilation.rows), 1.0, 1
+        for axis, (one, other, at) in enumerate(zip(role, of_experts, coordinates, strict=True)):
+            if one == "replicate":
+                rows = unit_shares(rows, stage.layout.axes[axis + 1])[at]
+                expert *= stage.mesh.shape[axis] if other == "split" else 1
+            else:
+                fraction *= shares[axis][at] / sums[axis]
+        return Part(rows=rows, fraction=fraction, expert=expert)
+
+    found = {}
+    for rank in stage.mesh.ranks:
+        coordinates = stage.mesh.coordinates(rank)
+        parts = {both: part(*both, coordinates) for both in dict.fromkeys(roles)}
+        found[rank] = tuple(parts[both] for both in roles)
+    return found

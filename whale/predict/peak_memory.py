@@ -1,0 +1,478 @@
+"""How many bytes of tensors a rank holds at the peak of a step, found by running the step without data or other ranks.
+
+The executor itself runs the rank's program, with fake tensors, the kernels of the device, a transport that reaches
+nobody, and a counter of living storages. So what is kept, received, sent and reduced, and for how long, is not modelled
+but is what the code does. What an operator takes within itself, and what allocators and drivers take, is not seen. This
+file knows no cluster and no prices.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whale.compile.assembly import assemble
+from whale.compile.compile import Compilation
+from whale.graph.values import value_tensor
+from whale.ir.check import CollectiveCall
+from whale.ir.program import Compute, Program, project_rank
+from whale.ir.schedule import Order, peak_in_flight
+from whale.planner.cost.memory import MESSAGES
+from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
+from whale.planner.schedules.orders import schedule_order
+from whale.predict.fingerprint import Likeness, likeness
+from whale.runtime.collectives import Rehearsal
+from whale.runtime.failure import Failures
+from whale.runtime.random import Clock
+from whale.strategies.dry_run import TaskCalls, WithoutData
+from whale.strategies.fused import accelerated
+
+__all__ = ["Device", "Known", "Occupancy", "TaskBytes", "brief_occupancy", "occupancy"]
+
+Device = Literal["cpu", "cuda"]
+"""Whose kernels run, and how an optimizer steps there. Tensors are the processor's anyway: others want a driver."""
+
+_SMALL_BYTES = 1024
+"""The loss, its sum over ranks, and what ranks compare of their batches: a few numbers of 8 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskBytes:
+    """One micro-batch on one stage: what is kept from forward to backward, and the most that each needs beyond what
+    was there before it."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """Bytes of a rank at the peak of a step, by what they are for, and what the tasks of each of its stages do.
+
+    ``parameters`` holds buffers of the model too, ``activations`` the batch and what operators need meanwhile,
+    ``buffers`` what is on its way to and from other ranks. ``tasks`` and ``calls`` are by stage: bytes of a
+    micro-batch, and the collectives that ``rank`` makes in the first one.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    tasks: Mapping[int, TaskBytes]
+    calls: Mapping[int, TaskCalls]
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def occupancy(
+    compilation: Compilation,
+    rank: int,
+    *,
+    schedule: str,
+    optimizer: Optimizer = "adamw",
+    device: Device = "cpu",
+    clock: Clock | None = None,
+) -> Occupancy:
+    """What *rank* holds at the peak of a step, the optimizer's update included.
+
+    Args:
+        compilation: of the model for training.
+        rank: whose memory is meant.
+        schedule: that the compilation was made with.
+        optimizer: whose state is counted; gradients are assumed to be dropped between steps.
+        device: ``cpu``, or ``cuda`` for an accelerator, of which there need be none.
+        clock: of random operators; None: they draw as the local model does.
+
+    Raises:
+        UsageError: an unknown optimizer.
+    """
+    with _without_data(device), _unchanged_bridges(compilation, rank, clock):
+        trial = _Trial(compilation, rank, device, clock)
+        trial.run(_program(compilation, rank, schedule))
+    return _held(trial.found(), rank, optimizer, device, Counter())
+
+
+def brief_occupancy(
+    compilation: Compilation,
+    rank: int,
+    *,
+    schedule: str,
+    optimizer: Optimizer = "adamw",
+    device: Device = "cpu",
+    clock: Clock | None = None,
+    known: Known | None = None,
+) -> Occupancy:
+    """As `occupancy`, from a single micro-batch, and so in a fraction of the time.
+
+    The gradients are there when it begins, as for all micro-batches but the first. What the others in flight keep is
+    added, and their messages are guessed from its own. What is *known* of compilations of the same captured model is
+    looked up, and added to: ranks that do the same but for names are tried once.
+    """
+    first, known = compilation.of_first, {} if known is None else known
+    program = first.known_programs[rank]
+    like = likeness(first, rank, program, clock)
+    if (device, like.description) not in known:
+        with _without_data(device), _unchanged_bridges(first, rank, clock):
+            trial = _Trial(first, rank, device, clock)
+            trial.run(program, begin=trial.hold_gradients)
+        known[device, like.description] = like, trial.found()
+    found = _renamed(*known[device, like.description], like)
+    most = compilation.most_in_flight
+    kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
+    messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
+    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages))
+
+
+def _without_data(device: Device) -> AbstractContextManager[Any]:
+    """Let operators compute shapes only: those of processors with fake tensors, which say what a processor's kernels
+    keep; those of accelerators, whose kernels that differ are spelt out (`accelerated`), in a tenth of the time."""
+    return WithoutData() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a trial found: bytes by purpose at the peak and after the last backward, those of each parameter that is
+    trained, and what the tasks of each stage took and called."""
+
+    at_peak: Counter[str]
+    after: Counter[str]
+    sizes: tuple[int, ...]
+    tasks: Mapping[int, TaskBytes]
+    calls: Mapping[int, TaskCalls]
+
+
+Known = dict[Hashable, tuple[Likeness, _Found]]
+"""What was found of ranks, by what they do."""
+
+
+def _renamed(one: Likeness, found: _Found, other: Likeness) -> _Found:
+    """What was found of one rank, in the words of another that does the same."""
+    stages = dict(zip(one.stages, other.stages, strict=True))
+    groups = dict(zip(one.groups, other.groups, strict=True))
+
+    def of(calls: Iterable[CollectiveCall]) -> tuple[CollectiveCall, ...]:
+        return tuple(call._replace(ranks=groups[call.ranks]) for call in calls)
+
+    return replace(
+        found,
+        tasks={stages[stage]: task for stage, task in found.tasks.items()},
+        calls={
+            stages[stage]: TaskCalls(forward=of(calls.forward), backward=of(calls.backward))
+            for stage, calls in found.calls.items()
+        },
+    )
+
+
+def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: Counter[str]) -> Occupancy:
+    """What a trial found, with *more* bytes at its peak."""
+    costs = costs_of(optimizer)
+    state = costs.states * sum(found.sizes) + costs.counter_bytes * len(found.sizes)
+    at_peak = found.at_peak + more
+    update = temporary_bytes(optimizer, found.sizes, processor=device == "cpu")
+    if found.after.total() + update > at_peak.total():
+        at_peak = found.after + Counter(activations=update)
+    return Occupancy(
+        rank=rank,
+        parameters=at_peak["parameters"],
+        gradients=at_peak["gradients"],
+        optimizer=state,
+        activations=at_peak["activations"] + _SMALL_BYTES,
+        buffers=at_peak["buffers"] + at_peak["sums"],
+        tasks=found.tasks,
+        calls=found.calls,
+    )
+
+
+def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
+    """The rank's program, cut short where micro-batches are many and what is in flight repeats itself."""
+    order = _short(compilation, schedule)
+    return project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
+
+
+def _short(compilation: Compilation, schedule: str) -> Order:
+    """The order of the fewest micro-batches that keep as many in flight as all do.
+
+    Where there are messages some more are walked, because they are dropped a few tasks after they were sent: twice the
+    credit, which is the number of micro-batches in flight, and two.
+    """
+    most = compilation.most_in_flight
+    depth = max(2, *most.values())
+    more = depth + 3 if compilation.edges else 0
+    sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
+    for count in range(depth, len(compilation.rows) - more if len(set(compilation.rows)) == 1 else 0):
+        if peak_in_flight(schedule_order(schedule, len(compilation.stages), count, sets)) == most:
+            return schedule_order(schedule, len(compilation.stages), count + more, sets)
+    return compilation.order
+
+
+@contextmanager
+def _unchanged_bridges(compilation: Compilation, rank: int, clock: Clock | None) -> Iterator[None]:
+    """Give bridges back the groups that they had: local programs are shared with whoever runs them for real."""
+    stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
+    bridges: list[Any] = [
+        bridge
+        for stage in stages
+        for program in compilation.local_programs(stage, rank, clock)
+        for bridge in program.bridges
+    ]
+    before = [bridge.group for bridge in bridges]
+    try:
+        yield
+    finally:
+        for bridge, group in zip(bridges, before, strict=True):
+            bridge.group = group
+
+
+class _Nobody:
+    """A transport whose messages are done at once."""
+
+    def __init__(self, live: _Living) -> None:
+        self.live = live
+
+    def isend(self, tensor: Tensor, peer: int, group: Any) -> _Done:
+        if self.live.is_new(tensor):  # a copy made for the message
+            self.live.mark(tensor, "buffers")
+        return _Done()
+
+    def irecv(self, tensor: Tensor, peer: int, group: Any) -> _Done:
+        self.live.mark(tensor, "buffers")
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor, **options: Any) -> _Done:
+        if self.live.purpose_of(tensor) != "gradients":
+            self.live.mark(tensor, "sums")
+        return _Done()
+
+
+class _AloneOnProcessors(Rehearsal):
+    """A group of gloo without other ranks: it sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
+
+    def note(self, op: str, x: Tensor, *shapes: Any) -> None:
+        super().note(op, x, *shapes)
+        if op == "reduce_scatter":
+            torch.empty_like(x)
+
+
+class _Done:
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Trial:
+    """One rank's step on fake tensors."""
+
+    def __init__(self, compilation: Compilation, rank: int, device: Device, clock: Clock | None) -> None:
+        self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
+        self.place = torch.device("meta" if device == "cuda" else "cpu")
+        self.live = _Living()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self.batch: dict[str, Any] = {}
+        self.noting = _Noting()
+        self._make()
+
+    def _make(self) -> None:
+        """Everything that is there before the step: parameters, buffers, constants and the whole batch."""
+        captured = self.compilation.captured
+        for name, part in self.compilation.local_parameters(self.rank).items():
+            blank = torch.empty(part.shape, dtype=part.dtype, device=self.place)
+            self.parameters[name] = nn.Parameter(blank, requires_grad=part.trainable)
+            self.live.add(self.parameters[name], "parameters")
+            if part.trainable:
+                self.parameters[name].register_post_accumulate_grad_hook(self._accumulated)
+        self.tensors = {("parameter", name): parameter for name, parameter in self.parameters.items()}
+        for node in captured.graph.nodes:
+            if node.op != "placeholder" or not isinstance(node.meta.get("val"), Tensor):
+                continue
+            kind = value_tensor((node, 0))
+            if node.name in captured.parameters:
+                continue
+            tensor = torch.empty(kind.shape, dtype=kind.dtype, device=self.place)
+            if node.name in captured.inputs:
+                self.batch[captured.inputs[node.name]] = tensor
+                self.live.add(tensor, "activations")
+            elif node.name in captured.buffers:
+                self.tensors["buffer", captured.buffers[node.name]] = tensor
+                self.live.add(tensor, "parameters")
+            else:
+                self.tensors["constant", node.name] = tensor
+                self.live.add(tensor, "parameters")
+
+    def hold_gradients(self) -> None:
+        """Let every parameter have its gradient already."""
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+                self.live.mark(parameter.grad, "gradients")
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.live.mark(parameter.grad, "gradients")
+
+    def run(self, program: Program, begin: Callable[[], None] = lambda: None) -> None:
+        self.noting = _Noting(program)
+        self.noting.live, self.noting.called, self.noting.begin = self.live, [], begin
+        alone = _AloneOnProcessors if self.device == "cpu" else Rehearsal
+        step = assemble(
+            self.compilation,
+            self.rank,
+            program,
+            tensors=self.tensors,
+            clock=self.clock or Clock(0),
+            seeded=self.clock,
+            bridge_group=lambda ranks: alone("", ranks, self.noting.called) if len(ranks) > 1 else None,
+            reduce_group=lambda ranks: object(),
+            failures=Failures(self.rank),
+            device=self.place,
+            transport=_Nobody(self.live),
+            credit=0 if self.device == "cuda" else None,
+        )
+        if self.device == "cuda":
+            for stage in step.stages:
+                programs = {id(program): accelerated(program) for program in stage.programs}
+                stage.programs = [programs[id(program)] for program in stage.programs]
+        step.executor.programs[True] = self.noting
+        with warnings.catch_warnings(), self.live:
+            warnings.simplefilter("ignore")
+            for stage in step.stages:
+                stage.begin(self.batch)
+            step.executor.run(True)
+            for stage in step.stages:
+                stage.finish()
+
+    def found(self) -> _Found:
+        """What the run showed."""
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        return _Found(
+            at_peak=self.live.at_peak.copy(),
+            after=self.live.by_purpose.copy(),
+            sizes=tuple(parameter.numel() * parameter.element_size() for parameter in trained),
+            tasks=self.tasks(),
+            calls=self.calls(),
+        )
+
+    def tasks(self) -> dict[int, TaskBytes]:
+        """What the tasks of each stage took: the most of all micro-batches."""
+        noted = self.noting.noted
+        return {
+            stage: TaskBytes(kept=noted["kept", stage], forward_peak=noted["F", stage], backward_peak=noted["B", stage])
+            for stage in {stage for _, stage in noted}
+        }
+
+    def calls(self) -> dict[int, TaskCalls]:
+        """The collectives of each stage in the first micro-batch."""
+        calls = self.noting.calls
+        return {
+            stage: TaskCalls(forward=tuple(calls["F", stage]), backward=tuple(calls.get(("B", stage), ())))
+            for kind, stage in calls
+            if kind == "F"
+        }
+
+
+class _Noting(tuple[Any, ...]):
+    """A program that notes, while it is walked, what each of its tasks took and called."""
+
+    live: _Living
+    called: list[CollectiveCall]
+    begin: Callable[[], None]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.noted: Counter[tuple[str, int]] = Counter()
+        self.calls: dict[tuple[str, int], list[CollectiveCall]] = {}
+        for instruction in super().__iter__():
+            before = self.live.now
+            self.called.clear()
+            self.live.begin_task()
+            yield instruction
+            if isinstance(instruction, Compute):
+                kind = "F" if instruction.kind == "F" else "B"
+                if instruction.micro_batch == 0:
+                    self.calls.setdefault((kind, instruction.stage), []).extend(self.called)
+                self._note((kind, instruction.stage), self.live.task_peak - before)
+                if kind == "F":
+                    self._note(("kept", instruction.stage), self.live.now - before)
+
+    def _note(self, key: tuple[str, int], size: int) -> None:
+        self.noted[key] = max(self.noted[key], size)
+
+
+class _Living(TorchDispatchMode):
+    """Counts the storages that live, by purpose: those that it is told of, and those that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.task_peak = 0
+        self.by_purpose: Counter[str] = Counter()
+        self.at_peak: Counter[str] = Counter()
+        self._known: dict[int, Any] = {}
+        self._purpose: dict[int, str] = {}
+        self._newest = 0
+
+    def begin_task(self) -> None:
+        """Forget the peak of the task before, and what it made."""
+        self.task_peak, self._newest = self.now, 0
+
+    def add(self, tensor: Tensor, purpose: str = "activations") -> None:
+        """Count a tensor's storage until it is gone."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self.now -= size
+            self.by_purpose[self._purpose.pop(key)] -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+        self._purpose[key] = purpose
+        self._newest = key
+        self.now += size
+        self.by_purpose[purpose] += size
+        self.task_peak = max(self.task_peak, self.now)
+        if self.now > self.at_peak.total():
+            self.at_peak = self.by_purpose.copy()
+
+    def mark(self, tensor: Tensor, purpose: str) -> None:
+        """Say what a tensor is for."""
+        self.add(tensor)
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self.by_purpose[self._purpose[key]] -= size
+        self.by_purpose[purpose] += size
+        self._purpose[key] = purpose
+
+    def purpose_of(self, tensor: Tensor) -> str | None:
+        """What a tensor is for."""
+        return self._purpose.get(tensor.untyped_storage()._cdata)
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is the last that was made."""
+        return tensor.untyped_storage()._cdata == self._newest
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.prim.device.default:
+            for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.add(leaf)
+        return result

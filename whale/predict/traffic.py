@@ -1,0 +1,122 @@
+"""What a rank says to others in a step, in bytes: the collectives inside of its stages, what it sends to other stages,
+and the sums of its gradients.
+
+Read off the compiled step, without data or other ranks: the very calls that the static check proves and the executor
+makes. What ranks agree on before a step (some numbers of the batch, and the loss) is left out. Knows no clusters and no
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+
+from whale.compile.compile import Compilation
+from whale.ir.check import CollectiveCall
+from whale.ir.program import Send, box_size
+from whale.runtime.random import Clock
+from whale.strategies.dry_run import rehearse
+
+__all__ = ["Message", "bucket_bytes", "call_bytes", "traffic"]
+
+Purpose = Literal["forward", "backward", "gradients"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Equal messages of a rank in a step.
+
+    Attributes:
+        purpose: the pass that they are part of, or the sum of gradients after it.
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
+        ranks: who takes part; of a send this rank and the receiver.
+        tensor_bytes: the whole tensor, as `whale.planner.network.communication` counts it: what an all-reduce reduces,
+            an all-gather returns, a reduce-scatter reads, a rank has before an all-to-all, a send sends.
+        count: how many there are in a step.
+    """
+
+    purpose: Purpose
+    op: str
+    ranks: tuple[int, ...]
+    tensor_bytes: int
+    count: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """What all of them put on this rank's wire if each moves no more than it must, as a ring does.
+
+        >>> Message(purpose="gradients", op="all_reduce", ranks=(0, 1, 2, 3), tensor_bytes=100, count=2).sent_bytes
+        300.0
+        """
+        others = 1 - 1 / len(self.ranks)
+        share = {"all_reduce": 2 * others, "send": 1.0}.get(self.op, others)
+        return self.count * share * self.tensor_bytes
+
+
+def traffic(compilation: Compilation, rank: int, clock: Clock | None = None) -> tuple[Message, ...]:
+    """The messages of *rank* in a training step, equal ones together, in the order in which they first come.
+
+    *clock* is that of random operators, where there are any.
+    """
+    found: Counter[tuple[Purpose, str, tuple[int, ...], int]] = Counter()
+    for stage in compilation.stages:
+        if rank not in stage.mesh.ranks:
+            continue
+        programs = compilation.local_programs(stage, rank, clock)
+        calls = {}  # micro-batches of equally many rows make equal calls
+        for index, (rows, program) in enumerate(zip(compilation.rows, programs, strict=True)):
+            if rows not in calls:
+                calls[rows] = rehearse(compilation.captured, stage, rank, program, index)
+            for call in calls[rows].forward:
+                found["forward", call.op, call.ranks, call_bytes(call)] += 1
+            for call in calls[rows].backward:
+                found["backward", call.op, call.ranks, call_bytes(call)] += 1
+    for step in compilation.program(rank):
+        if isinstance(step, Send):
+            size = box_size(step.box) * _element_bytes(compilation.edges[step.edge].dtype)
+            found[step.direction, "send", (rank, step.peer), size] += 1
+    for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
+        if rank in spec.ranks:
+            found["gradients", "all_reduce", spec.ranks, size] += 1
+    return tuple(
+        Message(purpose=purpose, op=op, ranks=ranks, tensor_bytes=size, count=count)
+        for (purpose, op, ranks, size), count in found.items()
+    )
+
+
+def bucket_bytes(compilation: Compilation) -> list[int]:
+    """The size of each bucket of gradients, in the order of ``compilation.reduces``."""
+    held: dict[int, dict[str, int]] = {}
+    sizes = []
+    for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
+        rank = spec.ranks[0]
+        if rank not in held:
+            own = compilation.local_parameters(rank).items()
+            held[rank] = {name: prod(part.shape) * part.dtype.itemsize for name, part in own}
+        sizes.append(sum(held[rank][name] for name in names))
+    return sizes
+
+
+def call_bytes(call: CollectiveCall) -> int:
+    """The size of the whole tensor that a collective is about, as `whale.planner.network.communication` counts it;
+    parts that are gathered are padded to the largest.
+
+    >>> call_bytes(CollectiveCall("n", "all_gather", (0, 1), "float32", ((2, 3), (1, 3))))
+    48
+    """
+    element = _element_bytes(call.dtype)
+    if call.op == "all_gather":
+        return element * len(call.shapes) * max(prod(shape) for shape in call.shapes)
+    if call.op == "reduce_scatter":
+        return element * sum(prod(shape) for shape in call.shapes)
+    whole = prod(call.shapes[0])
+    return element * (whole // len(call.ranks) if call.op == "all_to_all" else whole)
+
+
+def _element_bytes(dtype: str) -> int:
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.itemsize

@@ -1,0 +1,328 @@
+"""The workload of a compiled step: the times of its tasks, what travels between stages and what is summed.
+
+Which layers a stage runs, at how many rows and which part on each rank, what crosses stages and which collectives lie
+inside of them comes from the compilation, seconds come from `whale.predict.costs`, bytes of tasks from what ranks
+hold. What it makes is what is simulated; how a step then goes it does not know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from whale.compile.compile import Compilation
+from whale.ir.profile import Interference
+from whale.ir.program import ReduceSpec, box_size
+from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
+from whale.planner.network.communication import send
+from whale.planner.network.curves import moving_seconds
+from whale.predict.costs import Costs
+from whale.predict.layer_parts import Part, StageLayers
+from whale.predict.peak_memory import Occupancy
+from whale.predict.traffic import bucket_bytes, call_bytes
+from whale.strategies.lowering import PlacedStage
+
+__all__ = ["Backward", "workload_of"]
+
+CPU_OVERLAP_SLOWDOWN = 0.5
+"""Where nothing was measured: gloo takes some 1.1 ns of processor time for a byte of an all-reduce whose wire time at
+1 Gbit/s is 8 ns, so on a quarter of a core computation beside it takes half as long again
+(benchmarks/testbed_noise.py)."""
+
+GPU_OVERLAP_SLOWDOWN = 0.126
+"""Galvatron's coefficient for A100, as in `whale.planner.cost.stage`."""
+
+
+def workload_of(
+    compilation: Compilation,
+    costs: Costs,
+    layers: Sequence[StageLayers],
+    held: Mapping[int, Occupancy],
+    schedule: str,
+) -> tuple[Workload, bool]:
+    """The workload of a step in which ranks hold what is in *held*, and whether all its computation was measured."""
+    boundaries = _boundaries(compilation)
+    moving = _moving(costs, boundaries)
+    works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
+    backwards: dict[tuple[int, int], Backward] = {}
+    for stage, own in zip(compilation.stages, layers, strict=True):
+        spent = _spent(costs, own)
+        work, backward = _stage_work(costs, stage, spent, held, moving)
+        works.append(work)
+        backwards |= {(stage.index, rank): one for rank, one in backward.items()}
+        measured = measured and all(one.measured for one in spent.values())
+        for rank, one in spent.items():
+            update[rank] += one.update
+    ranks = tuple(sorted(held))
+    together = costs.collective("all_reduce", ranks, 16) if len(ranks) > 1 else 0.0
+    workload = Workload(
+        world_size=len(costs.cluster.devices),
+        micro_batches=len(compilation.rows),
+        last_share=compilation.rows[-1] / compilation.rows[0],
+        schedule=schedule,
+        stages=tuple(works),
+        boundaries=boundaries,
+        reductions=_reductions(compilation, costs, backwards),
+        links=_links(costs, boundaries),
+        update=tuple(update),
+        overhead=together,  # the ranks compare their batches before a step
+        overlap_slowdown=CPU_OVERLAP_SLOWDOWN if costs.device == "cpu" else GPU_OVERLAP_SLOWDOWN,
+        runs_ahead=costs.device != "cpu",
+    )
+    return workload, measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spent:
+    """Seconds of a micro-batch through a rank's parts of the layers of a stage; ``inside`` says whether they hold the
+    collectives."""
+
+    forward: float
+    backward: float
+    weights: float
+    update: float
+    inside: bool
+    measured: bool
+
+
+def _spent(costs: Costs, own: StageLayers) -> dict[int, _Spent]:
+    """Of each rank of a stage; those of one type with equal parts are priced once."""
+    known: dict[Any, _Spent] = {}
+    found = {}
+    for rank, parts in own.parts.items():
+        key = (costs.cluster.devices[rank].type.name, parts)
+        if key not in known:
+            known[key] = _spent_on(costs, own.layers, rank, parts)
+        found[rank] = known[key]
+    return found
+
+
+def _spent_on(costs: Costs, layers: Sequence[int], rank: int, parts: Sequence[Part]) -> _Spent:
+    kinds = [costs.profile.layers[layer] for layer in layers]
+    spent = [costs.layer(kind, rank, part) for kind, part in zip(kinds, parts, strict=True)]
+    whole = [replace(part, rows=max(1, part.rows)) for part in parts]
+    return _Spent(
+        forward=sum(one.forward for one in spent),
+        backward=sum(one.backward for one in spent),
+        weights=sum(one.weights for one in spent),
+        update=sum(costs.layer(kind, rank, part).update for kind, part in zip(kinds, whole, strict=True)),
+        inside=bool(kinds)
+        and all(costs.includes_communication(kind, rank, part) for kind, part in zip(kinds, parts, strict=True)),
+        measured=all(one.measured for one, part in zip(spent, parts, strict=True) if part.rows),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """A rank's backward of a stage: its seconds, and of its collectives how many take how many seconds each."""
+
+    seconds: float
+    collectives: _Times
+
+    def slowdown(self, computation: float, waiting: float) -> float:
+        """By how much it takes longer beside a reduction: *computation* by so much, and each collective waits for
+        parts of the reduction that were on the link before, or shares the link, whichever takes longer."""
+        if not self.seconds:
+            return computation
+        alone = max(0.0, 1 - _total(self.collectives) / self.seconds)
+        waited = sum(count * max(waiting, seconds) for count, seconds in self.collectives)
+        return alone * computation + waited / self.seconds
+
+
+def _stage_work(
+    costs: Costs,
+    stage: PlacedStage,
+    spent: Mapping[int, _Spent],
+    held: Mapping[int, Occupancy],
+    moving: Mapping[tuple[str, int, int], float],
+) -> tuple[StageWork, dict[int, Backward]]:
+    ranks = stage.mesh.ranks
+    actors = {held[rank].rank: held[rank] for rank in ranks}
+    exchanges = {actor: _exchanges(stage, one) for actor, one in actors.items()}
+    forward, weights, communication, backward = [], [], [], {}
+    for rank in ranks:
+        own, made = spent[rank], exchanges[held[rank].rank]
+        lines = [stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))]
+        times = [_times(costs, calls, lines, len(ranks)) for calls in made]
+        ahead, back = (0.0, 0.0) if own.inside else map(_total, times)
+        ahead += moving.get(("forward", stage.index, rank), 0.0)
+        back += moving.get(("backward", stage.index, rank), 0.0)
+        forward.append(own.forward + ahead)
+        backward[rank] = Backward(seconds=own.backward + back, collectives=times[1])
+        weights.append(min(own.weights, backward[rank].seconds))
+        communication.append(ahead + back)
+    task_bytes = [held[rank].tasks[stage.index] for rank in ranks]
+    met = {rank: {axis for calls in exchanges[held[rank].rank] for _, axis, _ in calls} for rank in ranks}
+    work = StageWork(
+        ranks=ranks,
+        together=_together(stage, met),
+        forward=tuple(forward),
+        backward=tuple(backward[rank].seconds for rank in ranks),
+        weights=tuple(weights),
+        communication=tuple(communication),
+        kept_bytes=tuple(one.kept for one in task_bytes),
+        forward_peak_bytes=tuple(one.forward_peak for one in task_bytes),
+        backward_peak_bytes=tuple(one.backward_peak for one in task_bytes),
+    )
+    return work, backward
+
+
+def _moving(costs: Costs, boundaries: Sequence[Boundary]) -> dict[tuple[str, int, int], float]:
+    """By direction, stage and rank the seconds of computation that its messages of a micro-batch cost it.
+
+    A message takes its time on the link beside the computation, and of the computation what moving its bytes costs.
+    """
+    devices, links = costs.cluster.devices, costs.profile.links
+    price = cache(lambda within, device_type: moving_seconds(links, within, device_type))
+    found: dict[tuple[str, int, int], float] = defaultdict(float)
+    for boundary in boundaries:
+        stages = (boundary.source_stage, boundary.target_stage)
+        for direction, transfers, (sender, receiver) in (
+            ("forward", boundary.forward, stages),
+            ("backward", boundary.backward, stages[::-1]),
+        ):
+            for transfer in transfers:
+                if transfer.source == transfer.target:
+                    continue
+                ends = [devices[transfer.source], devices[transfer.target]]
+                within = "node" if ends[0].node == ends[1].node else "nodes"
+                for stage, device in zip((sender, receiver), ends, strict=True):
+                    found[direction, stage, device.rank] += transfer.bytes * price(within, device.type.name)
+    return found
+
+
+_Calls = Mapping[tuple[str, int, int], int]
+"""How many collectives there are of each kind, along which axis of the mesh, of how many bytes."""
+
+_Times = tuple[tuple[int, float], ...]
+"""How many collectives take how many seconds each."""
+
+
+def _exchanges(stage: PlacedStage, held: Occupancy) -> tuple[_Calls, _Calls]:
+    """The collectives of a stage, forward and backward, of all ranks that are like the one that was tried."""
+    axes = {tuple(sorted(stage.mesh.group(axis, held.rank))): axis for axis in range(len(stage.mesh.axes))}
+    calls = held.calls[stage.index]
+    forward, backward = (
+        Counter((call.op, axes[call.ranks], call_bytes(call)) for call in made)
+        for made in (calls.forward, calls.backward)
+    )
+    return forward, backward
+
+
+def _times(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]], num_ranks: int) -> _Times:
+    """Of the calls of a rank of a stage on so many ranks, all of which make theirs at once."""
+    return tuple(
+        (count, costs.collective(op, lines[axis], size, num_ranks // len(lines[axis])))
+        for (op, axis, size), count in calls.items()
+    )
+
+
+def _total(times: _Times) -> float:
+    return sum(count * seconds for count, seconds in times)
+
+
+def _together(stage: PlacedStage, met: Mapping[int, Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Ranks that meet in collectives, as groups; *met* says along which axes each does."""
+    group = {rank: frozenset((rank,)) for rank in stage.mesh.ranks}
+    for members in dict.fromkeys(stage.mesh.group(axis, rank) for rank, axes in met.items() for axis in axes):
+        joined = frozenset().union(*(group[rank] for rank in members))
+        group |= dict.fromkeys(joined, joined)
+    return tuple(tuple(sorted(one)) for one in dict.fromkeys(group.values()) if len(one) > 1)
+
+
+def _boundaries(compilation: Compilation) -> tuple[Boundary, ...]:
+    """What crosses between each pair of stages, all values together."""
+    sizes: dict[tuple[int, int], dict[str, Counter[tuple[int, int]]]] = {}
+    for edge in compilation.edges:
+        pair = sizes.setdefault((edge.source_stage, edge.target_stage), {"forward": Counter(), "backward": Counter()})
+        element = getattr(torch, edge.dtype).itemsize
+        for direction, transfers in (("forward", edge.forward), ("backward", edge.backward)):
+            for transfer in transfers[0] if transfers else ():
+                if size := box_size(transfer.source_box) * element:
+                    pair[direction][transfer.source, transfer.target] += size
+    return tuple(
+        Boundary(
+            source_stage=source,
+            target_stage=target,
+            forward=_transfers(pair["forward"]),
+            backward=_transfers(pair["backward"]),
+        )
+        for (source, target), pair in sizes.items()
+    )
+
+
+def _transfers(sizes: Mapping[tuple[int, int], int]) -> tuple[Transfer, ...]:
+    return tuple(Transfer(source=a, target=b, bytes=size) for (a, b), size in sizes.items())
+
+
+def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]:
+    """The links between ranks that exchange something, at the size of the largest message."""
+    largest: dict[tuple[int, int], int] = {}
+    for boundary in boundaries:
+        for transfer in (*boundary.forward, *boundary.backward):
+            pair = (transfer.source, transfer.target)
+            if pair[0] != pair[1]:
+                largest[pair] = max(largest.get(pair, 0), transfer.bytes)
+    found = []
+    for (source, target), size in largest.items():
+        cost = send(costs.topology, source, target, size)
+        bandwidth = size / cost.transfer if cost.transfer > 0 else size / max(cost.seconds, 1e-9)
+        resources = costs.topology.link(source, target).resources
+        found.append(
+            LinkTime(source=source, target=target, latency=cost.latency, bandwidth=bandwidth, resources=resources)
+        )
+    return tuple(found)
+
+
+def _reductions(
+    compilation: Compilation, costs: Costs, backwards: Mapping[tuple[int, int], Backward]
+) -> tuple[Reduction, ...]:
+    """The buckets of gradients. A bucket is ready when its part of the stage's gradients, by bytes, is."""
+    sizes = bucket_bytes(compilation)
+    groups = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
+    for spec, size in zip(compilation.reduces, sizes, strict=True):
+        groups[spec.ranks, spec.stages] += size
+    done = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
+    found = []
+    for spec, size in zip(compilation.reduces, sizes, strict=True):
+        key = (spec.ranks, spec.stages)
+        done[key] += size
+        cost = costs.collective_cost("all_reduce", spec.ranks, size, _num_alike(compilation, spec))
+        found.append(
+            Reduction(
+                ranks=spec.ranks,
+                stages=spec.stages,
+                bytes=size,
+                seconds=cost.seconds,
+                ready=1.0 if len(spec.stages) > 1 else min(1.0, done[key] / max(1, groups[key])),
+                slowdown=_slowdowns(costs, spec, cost.beside, backwards),
+                stretch=cost.beside.stretch if cost.beside is not None else 0.0,
+            )
+        )
+    return tuple(found)
+
+
+def _num_alike(compilation: Compilation, spec: ReduceSpec) -> int:
+    """Sets of ranks that sum like gradients at the same time: of a stage those of all its tensor parts."""
+    sizes = [len(compilation.stages[stage].mesh.ranks) for stage in spec.stages]
+    return max(1, min(sizes) * len(sizes) // len(spec.ranks))
+
+
+def _slowdowns(
+    costs: Costs, spec: ReduceSpec, beside: Interference | None, backwards: Mapping[tuple[int, int], Backward]
+) -> tuple[float, ...]:
+    """By how much the backward of each rank takes longer beside a reduction; empty where that was not measured."""
+    if beside is None:
+        return ()
+    known = dict(zip(beside.types, beside.slowdowns, strict=True))
+    found = []
+    for rank in spec.ranks:
+        computation = known.get(costs.cluster.devices[rank].type.name, 0.0)
+        own = (backwards[stage, rank] for stage in spec.stages if (stage, rank) in backwards)
+        found.append(max((one.slowdown(computation, beside.waiting) for one in own), default=computation))
+    return tuple(found)
