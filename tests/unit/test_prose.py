@@ -90,7 +90,7 @@ def test_proselint_checks_the_same_text(prose: ModuleType, tmp_path: Path) -> No
     assert all(finding.advice.endswith(")") for finding in found), "each names the check"
 
 
-def test_the_command_ends_with_1_where_there_is_something_to_mend(tmp_path: Path) -> None:
+def test_command_exits_with_1_if_it_finds_something(tmp_path: Path) -> None:
     pytest.importorskip("proselint", reason="proselint is installed with the dev extra")
     file = tmp_path / "planted.md"
     file.write_text("The quickest plan.\n", encoding="utf-8")
