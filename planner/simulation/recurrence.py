@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.ir.workload import Workload
+from whale.planner.simulation.timeline import Timeline
 
-__all__ = ["SETTLING", "Slot", "Step", "in_flight", "long_step", "slots_of"]
+__all__ = ["SETTLING", "Slot", "Timing", "long_timing", "slots_of"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,22 +28,24 @@ SETTLING = 12
 many micro-batches at a time as are in flight, so what goes on is measured over a number that many divide."""
 
 
-class Step(NamedTuple):
-    """A step: its seconds, those of the rank that ends last by `whale.ir.workload.Prediction`'s parts, the share of all
-    ranks' time in which they wait for others."""
+class Timing(NamedTuple):
+    """How long a step takes.
+
+    Attributes:
+        seconds: of the step.
+        breakdown: of the rank that ends last, by the parts of `whale.ir.workload.Prediction`.
+        bubble: the share of all ranks' time in which they wait for other stages.
+    """
 
     seconds: float
     breakdown: dict[str, float]
     bubble: float
 
-
-def in_flight(schedule: str, num_stages: int, stage: int, micro_batches: int) -> int:
-    """How many micro-batches a stage keeps at a time, at most.
-
-    >>> [in_flight("1f1b", 4, stage, 8) for stage in range(4)]
-    [4, 3, 2, 1]
-    """
-    return micro_batches if schedule == "gpipe" else min(num_stages - stage, micro_batches)
+    @classmethod
+    def of(cls, timeline: Timeline) -> Timing:
+        """The timing of a simulated step."""
+        parts = {str(part): spent for part, spent in timeline.breakdown.items()}
+        return cls(timeline.step_seconds, parts, min(1.0, timeline.bubble))
 
 
 class Slot(NamedTuple):
@@ -80,7 +83,7 @@ def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slo
         )
 
 
-def long_step(workload: Workload) -> Step:
+def long_timing(workload: Workload) -> Timing:
     """A step of a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each: all ranks of a slot at once, in
     O(stages) slots at most."""
     return _Pass(workload, min(workload.micro_batches, len(workload.stages) + 2 * SETTLING)).step()
@@ -148,7 +151,7 @@ class _Pass:
             found.append(_Inputs(made, latency, seconds, np.zeros(num)))
         return found
 
-    def step(self) -> Step:
+    def step(self) -> Timing:
         for slot, given in enumerate(self.slots):
             self._run(slot, True, given.forwards, given.last_forward)
             self._run(slot, False, given.backwards, given.last_backward)
@@ -213,7 +216,7 @@ class _Pass:
             return spent(depth - 1, True) + spent(0, False)
         return spent(depth - 1, False)
 
-    def _ended(self) -> Step:
+    def _ended(self) -> Timing:
         """The sums of gradients, one after the other on each rank, and the update."""
         free = dict(zip(self.ranks, self.free.tolist(), strict=True))
         ready = dict(free)
@@ -242,4 +245,4 @@ class _Pass:
             "overhead": self.workload.overhead,
         }
         waits = float(self.waited.sum()) + sum(ends[last] - end for end in ends.values())
-        return Step(seconds, breakdown, min(1.0, waits / len(ends) / seconds))
+        return Timing(seconds, breakdown, min(1.0, waits / len(ends) / seconds))
