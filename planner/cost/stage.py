@@ -30,9 +30,6 @@ BACKWARD_OVERLAP = 0.4
 """Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
 of the input is reduced while they run): calibrated on layer_times.csv."""
 
-OVERLAP_SLOWDOWN = 0.126
-"""How much longer computation takes while a collective runs beside it (Galvatron's coefficient for A100)."""
-
 SHARDED_SLOWDOWN = 0.7
 """How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
 the shorter of them."""

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.ir.workload import Workload
+from whale.planner.simulation.timeline import Timeline
 
-__all__ = ["SETTLING", "Slot", "Step", "in_flight", "long_step", "slots_of"]
+__all__ = ["SETTLING", "Slot", "Timing", "long_timing", "slots_of"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,22 +28,24 @@ SETTLING = 12
 many micro-batches at a time as are in flight, so what goes on is measured over a number that many divide."""
 
 
-class Step(NamedTuple):
-    """A step: its seconds, those of the rank that ends last by `whale.ir.workload.Prediction`'s parts, the share of all
-    ranks' time in which they wait for others."""
+class Timing(NamedTuple):
+    """How long a step takes.
+
+    Attributes:
+        seconds: of the step.
+        breakdown: of the rank that ends last, by the parts of `whale.ir.workload.Prediction`.
+        bubble: the share of all ranks' time in which they wait for other stages.
+    """
 
     seconds: float
     breakdown: dict[str, float]
     bubble: float
 
-
-def in_flight(schedule: str, num_stages: int, stage: int, micro_batches: int) -> int:
-    """How many micro-batches a stage keeps at a time, at most.
-
-    >>> [in_flight("1f1b", 4, stage, 8) for stage in range(4)]
-    [4, 3, 2, 1]
-    """
-    return micro_batches if schedule == "gpipe" else min(num_stages - stage, micro_batches)
+    @classmethod
+    def of(cls, timeline: Timeline) -> Timing:
+        """The timing of a simulated step."""
+        parts = {str(part): spent for part, spent in timeline.breakdown.items()}
+        return cls(timeline.step_seconds, parts, min(1.0, timeline.bubble))
 
 
 class Slot(NamedTuple):
@@ -80,7 +83,7 @@ def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slo
         )
 
 
-def long_step(workload: Workload) -> Step:
+def long_timing(workload: Workload) -> Timing:
     """A step of a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each: all ranks of a slot at once, in
     O(stages) slots at most."""
     return _Pass(workload, min(workload.micro_batches, len(workload.stages) + 2 * SETTLING)).step()
@@ -129,6 +132,7 @@ class _Pass:
         self.ends = np.zeros((2, len(self.slots), num))
         self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
         self.inputs = [self._inputs(ahead) for ahead in (False, True)]
+        self.sending = np.array([self._sending(ahead) for ahead in (False, True)])
 
     def _inputs(self, ahead: bool) -> list[_Inputs]:
         """The first message that each rank waits for, the second, and so on."""
@@ -148,7 +152,20 @@ class _Pass:
             found.append(_Inputs(made, latency, seconds, np.zeros(num)))
         return found
 
-    def step(self) -> Step:
+    def _sending(self, ahead: bool) -> Array:
+        """Seconds in which each rank waits for its sends after a task."""
+        found = np.zeros(len(self.ranks))
+        if not self.workload.blocking_transfers:
+            return found
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        links = {(link.source, link.target): link for link in self.workload.links}
+        for boundary in self.workload.boundaries:
+            for one in boundary.forward if ahead else boundary.backward:
+                own = place[one.source]
+                found[own] = max(found[own], one.bytes / links[one.source, one.target].bandwidth)
+        return found
+
+    def step(self) -> Timing:
         for slot, given in enumerate(self.slots):
             self._run(slot, True, given.forwards, given.last_forward)
             self._run(slot, False, given.backwards, given.last_backward)
@@ -182,7 +199,10 @@ class _Pass:
         self.waited[0, own] += issued - free
         self.waited[1, own] += begin - issued
         done = begin + share * self.seconds[int(ahead), own]
-        self.free[own] = ends[slot, own] = done
+        ends[slot, own] = done
+        sending = share * self.sending[int(ahead), own]
+        self.free[own] = done + sending
+        self.waited[1, own] += sending
         if not ahead:
             self.waits[slot, :, own] = self.waited[:, own]
 
@@ -213,7 +233,7 @@ class _Pass:
             return spent(depth - 1, True) + spent(0, False)
         return spent(depth - 1, False)
 
-    def _ended(self) -> Step:
+    def _ended(self) -> Timing:
         """The sums of gradients, one after the other on each rank, and the update."""
         free = dict(zip(self.ranks, self.free.tolist(), strict=True))
         ready = dict(free)
@@ -242,4 +262,4 @@ class _Pass:
             "overhead": self.workload.overhead,
         }
         waits = float(self.waited.sum()) + sum(ends[last] - end for end in ends.values())
-        return Step(seconds, breakdown, min(1.0, waits / len(ends) / seconds))
+        return Timing(seconds, breakdown, min(1.0, waits / len(ends) / seconds))
