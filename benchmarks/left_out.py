@@ -1,6 +1,6 @@
 """Leave one source out: how far off are predictions of runs from a source that no constant has seen?
 
-    python benchmarks/left_out.py [--keep DIR]
+``python benchmarks/published.py --left-out`` prints it.
 
 The constants of the planner that published runs decide are listed in `CONSTANTS`, each with what is known of it without
 them: a rough value and how far it may be off. For every source (a paper or a repository) they are fitted again, from
@@ -10,17 +10,15 @@ run's interval comes from the errors that the other sources had in the same way,
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from published_runs import Models, Run, all_runs
+from published_runs import Run
 
 from whale.planner.cost import layers, silicon, stage
 
@@ -187,7 +185,10 @@ def table_of_constants(fits: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def table_of_sources(found: Sequence[LeftOut]) -> str:
-    lines = ["| source left out | runs | mean error | mean absolute error | nine in ten within |", "|---|---|---|---|---|"]
+    lines = [
+        "| source left out | runs | mean error | mean absolute error | nine in ten within |",
+        "|---|---|---|---|---|",
+    ]
     for source in [*dict.fromkeys(one.run.source for one in found), "all"]:
         errors = [one.error for one in found if source in (one.run.source, "all")]
         sizes = sorted(map(abs, errors))
@@ -198,14 +199,7 @@ def table_of_sources(found: Sequence[LeftOut]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the profiles of models there")
-    arguments = parser.parse_args()
-    found, fits = leave_out(all_runs(Models(arguments.keep)))
-    print(table_of_constants(fits), "\n")
-    print(table_of_sources(found))
-
-
-if __name__ == "__main__":
-    main()
+def report(runs: Sequence[Run]) -> str:
+    """Constants and errors, by source left out."""
+    found, fits = leave_out(runs)
+    return f"{table_of_constants(fits)}\n\n{table_of_sources(found)}"

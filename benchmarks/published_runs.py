@@ -195,11 +195,6 @@ class Run:
         return estimate(self.profile, self.cluster, self.configuration)
 
 
-def all_runs(models: Models) -> list[Run]:
-    """Every run of the three sets."""
-    return [*published(models), *sailor(), *others(models)]
-
-
 def published(models: Models) -> Iterator[Run]:
     """The runs of ``published_calibration.csv``."""
     for row in read("published_calibration.csv"):
