@@ -276,7 +276,8 @@ def _memory(
     for kind, replica in enumerate(replicas):
         for stage in range(depth):
             layers = [index for part in cuts[stage::depth] for index in part]
-            state = stages.state(layers)
+            state, sharded = stages.state(layers), stages.sharded(layers)
+            renewed = state.parameters + state.gradients if stages.whole_for_a_step else 0.0
             working = max(costs[index, replica].working for index in range(stage, layout.num_stages, depth))
             peak = timeline.peak_bytes(kind * depth + stage)
             together = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
@@ -291,7 +292,7 @@ def _memory(
                     optimizer=round(state.optimizer),
                     activations=round(max(0.0, peak - working)),
                     workspace=round(min(peak, working)),
-                    buffers=round(peak * FRAGMENTATION),
+                    buffers=round(sharded + (peak + sharded + renewed) * FRAGMENTATION),
                     framework=round(framework_bytes(device.type, len(layout.order))),
                 )
             )

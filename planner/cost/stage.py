@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -18,7 +18,14 @@ from whale.ir.cluster import DeviceType
 from whale.ir.profile import LayerKind, ModelProfile
 from whale.planner.cost.configuration import Layout
 from whale.planner.cost.layers import Collective, LayerSeconds, attention_is_fused, layer_seconds, variant_of
-from whale.planner.cost.memory import StateBytes, gradient_bytes, kept_bytes, state_bytes, working_bytes
+from whale.planner.cost.memory import (
+    StateBytes,
+    gradient_bytes,
+    kept_bytes,
+    sharded_bytes,
+    state_bytes,
+    working_bytes,
+)
 from whale.planner.cost.precision import Precision, precision_named
 from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
 from whale.planner.network.communication import collective
@@ -139,14 +146,42 @@ class Stages:
             dense -= max(0, num - 1) * shared / self.layout.configuration.tensor
         return max(0.0, dense), experts
 
+    @property
+    def whole_for_a_step(self) -> bool:
+        """Whether weights are gathered once a step and gradients summed once, as FSDP does in a pipeline."""
+        return self.layout.configuration.zero >= 2 and self.layout.configuration.pipeline > 1
+
     def state(self, layers: Iterable[int]) -> StateBytes:
         """Bytes of weights, gradients and optimizer states on one device."""
         given = self.layout.configuration
         shards = self.layout.data * given.context
-        zero = given.zero if given.pipeline == 1 else min(given.zero, 1)  # see _gathered
+        whole = self.whole_for_a_step
+        zero = 1 if whole else given.zero
         dense, experts = self.parameters(layers)
-        return state_bytes(dense, precision=self.precision, zero=zero, shards=shards) + state_bytes(
+        found = state_bytes(dense, precision=self.precision, zero=zero, shards=shards) + state_bytes(
             experts, precision=self.precision, zero=zero, shards=max(1, shards // given.expert)
+        )
+        return (
+            replace(
+                found, gradients=found.gradients * gradient_bytes(self.precision, 0) / gradient_bytes(self.precision, 1)
+            )
+            if whole
+            else found
+        )
+
+    def sharded(self, layers: Iterable[int]) -> float:
+        """Bytes of weights and gradients that are whole for a while although they are sharded."""
+        given, positions = self.layout.configuration, list(layers)
+        if given.zero < 2 or self.layout.data * given.context == 1:
+            return 0.0
+        blocks = [index for index in positions if self._unit_of(index) >= 0]
+        others = [index for index in positions if self._unit_of(index) < 0]
+        return sharded_bytes(
+            [sum(self.parameters([index])) for index in blocks],
+            sum(self.parameters(others)),
+            precision=self.precision,
+            zero=given.zero,
+            shards=self.layout.data * given.context,
         )
 
     def price(self, kind: str, ranks: tuple[int, ...], num_bytes: float, sharing: int = 1) -> float:
