@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.assumptions import assumptions_text
 from whale.cli.plan_text import command, fullest, memory_text, stage_table, step_lines
 from whale.cli.tables import text_table
 
@@ -35,6 +36,7 @@ def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
         "\n".join(
             [stage_table(best.plan, best.prediction, workload, cluster), "", *step_lines(best.plan, best.prediction)]
         ),
+        assumptions_text(best.plan.assumptions),
         command(best.plan, cluster, path),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -155,6 +157,7 @@ def as_data(searched: Searched) -> dict[str, Any]:
             {"seconds": one.seconds, "memory": one.memory, "label": one.label, "reason": one.reason}
             for one in found.points
         ],
+        "assumptions": list(searched.best.plan.assumptions),
         "plan": searched.best.plan.model_dump(mode="json", exclude_defaults=True),
     }
 
