@@ -30,11 +30,12 @@ def in_precision(loaded: LoadedModel, precision: str | None) -> str:
     from whale.planner.cost.precision import BY_DTYPE
 
     if precision is not None:
-        dtype = next((dtype for dtype, name in BY_DTYPE.items() if precision in (dtype, name)), None)
+        types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
+        dtype = precision if precision in BY_DTYPE else types.get(precision)
         if dtype is None:
-            raise UsageError(f"--precision {precision}: a model runs in {', '.join(BY_DTYPE.values())}")
+            raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
         loaded.model.to(getattr(torch, dtype))
-    return precision_of(loaded.model)
+    return "tf32" if precision == "tf32" else precision_of(loaded.model)
 
 
 def said_of_model(loaded: LoadedModel, precision: str, *, rows: int) -> tuple[str, ...]:

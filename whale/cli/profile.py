@@ -87,7 +87,7 @@ def profile(ctx: click.Context, as_json: bool, schema: bool, **given: Any) -> No
 @profile.command("model")
 @click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @_model_options
-@click.option("--precision", metavar="NAME", help="fp32, fp16, bf16 or fp64 [the model's].")
+@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile there.")
 @click.option("--kernels", is_flag=True, help="List the kernels of every layer too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile and not a table of it.")

@@ -1,4 +1,4 @@
-"""What a search found, for a reader and as data: the plans, why the next best lost, what was left out and why."""
+"""The result of a search as text and as JSON: the plans, why the next best lost, what was left out and why."""
 
 from __future__ import annotations
 
@@ -91,12 +91,14 @@ def against_the_best(choice: Choice, best: Choice) -> str:
 def _bound(searched: Searched) -> str:
     from whale.planner.simulation.gantt import milliseconds
 
-    found = searched.found
-    best, bound = (milliseconds(seconds) for seconds in (found.best.prediction.step_seconds, found.bound_seconds))
-    said = f"the search found {best}, by its own prediction"
+    found, best = searched.found, searched.best
+    before, bound = milliseconds(best.candidate.prediction.step_seconds), milliseconds(found.bound_seconds)
+    said = f"Predicted: {before}, without compiling."
+    if best.compiled:
+        said = f"Before compiling: {before}; after: {milliseconds(best.prediction.step_seconds)}."
     if found.exact:
-        return f"{said}; every plan of this kind was tried or excluded"
-    return f"{said}; no plan of this kind takes less than {bound}, so that at most {found.gap:.1%} are left to find"
+        return f"{said} Every plan of this kind was tried or excluded."
+    return f"{said} Lower bound: {bound}."
 
 
 def _left_out(searched: Searched) -> str:
