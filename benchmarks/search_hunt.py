@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from harness import report, table
 from hunt_cases import Problem, drawn
+from whale.planner.search.steps import in_flight
 
 from whale.cli.model_loader import load_model
 from whale.cli.search import _Model
@@ -49,7 +50,6 @@ from whale.planner.search import Candidate, SearchSettings, StageChoice
 from whale.planner.search.evaluate import cost_of, score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
-from whale.planner.search.steps import in_flight
 
 SLIGHT, SEVERE = 0.01, 0.05
 """Parts of the found plan's step by which a rival wins."""
