@@ -16,11 +16,11 @@ from whale.commands.searching import Choice, Trial, compile_candidate, search_pl
 from whale.errors import UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, Degrees, Fixed, SearchSettings, StageChoice
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
-from whale.planner.search.steps import in_flight
 
 SINGLE = ("data", "tensor", "pipeline")
 MOST_DRAWS = 2_000

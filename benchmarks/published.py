@@ -145,7 +145,7 @@ def configuration_of(row: dict[str, str]) -> Configuration:
         recompute="none" if recompute == "unstated" else recompute,  # type: ignore[arg-type]
         zero=int(zero[1]) if zero else 0,
         sequence_parallel={"yes": True, "no": False}.get(row["seq_parallel"]),
-        precision=row["precision"].split()[0].split("/")[0],
+        precision="tf32" if "TF32" in row["precision"] else row["precision"].split()[0].split("/")[0],
         layers_per_stage=layers,
     )
 
@@ -288,7 +288,7 @@ def sailor() -> Iterator[Point]:
             tensor=tensor,
             pipeline=len(stages),
             data=data,
-            precision="fp32",
+            precision="tf32",
             layers_per_stage=tuple(len(layers) for layers in pipeline["layers_per_stage"]),
         )
         found = estimate(profile, cluster, configuration)

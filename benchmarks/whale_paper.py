@@ -27,7 +27,8 @@ from whale.planner.cost.configuration import Configuration, Layout
 from whale.planner.cost.estimate import Estimate, estimate
 from whale.planner.cost.memory import framework_bytes, state_bytes
 from whale.planner.cost.precision import precision_named
-from whale.planner.cost.stage import OVERLAP_SLOWDOWN, Stages
+from whale.planner.cost.stage import Stages
+from whale.planner.cost.step import GPU_OVERLAP_SLOWDOWN
 from whale.planner.network.topology import Topology
 from whale.planner.simulation.simulate import simulate
 
@@ -239,7 +240,7 @@ def data_parallel(profile: ModelProfile, cluster: Cluster, rows: Sequence[float]
         stages=(work,),
         reductions=tuple(reductions),
         update=tuple(stages.update(whole, 0, rank) for rank in kinds),
-        overlap_slowdown=OVERLAP_SLOWDOWN,
+        overlap_slowdown=GPU_OVERLAP_SLOWDOWN,
     )
     return simulate(workload).step_seconds
 

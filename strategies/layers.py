@@ -94,6 +94,14 @@ class LayeredModel:
             )
         return self._placed[key]
 
+    def divides_rows(self, kind: int, degree: int) -> bool:
+        """Whether the devices of a group divide the rows of a micro-batch at some operator of a kind of layer."""
+        if degree == 1:
+            return False
+        leaf, stage = self.analysis.batch_leaf, self.place(kind, degree)
+        choices = (stage.choices[node][1] for node in stage.nodes)
+        return any(p.kind == "S" and p.atom == leaf for one in choices for p in (*one.inputs, *one.outputs))
+
     def _in_rows(self, value: Value) -> Placements:
         """How a value is placed whose rows the devices of a group divide; empty for others, such as relative positions,
         which need not be whole."""

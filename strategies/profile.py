@@ -2,13 +2,15 @@
 
 Nothing is allocated. The model is captured, cut into layers, and of every kind of layer the program that one device of
 a tensor group would run is traced without data, at three numbers of rows: two give the law, the third must follow it.
-Knows no prices, no clusters and no plans.
+Where the devices of a group divide rows, these are multiples of the degree: uneven parts run other kernels. Knows no
+prices, no clusters and no plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
@@ -72,14 +74,8 @@ def profile_model(
     models = _captured(model, batch, ROWS, loss_fn, captured)
     first = models[ROWS[0]]
     costs = [_KindCosts(models, kind) for kind in range(len(first.chain.names))]
-    refused: dict[int, str] = {}
     degrees = sorted({1, *tensor_degrees})
-    for degree in degrees:
-        try:
-            for kind in costs:
-                kind.measure(degree)
-        except InfeasibleError as error:
-            refused[degree] = str(error)
+    refused = _measured(costs, degrees, lambda some: _in_multiples(model, batch, some, loss_fn, captured, first))
     legal = [degree for degree in degrees if degree not in refused]
     layers = first.chain.layers
     outputs = {}
@@ -102,9 +98,9 @@ def profile_model(
     experts = [_experts(first, kind) for kind in range(len(kinds))]
     ways = sorted({*expert_degrees} - {1})
     if ways and any(experts):
-        more = _for_experts(model, batch, ways, loss_fn, captured, first)
+        more = _in_multiples(model, batch, ways, loss_fn, captured, first)
         for position, modules in enumerate(experts):
-            costs_at = {way: _KindCosts(own, position) for way, own in more.items()} if modules else {}
+            costs_at = {way: _KindCosts(own, position, ROWS) for way, own in more.items()} if modules else {}
             split = _expert_variants(costs_at, modules, sent=sent[position])
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     return ModelProfile(
@@ -139,7 +135,31 @@ def _expert_paths(layers: Sequence[Layer], experts: Sequence[tuple[str, ...]]) -
     )
 
 
-def _for_experts(
+def _measured(
+    costs: Sequence[_KindCosts],
+    degrees: Sequence[int],
+    in_multiples: Callable[[Sequence[int]], Mapping[int, Mapping[int, LayeredModel]]],
+) -> dict[int, str]:
+    """Trace every kind of layer at the degrees; returns those that are impossible, with the reason.
+
+    A kind whose rows a group divides is traced in multiples of the degree.
+    """
+    refused: dict[int, str] = {}
+    divided: dict[int, list[_KindCosts]] = {}
+    for degree in degrees:
+        try:
+            divided[degree] = [kind for kind in costs if not kind.measure(degree)]
+        except InfeasibleError as error:
+            refused[degree] = str(error)
+    wanted = [degree for degree, kinds in divided.items() if kinds and degree not in refused]
+    for degree, models in in_multiples(wanted).items() if wanted else ():
+        for kind in divided[degree]:
+            kind.divided[degree] = _KindCosts(models, kind.kind, list(models))
+            kind.divided[degree].measure(degree, divisible=True)
+    return refused
+
+
+def _in_multiples(
     model: nn.Module,
     batch: Batch,
     degrees: Sequence[int],
@@ -147,8 +167,8 @@ def _for_experts(
     captured: Captured | None,
     layers: LayeredModel,
 ) -> dict[int, Mapping[int, LayeredModel]]:
-    """The model for the rows at which each of these expert degrees is traced: its *layers* as they are, where they are
-    those of *captured*; captured again for those of which the batch has too few, all together."""
+    """For each of these degrees the model for micro-batches of which a device has `ROWS`: its *layers* as they are,
+    where they are those of *captured*; captured again for those of which the batch has too few, all together."""
     rows = {degree: [degree * count for count in ROWS] for degree in degrees}
     found: dict[int, Mapping[int, LayeredModel]] = {}
     for degree, own in rows.items() if captured is not None else ():
@@ -157,7 +177,9 @@ def _for_experts(
     if missing := [degree for degree in degrees if degree not in found]:
         every = sorted({count for degree in missing for count in rows[degree]})
         found |= dict.fromkeys(missing, _captured(model, batch, every, loss_fn, captured))
-    return {degree: found[degree] for degree in degrees}
+    return {
+        degree: {count: found[degree][count] for count in rows[degree] if count in found[degree]} for degree in degrees
+    }
 
 
 def _expert_variants(
@@ -170,14 +192,8 @@ def _expert_variants(
             yield costs.variant(degree, modules, sent=sent)
 
 
-def _whole_rows(degree: int, experts: tuple[str, ...]) -> list[int]:
-    """Rows of a micro-batch of which a device has `ROWS`."""
-    return [rows * (degree if experts else 1) for rows in ROWS]
-
-
 class _NoLaw(UsageError):
-    """What a layer costs does not go with the number of rows: at a tensor degree at which it cuts rows too, parts that
-    are uneven take other kernels than even ones."""
+    """What a layer costs does not grow by the row."""
 
 
 def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:
@@ -250,20 +266,33 @@ def _sum(costs: Sequence[_KindCosts], layered: LayeredModel, crossing: Sequence[
 
 
 class _KindCosts:
-    """One kind of layer, traced at every degree that is asked for."""
+    """One kind of layer, traced at every degree that is asked for.
 
-    def __init__(self, models: Mapping[int, LayeredModel], kind: int) -> None:
-        self.models, self.kind = models, kind
+    Args:
+        models: by rows of a micro-batch, those that are traced.
+        kind: of layer.
+        counted: the same in the rows that laws are for; of an expert group, those of one device.
+    """
+
+    def __init__(self, models: Mapping[int, LayeredModel], kind: int, counted: Sequence[int] = ROWS) -> None:
+        self.models, self.kind, self.counted = models, kind, counted
         first = next(iter(models.values()))
         self.name = first.chain.names[kind]
         self.dtype = _main_dtype(first)
         self.traces: dict[tuple[int, tuple[str, ...]], list[Trace]] = {}
+        self.divided: dict[int, _KindCosts] = {}
 
-    def measure(self, degree: int, experts: tuple[str, ...] = ()) -> None:
-        """Trace the layer split over so many devices, or with only its *experts* split."""
+    def measure(self, degree: int, experts: tuple[str, ...] = (), *, divisible: bool = False) -> bool:
+        """Trace the layer split over so many devices, or with only its *experts* split.
+
+        False, and nothing is traced, where they divide rows, unless the rows are *divisible* by the degree.
+        """
+        first = next(iter(self.models.values()))
+        if not (experts or divisible) and first.divides_rows(self.kind, degree):
+            return False
         with default_dtype(self.dtype):  # as it was captured: what a model makes as it goes has no other hint
-            counts = [rows for rows in _whole_rows(degree, experts) if rows in self.models]
-            self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in counts]
+            self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in self.models]
+        return True
 
     def _trace(self, rows: int, degree: int, experts: tuple[str, ...]) -> Trace:
         model = self.models[rows]
@@ -295,7 +324,9 @@ class _KindCosts:
 
     def variant(self, degree: int, experts: tuple[str, ...] = (), *, sent: bool) -> LayerVariant:
         """The layer's costs as it was measured. *sent* says whether what it sends is kept here, not by who reads it."""
-        first = self.models[_whole_rows(degree, experts)[0]]
+        if degree in self.divided:
+            return self.divided[degree].variant(degree, sent=sent)
+        first = next(iter(self.models.values()))
         stage, traces = first.place(self.kind, degree, experts), self.traces[degree, experts]
         exchanges = () if experts else self._exchanges([t.forward for t in traces], stage)
         regions = _Regions(attention_cores(first.captured.graph), expert_operators(stage.nodes))
@@ -319,20 +350,21 @@ class _KindCosts:
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
         if len({len(run) for run in runs}) > 1:
-            counts = ", ".join(f"{len(run)} at {rows} rows" for rows, run in zip(ROWS, runs, strict=False))
+            counts = ", ".join(f"{len(run)} at {rows} rows" for rows, run in zip(self.models, runs, strict=True))
             raise _NoLaw(f"layer {self.name}: its {what} depend on the number of rows ({counts}), so it has no law")
         return list(zip(*runs, strict=True))
 
     def _law(self, values: Sequence[int]) -> Affine:
-        slope = values[1] - values[0]
-        fixed = values[0] - ROWS[0] * slope
-        if any(value != fixed + rows * slope for rows, value in zip(ROWS, values, strict=False)):
+        (first, second), (low, high) = self.counted[:2], values[:2]
+        slope = Fraction(high - low, second - first)
+        fixed = low - first * slope
+        if any(value != fixed + rows * slope for rows, value in zip(self.counted, values, strict=False)):
             raise _NoLaw(
                 f"layer {self.name}: something in it grows with the rows of a micro-batch as "
-                f"{', '.join(map(str, values))} at {', '.join(map(str, ROWS))} rows, not by the row; such a model has "
-                "no profile"
+                f"{', '.join(map(str, values))} at {', '.join(map(str, self.models))} rows, not by the row; such a "
+                "model has no profile"
             )
-        return Affine(fixed, slope)
+        return Affine(_number(fixed), _number(slope))
 
     def _amount(self, sizes: Sequence[Traffic]) -> Amount:
         return Amount(elements=self._law([s.elements for s in sizes]), bytes=self._law([s.bytes for s in sizes]))
@@ -403,6 +435,11 @@ class _KindCosts:
             return ()
         kept = [value.size for value in saved]
         return _most_of([_without_all(self._amount(same), kept) for same in dict.fromkeys(zip(*runs, strict=True))])
+
+
+def _number(value: Fraction) -> float:
+    """Whole numbers as such."""
+    return int(value) if value.denominator == 1 else float(value)
 
 
 def _without_all(amount: Amount, others: Sequence[Amount]) -> Amount:

@@ -28,9 +28,6 @@ BACKWARD_OVERLAP = 0.4
 """Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
 of the input is reduced while they run): calibrated on layer_times.csv."""
 
-OVERLAP_SLOWDOWN = 0.126
-"""How much longer computation takes while a collective runs beside it (Galvatron's coefficient for A100)."""
-
 OVERLAP_SHARE = 0.29
 """Share of collectives over the data group that computation hides while both run (ZeRO 2 and 3): prefetching has
 limits, and both slow each other down. Calibrated on the FSDP rows of published_calibration.csv."""

@@ -55,10 +55,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, NUMBERS, Integers, Slices
-from whale.planner.search.steps import in_flight
 
 __all__ = [
     "SLACK",
@@ -160,7 +159,7 @@ def bound_seconds(
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
     work = work_of(slices, batch)
     least = least_work(work, slices.nums)
-    bound = min(least * HIGHEST, known - STEP_OVERHEAD_SECONDS)
+    bound = min(least * HIGHEST, known - meshes.prices.step_overhead)
     first = Duals(tuple(best_prices(work, slices.nums).tolist()), *FIRST)
     cases = cases_of(meshes, slices, batch, micro_batches, schedules, bound)
     look = bound * LOOK if known < inf else min(bound, least * START)
@@ -169,7 +168,7 @@ def bound_seconds(
     for case in sorted(cases, key=lambda case: shown[case]):
         bound, last = case.bound(min(least, bound), bound, found, tries)
         found = [first, last]
-    return bound + STEP_OVERHEAD_SECONDS
+    return bound + meshes.prices.step_overhead
 
 
 def cases_of(
@@ -202,7 +201,7 @@ def work_of_parts(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> A
 def least_seconds(meshes: Meshes, batch: int, micro_batches: Sequence[int]) -> float:
     """No plan takes less than its work, divided among all devices: a bound that is there at once."""
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
-    return least_work(work_of(slices, batch), slices.nums) + STEP_OVERHEAD_SECONDS
+    return least_work(work_of(slices, batch), slices.nums) + meshes.prices.step_overhead
 
 
 def work_of(slices: Slices, batch: int) -> Array:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.bound import work_of_parts
 from whale.planner.search.choices import Candidate
 from whale.planner.search.devices import Mesh, Pool
@@ -31,7 +31,6 @@ from whale.planner.search.drafts import Draft
 from whale.planner.search.evaluate import cost_of
 from whale.planner.search.layout import fastest_rows, laid_out
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.steps import in_flight
 
 __all__ = ["is_small", "walk"]
 
@@ -158,7 +157,7 @@ class _Walk:
         return True
 
     def _hopeless(self, seconds: float) -> bool:
-        return seconds + STEP_OVERHEAD_SECONDS >= self.best * (1 - SLACK)
+        return seconds + self.meshes.prices.step_overhead >= self.best * (1 - SLACK)
 
     def _score(self, meshes: tuple[Mesh, ...], starts: tuple[int, ...]) -> None:
         ends = (*starts[1:], len(self.meshes.chain))

@@ -41,7 +41,6 @@ from typing import Any
 
 import numpy as np
 
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import SLACK, Case, best_prices, cases_of, moved_prices, work_of
 from whale.planner.search.meshes import Array, Meshes
 from whale.planner.search.slices import NEVER, Integers, Slices
@@ -84,7 +83,7 @@ def raised_seconds(
         known: seconds of a step of a plan: the bound is looked for up to there.
         over: is asked often; once it says so the best so far is the answer.
     """
-    low, high = least - STEP_OVERHEAD_SECONDS, known - STEP_OVERHEAD_SECONDS
+    low, high = least - meshes.prices.step_overhead, known - meshes.prices.step_overhead
     slices = Slices.of(meshes, -(-batch // min(micro_batches)))
     first = tuple(best_prices(work_of(slices, batch), slices.nums).tolist())
     message = least_message(meshes)
@@ -101,7 +100,7 @@ def raised_seconds(
                 break
         else:
             low = step
-    return max(least, low + STEP_OVERHEAD_SECONDS)
+    return max(least, low + meshes.prices.step_overhead)
 
 
 def least_message(meshes: Meshes) -> float:

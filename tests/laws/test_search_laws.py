@@ -18,7 +18,6 @@ from tests.workloads import chain_workload
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
 from whale.planner.search.bound import Duals, bound_seconds, cases_of
 from whale.planner.search.chain import Chain
@@ -187,7 +186,7 @@ def test_no_prices_show_more_than_the_best_plan_takes(case: Case, seed: int) -> 
     best: dict[int, float] = {}
     for plan in every_plan(case):
         if plan.prediction.fits:
-            taken = plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS
+            taken = plan.prediction.step_seconds - plan.workload.overhead
             best[plan.micro_batches] = min(taken, best.get(plan.micro_batches, taken))
     for count, taken in best.items():
         assert most_shown(case, count, taken, seed) <= taken * (1 + 1e-6)
@@ -198,7 +197,7 @@ def test_no_prices_show_more_than_the_best_plan_takes(case: Case, seed: int) -> 
 def test_no_prices_show_more_than_a_plan_takes(drawn: tuple[Case, Candidate], seed: int) -> None:
     case, plan = drawn
     if plan.prediction.fits:
-        taken = plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS
+        taken = plan.prediction.step_seconds - plan.workload.overhead
         assert most_shown(case, plan.micro_batches, taken, seed) <= taken * (1 + 1e-6)
 
 

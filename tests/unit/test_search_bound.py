@@ -9,7 +9,6 @@ import pytest
 
 from tests.chains import card, chain, layer
 from whale.ir.cluster import Cluster, Link
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import Duals, bound_seconds, cases_of, least_work, work_of_parts
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import StageChoice
@@ -93,7 +92,7 @@ def test_it_comes_near_to_a_pipeline_whose_last_micro_batch_is_small(schedule: s
     ]
     plan = score(meshes.prices, stages, micro_batches=2, schedule=schedule, batch=5)
     assert plan.prediction.fits
-    taken = plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS
+    taken = plan.prediction.step_seconds - plan.workload.overhead
     (case,) = cases_of(meshes, Slices.of(meshes, 5), 5, [2], (schedule,), 2 * taken)
     weights = product(np.linspace(-2, 1, 13), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0))
     shown = [case.shown(taken * 1.01, Duals((1.0,), *one)) + taken * 1.01 for one in weights]

@@ -11,7 +11,6 @@ from tests.chains import card, chain, layer
 from tests.unit.test_search_bound import meshes_of
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import Duals, cases_of
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import Mesh
@@ -109,7 +108,7 @@ def test_chains_that_are_done_in_time_charge_no_more_than_a_plan_that_is(name: s
         meshes = meshes_of(model(terms, draw), cluster)
         message, slices = 2 * least_message(meshes), Slices.of(meshes, terms.batch)
         for plan, chosen in plans(meshes, terms, draw, 8):
-            step = (plan.prediction.step_seconds - STEP_OVERHEAD_SECONDS) * (1 + 1e-6)
+            step = (plan.prediction.step_seconds - plan.workload.overhead) * (1 + 1e-6)
             (case,) = cases_of(meshes, slices, terms.batch, [plan.micro_batches], (terms.schedule,), 2 * step)
             some = [draw.random() for _ in meshes.pools]
             prices = tuple(price / sum(some) for price in some)

@@ -47,7 +47,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
     default=None,
     help="The tensor group divides norms and dropouts too [where attention is fused].",
 )
-@click.option("--precision", default="bf16", metavar="NAME", help="fp32, fp16, bf16, fp8 or fp64 [bf16].")
+@click.option("--precision", default="bf16", metavar="NAME", help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16].")
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
 @click.option("--layers-per-stage", type=Numbers(), metavar="N,N,...", help="Layers of each stage [even].")
 @click.option("--balance", type=click.Choice(["even", "speed"]), default="even", help="Unlike devices [even].")

@@ -49,7 +49,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [the best].")
 @click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="That may be chosen; repeatable [1f1b].")
 @click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="The longest pipeline [as long as can be].")
-@click.option("--precision", metavar="NAME", help="fp32, fp16, bf16 or fp64 [the model's].")
+@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
 @click.option("--annotate", "annotations", multiple=True, metavar="KEY=STRATEGY", help="Keep this; may be repeated.")
 @click.option("--without", "without_", multiple=True, metavar="NODE|TYPE:N", help="What if this were missing?")
@@ -243,16 +243,23 @@ class _Model:
         if batch_rows(loaded.batch) is None:
             raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
         if precision is not None:
-            dtype = next((dtype for dtype, name in BY_DTYPE.items() if precision in (dtype, name)), None)
+            types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
+            dtype = precision if precision in BY_DTYPE else types.get(precision)
             if dtype is None:
-                raise UsageError(f"--precision {precision}: a model runs in {', '.join(BY_DTYPE.values())}")
+                raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
             loaded.model.to(getattr(torch, dtype))
         scopes = take_scopes(loaded.model)
         if scopes and annotations:
             raise UsageError(f"--annotate is for a model without annotations, but {loaded.name} has some; keep one")
         scopes = scopes or scopes_by(loaded.model, _texts(annotations))
         note(f"capturing {loaded.name}")
-        trial = ModelTrial(loaded.model, loaded.batch, name=loaded.name, optimizer=optimizer)
+        trial = ModelTrial(
+            loaded.model,
+            loaded.batch,
+            name=loaded.name,
+            optimizer=optimizer,
+            precision="tf32" if precision == "tf32" else None,
+        )
         if profile is None:
             degrees = tensor_degrees(cluster, loaded.model, optimizer=optimizer, scopes=scopes)
             profile = profile_model(

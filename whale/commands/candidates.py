@@ -46,6 +46,7 @@ class ModelTrial:
         training: whether the step to come trains; it decides what dropout is.
         loss_fn: for a model that does not return its loss.
         optimizer: whose state has to fit.
+        precision: in which its step is priced; None: that of its number type.
 
     Raises:
         UsageError: its forward enters annotations.
@@ -61,10 +62,11 @@ class ModelTrial:
         training: bool = True,
         loss_fn: Callable[..., Any] | None = None,
         optimizer: Optimizer = "adamw",
+        precision: str | None = None,
     ) -> None:
         self.model, self.batch, self.optimizer, self.training, self.loss_fn = model, batch, optimizer, training, loss_fn
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
-        self.dtype, self.precision = main_dtype(model), precision_of(model)
+        self.dtype, self.precision = main_dtype(model), precision or precision_of(model)
         self._base = self._compile(Cluster.homogeneous(1), self.options)
         if any(scopes_of(node) for node in self._base.captured.graph.nodes):
             raise UsageError(

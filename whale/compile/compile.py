@@ -346,8 +346,10 @@ def main_dtype(model: nn.Module) -> str:
 
 
 def precision_of(model: nn.Module) -> str:
-    """The precision in which a model's step is priced: that of its first floating parameter."""
-    return BY_DTYPE[_first_dtype(model)]
+    """The precision in which a model's step is priced: that of its first floating parameter, ``tf32`` where that is
+    float32 and the process lets CUDA multiply it so (``torch.set_float32_matmul_precision("high")``)."""
+    name = BY_DTYPE[_first_dtype(model)]
+    return "tf32" if name == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else name
 
 
 def _first_dtype(model: nn.Module) -> str:
