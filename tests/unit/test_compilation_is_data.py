@@ -11,7 +11,8 @@ import whale
 from tests.small_models import decoder, tokens
 from whale import replicate, split
 from whale.compile.assembly import assemble
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.predict.peak_memory import brief_occupancy, occupancy
 from whale.predict.traffic import traffic

@@ -11,7 +11,7 @@ from torch import nn
 
 import whale
 from tests.solved import solve, tokens
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.strategies import sharding
 from whale.strategies.dry_run import TaskCalls, dry_run

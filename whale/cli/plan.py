@@ -98,7 +98,8 @@ def plan(
 
     from whale.annotations import module_scopes
     from whale.commands.planning import make_plan, stage_annotations
-    from whale.compile.compile import Options, precision_of
+    from whale.compile.compile import Options
+    from whale.compile.trace import precision_of
     from whale.graph.capture import batch_rows
     from whale.planner.balance.by_speed import pipeline_by_speed
     from whale.planner.simulation.gantt import milliseconds

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.graph.values import value_name, value_tensor
 from whale.ir.program import Program, Reduce
 from whale.runtime.executor import Executor

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.compile.assembly import assemble
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Send, box_size
 from whale.runtime.random import Clock
