@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,14 @@ def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1].startswith("torchrun --nproc-per-node 2 train.py")
     written = Plan.load(tmp_path / "plan.json")
     assert (written.batch, written.world_size) == (8, 2)
+    assert [said.partition(";")[0] for said in written.assumptions] == [
+        "fp32, the model's number type",
+        "the state of adamw in memory",
+    ]
+    assert all(said in done.stdout for said in written.assumptions)
+    double = CliRunner().invoke(app, [*given, "--precision", "fp64", "--optimizer", "sgd", "--json", "-q"])
+    assumed = json.loads(double.stdout)["assumptions"]
+    assert assumed == ["a batch of 8 rows, as in the example; --batch N changes it"]
     assert written.cluster is not None and dict(written.cluster.devices) == {"T4": (0, 1)}
     wrong = CliRunner().invoke(app, [*given, "--stages", "2"])
     assert wrong.exit_code == 2 and "has some" in wrong.stderr
@@ -179,7 +188,10 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
 
     done = run("--batch", "12", "-o", str(tmp_path / "plan.json"))
     assert done.exit_code == 0, done.stderr
-    assert "torchrun --nnodes 2 --nproc-per-node 1 train.py" in done.stdout
+    assert (
+        "torchrun --nnodes 2 --node-rank NODE_RANK --nproc-per-node 1 --master-addr HOST --master-port 29500 train.py"
+        "    # on each of node0 to node1: NODE_RANK 0 to 1"
+    ) in done.stdout
     written = Plan.load(tmp_path / "plan.json")
     ((axis,),) = (one.axes for one in written.stages)  # type: ignore[misc]
     assert sum(axis.shares) == 12 and axis.shares[0] >= 2 * axis.shares[1]
