@@ -8,14 +8,13 @@ gradient or reaches no root. That order depends on the graph alone, so it is the
 
 Of a thousand ranks not all need be lowered. A rank's coordinates enter its program only as shares, so ranks of a stage
 with equal shares (of every placement that occurs) make the same calls, each along its own lines of the mesh: one of
-them is rehearsed. Each rank rehearses itself, and the ranks compare digests of what they found
+them is run. Each rank runs its own, and the ranks compare digests of what they found
 (:func:`calls_as_text`), so a rank that lowers something else than its like is found before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -29,9 +28,9 @@ from whale.errors import ScheduleError
 from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
-from whale.runtime.collectives import Rehearsal
+from whale.runtime.collectives import DryGroup
 from whale.runtime.random import Clock
-from whale.runtime.stage import LocalProgram, LocalStage
+from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
 
@@ -41,9 +40,9 @@ __all__ = [
     "calls_as_text",
     "check_stage",
     "forward_without_data",
+    "dry_run",
     "like_ranks",
-    "rehearse",
-    "rehearsing",
+    "noting_calls",
     "stage_calls",
 ]
 
@@ -70,7 +69,7 @@ def stage_calls(
     programs: Programs,
     rank: int,
 ) -> StageCalls:
-    """The collectives of all ranks of a stage. *rank* is rehearsed itself, if it is of the stage."""
+    """The collectives of all ranks of a stage. *rank* is run itself, if it is of the stage."""
     if all(axis.size == 1 for axis in stage.mesh.axes):
         return {}
     micro_batches = [rows.index(count) for count in dict.fromkeys(rows)]
@@ -79,7 +78,7 @@ def stage_calls(
         actor = rank if rank in members else members[0]
         local = programs(stage, actor)
         for m in micro_batches:
-            calls = rehearse(captured, stage, actor, local[m], m)
+            calls = dry_run(captured, stage, actor, local[m], m)
             for member in members:
                 found[m][member] = _of_rank(calls, stage, actor, member)
     return {m: dict(sorted(calls.items())) for m, calls in found.items()}
@@ -121,7 +120,7 @@ def calls_as_text(stage: PlacedStage, calls: StageCalls) -> str:
     return "\n".join(lines)
 
 
-def rehearse(
+def dry_run(
     captured: Captured,
     stage: PlacedStage,
     rank: int,
@@ -129,10 +128,11 @@ def rehearse(
     micro_batch: int,
 ) -> TaskCalls:
     """Run a rank's program of one micro-batch, forward and backward, without data or processes: what does it call?"""
-    if not any(len(bridge.ranks) > 1 for bridge in program.bridges):  # type: ignore[arg-type]
+    if not any(len(bridge.ranks) > 1 for bridge in program.bridges):
         return TaskCalls(forward=(), backward=())
-    with rehearsing(program) as calls, WithoutData(), torch.enable_grad():
-        roots, seeds = forward_without_data(captured, stage, rank, program, micro_batch)
+    running, calls = noting_calls(program)
+    with WithoutData(), torch.enable_grad():
+        roots, seeds = forward_without_data(captured, stage, rank, running, micro_batch)
         forward = tuple(calls)
         calls.clear()
         if roots:
@@ -140,24 +140,14 @@ def rehearse(
     return TaskCalls(forward=forward, backward=tuple(calls))
 
 
-@contextmanager
-def rehearsing(program: LocalProgram) -> Iterator[list[CollectiveCall]]:
-    """Give a program's bridges groups that note what they are asked for, in the list that is yielded."""
+def noting_calls(program: LocalProgram) -> tuple[LocalProgram, list[CollectiveCall]]:
+    """A copy of a program whose groups note what they are asked for, and the list of their notes."""
     calls: list[CollectiveCall] = []
-    groups = {id(bridge): getattr(bridge, "group", None) for bridge in program.bridges}
-    names = {
-        id(module): name
-        for graph in (program.constant, program.step, program.micro_batch)
-        for name, module in graph.code.root.named_modules()
-    }
-    try:
-        for bridge in program.bridges:
-            if len(bridge.ranks) > 1:  # type: ignore[arg-type]
-                bridge.group = Rehearsal(names[id(bridge)], tuple(bridge.ranks), calls)  # type: ignore[assignment, arg-type]
-        yield calls
-    finally:
-        for bridge in program.bridges:
-            bridge.group = groups[id(bridge)]  # type: ignore[assignment]
+
+    def group(name: str, ranks: tuple[int, ...]) -> DryGroup | None:
+        return DryGroup(name, ranks, calls) if len(ranks) > 1 else None
+
+    return bound([program], group)[0], calls
 
 
 class WithoutData(TorchDispatchMode):

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 
 from whale.cli.model_loader import load_model
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.document import read_document
 from whale.ir.plan import Plan
@@ -122,8 +122,8 @@ def parts_of(compilation: Compilation, profile: ModelProfile) -> set[tuple[float
 
 def sent_bytes(compilation: Compilation, workload: Workload, *, gloo: bool = False) -> float:
     """Bytes that all ranks together send in a step, if collectives move no more than they must: between stages, to sum
-    gradients, and inside of stages, where ranks that are alike are rehearsed once. *gloo*'s reduce-scatter sends what
-    an all-reduce does."""
+    gradients, and inside of stages, where of alike ranks one is run without data. *gloo*'s reduce-scatter sends what an
+    all-reduce does."""
     sends = {"reduce_scatter": "all_reduce"} if gloo else {}
     micro_batches = workload.micro_batches - 1 + workload.last_share
     transfers = [one for boundary in workload.boundaries for one in (*boundary.forward, *boundary.backward)]

@@ -17,7 +17,8 @@ from whale import replicate, split, stage
 from whale.cli.app import app
 from whale.commands.candidates import ModelTrial
 from whale.commands.planning import Planned, make_plan, stage_annotations
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import Options, compile_model, compile_traced
+from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
@@ -312,11 +313,11 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
     model = decoder(layers=6, heads=4, width=16).float().to("meta")
     whale.annotate(model, {f"layers.{layer}": [stage(), inner(2)] for layer in range(6)})
     machines, batch = cluster(*(1,) * 12), tokens(24, 32)
-    captured = compile_model(model, batch, machines, Options(), device="cpu", training=True)
+    traced = trace(model, batch, device="cpu", training=True)
     known: Known = {}
     for count in (6, 2):  # with fewer micro-batches less is kept
         options = Options(micro_batches=count)
-        compilation = compile_model(model, batch, machines, options, device=device, training=True, like=captured)
+        compilation = compile_traced(traced, machines, options, device=device)
         stages = [{rank for rank in range(12) if rank in own.mesh.ranks} for own in compilation.stages]
         for rank in range(12):
             alone = brief_occupancy(compilation, rank, schedule="1f1b", device=device)

@@ -26,7 +26,7 @@ def in_precision(loaded: LoadedModel, precision: str | None) -> str:
     """
     import torch
 
-    from whale.compile.compile import precision_of
+    from whale.compile.trace import precision_of
     from whale.planner.cost.precision import BY_DTYPE
 
     if precision is not None:
