@@ -1,4 +1,4 @@
-"""How well does ``whale estimate`` tell the training runs that others have published?
+"""Error of ``whale estimate`` on published training runs.
 
     python benchmarks/published.py                       # every run, then a table of the groups
     python benchmarks/published.py --keep /tmp/profiles  # profiles of the models are kept there
@@ -60,8 +60,8 @@ NETWORKS = (
     ("AWS 50 Gbps", 50e9 / 8, 1),
     ("Slingshot", 100e9, 4),
 )
-"""What a row says of the network between nodes, bytes per second of a node, adapters. Unstated for the A100s of
-torchtitan: 8 x 200 Gbit/s."""
+"""Network between nodes of a row: bytes per second of a node, adapters. Assumed for the A100s of torchtitan, which does
+not state it: 8 x 200 Gbit/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +354,7 @@ def _ways(text: str) -> tuple[str, bool]:
 def activation_bytes(
     models: Models, row: dict[str, str], settings: dict[str, int], recompute: str, sequence: bool
 ) -> float:
-    """What the blocks of the first stage keep at the peak."""
+    """Bytes of saved activations of the first stage's blocks at the peak."""
     from whale.planner.cost.memory import kept_bytes
     from whale.planner.cost.precision import precision_named
 
