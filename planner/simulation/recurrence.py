@@ -133,6 +133,7 @@ class _Pass:
         self.ends = np.zeros((2, len(self.slots), num))
         self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
         self.inputs = [self._inputs(ahead) for ahead in (False, True)]
+        self.sending = np.array([self._sending(ahead) for ahead in (False, True)])
 
     def _inputs(self, ahead: bool) -> list[_Inputs]:
         """Return the first message that each rank waits for, the second, and so on."""
@@ -150,6 +151,19 @@ class _Pass:
             every = [own[number] if number < len(own) else (0, -inf, 0.0) for own in of_ranks]
             made, latency, seconds = (np.array(values) for values in zip(*every, strict=True))
             found.append(_Inputs(made, latency, seconds, np.zeros(num)))
+        return found
+
+    def _sending(self, ahead: bool) -> Array:
+        """Seconds in which each rank waits for its sends after a task."""
+        found = np.zeros(len(self.ranks))
+        if not self.workload.blocking_transfers:
+            return found
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        links = {(link.source, link.target): link for link in self.workload.links}
+        for boundary in self.workload.boundaries:
+            for one in boundary.forward if ahead else boundary.backward:
+                own = place[one.source]
+                found[own] = max(found[own], one.bytes / links[one.source, one.target].bandwidth)
         return found
 
     def step(self) -> Timing:
@@ -186,7 +200,10 @@ class _Pass:
         self.waited[0, own] += issued - free
         self.waited[1, own] += begin - issued
         done = begin + share * self.seconds[int(ahead), own]
-        self.free[own] = ends[slot, own] = done
+        ends[slot, own] = done
+        sending = share * self.sending[int(ahead), own]
+        self.free[own] = done + sending
+        self.waited[1, own] += sending
         if not ahead:
             self.waits[slot, :, own] = self.waited[:, own]
 
