@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whale
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.runtime.random import Clock
 

@@ -18,7 +18,9 @@ from models import batch, gpt2
 
 import whale
 import whale.api
+import whale.compile.compilation
 import whale.compile.compile
+import whale.compile.trace
 import whale.graph.capture
 
 TARGET_SECONDS = 10.0
@@ -26,15 +28,16 @@ TARGET_SECONDS = 10.0
 PARTS = {
     "export": (torch.export, "export"),
     "decompositions": (torch.export.ExportedProgram, "run_decompositions"),
-    "capture, the rest": (whale.compile.compile, "capture"),
-    "partition": (whale.compile.compile, "partition"),
-    "analysis": (whale.compile.compile, "analyse"),
+    "capture, the rest": (whale.compile.trace, "capture"),
+    "partition": (whale.compile.trace, "partition"),
+    "analysis": (whale.compile.trace, "analyse"),
+    "trace, the rest": (whale.api, "trace"),
     "placement": (whale.compile.compile, "_place_stages"),
-    "edges": (whale.compile.compile, "_edges"),
-    "lowering": (whale.compile.compile.Compilation, "local_programs"),
-    "check of all programs": (whale.compile.compile.Compilation, "check"),
+    "edges": (whale.compile.compile, "edges_between"),
+    "lowering": (whale.compile.compilation.Compilation, "local_programs"),
+    "check of all programs": (whale.compile.compilation.Compilation, "check"),
     "agreement": (whale.api, "agree"),
-    "compilation, the rest": (whale.api, "compile_model"),
+    "compilation, the rest": (whale.api, "compile_traced"),
     "parallelize, the rest": (whale.api, "parallelize"),
 }
 

@@ -14,7 +14,7 @@ from torch import fx
 from whale.errors import AnnotationError, InfeasibleError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
-from whale.graph.partition import scopes_of
+from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, value_shape
 from whale.ir.virtual_device import Along, RegionRole, VirtualDevice
 from whale.strategies.analysis import Analysis
@@ -23,7 +23,11 @@ __all__ = ["cut_along"]
 
 
 def cut_along(
-    captured: Captured, analysis: Analysis, mesh: VirtualDevice, roles: Mapping[fx.Node, tuple[RegionRole, ...]]
+    captured: Captured,
+    analysis: Analysis,
+    scopes: NodeScopes,
+    mesh: VirtualDevice,
+    roles: Mapping[fx.Node, tuple[RegionRole, ...]],
 ) -> dict[fx.Node, tuple[int | None, ...]]:
     """For each operator and mesh axis: the factor to cut along, -1 if there is none, None if matrices are split.
 
@@ -39,7 +43,7 @@ def cut_along(
         if role == "replicate":
             return analysis.batch_leaf
         if (role, axis) not in atoms:
-            atoms[role, axis] = _atom_of(captured, analysis, role, mesh.axes[axis].size)
+            atoms[role, axis] = _atom_of(captured, analysis, scopes, role, mesh.axes[axis].size)
         return atoms[role, axis]
 
     known = {own: tuple(atom(role, axis) for axis, role in enumerate(own)) for own in dict.fromkeys(roles.values())}
@@ -58,10 +62,10 @@ def _of(region: str) -> str:
     return f" of {region}" if region not in ("", ".") else " of the model"
 
 
-def _atom_of(captured: Captured, analysis: Analysis, role: Along, size: int) -> int:
+def _atom_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role: Along, size: int) -> int:
     """The factor of the first dim that fits and along which an operator of the region can be cut."""
     asked = f"split({size}, dim={role.dim}){_of(role.region)}"
-    members = [n for n in captured.graph.nodes if is_call(n) and _lies_in(n, role.region)]
+    members = [n for n in captured.graph.nodes if is_call(n) and _lies_in(scopes, n, role.region)]
     incoming = _incoming(captured, members)
     dims = [(v, role.dim % len(value_shape(v))) for v in incoming if _has_dim(v, role.dim)]
     if not dims:
@@ -93,9 +97,9 @@ def _atom_of(captured: Captured, analysis: Analysis, role: Along, size: int) -> 
     )
 
 
-def _lies_in(node: fx.Node, region: str) -> bool:
+def _lies_in(scopes: NodeScopes, node: fx.Node, region: str) -> bool:
     """Whether a call belongs to a region; all calls belong to the unannotated rest, whose inputs are the batch's."""
-    return not region or any(scope.region == region for scope in scopes_of(node))
+    return not region or any(scope.region == region for scope in scopes.of.get(node, ()))
 
 
 def _incoming(captured: Captured, members: Sequence[fx.Node]) -> list[Value]:

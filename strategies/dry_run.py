@@ -14,8 +14,7 @@ of them runs dry. Each rank also dry-runs its own program, and the ranks compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -29,9 +28,9 @@ from whale.errors import ScheduleError
 from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
-from whale.runtime.collectives import Rehearsal
+from whale.runtime.collectives import DryGroup
 from whale.runtime.random import Clock
-from whale.runtime.stage import LocalProgram, LocalStage
+from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
 
@@ -41,9 +40,9 @@ __all__ = [
     "calls_as_text",
     "check_stage",
     "forward_without_data",
+    "dry_run",
     "like_ranks",
-    "rehearse",
-    "rehearsing",
+    "noting_calls",
     "stage_calls",
 ]
 
@@ -79,7 +78,7 @@ def stage_calls(
         actor = rank if rank in members else members[0]
         local = programs(stage, actor)
         for m in micro_batches:
-            calls = rehearse(captured, stage, actor, local[m], m)
+            calls = dry_run(captured, stage, actor, local[m], m)
             for member in members:
                 found[m][member] = _of_rank(calls, stage, actor, member)
     return {m: dict(sorted(calls.items())) for m, calls in found.items()}
@@ -121,7 +120,7 @@ def calls_as_text(stage: PlacedStage, calls: StageCalls) -> str:
     return "\n".join(lines)
 
 
-def rehearse(
+def dry_run(
     captured: Captured,
     stage: PlacedStage,
     rank: int,
@@ -130,10 +129,11 @@ def rehearse(
 ) -> TaskCalls:
     """Run a rank's program of one micro-batch, forward and backward, without data or processes, and return its
     calls."""
-    if not any(len(bridge.ranks) > 1 for bridge in program.bridges):  # type: ignore[arg-type]
+    if not any(len(bridge.ranks) > 1 for bridge in program.bridges):
         return TaskCalls(forward=(), backward=())
-    with rehearsing(program) as calls, WithoutData(), torch.enable_grad():
-        roots, seeds = forward_without_data(captured, stage, rank, program, micro_batch)
+    running, calls = noting_calls(program)
+    with WithoutData(), torch.enable_grad():
+        roots, seeds = forward_without_data(captured, stage, rank, running, micro_batch)
         forward = tuple(calls)
         calls.clear()
         if roots:
@@ -141,24 +141,14 @@ def rehearse(
     return TaskCalls(forward=forward, backward=tuple(calls))
 
 
-@contextmanager
-def rehearsing(program: LocalProgram) -> Iterator[list[CollectiveCall]]:
-    """Replace the groups of a program's bridges by groups that record calls in the yielded list."""
+def noting_calls(program: LocalProgram) -> tuple[LocalProgram, list[CollectiveCall]]:
+    """A copy of a program whose groups record calls, and the list of these calls."""
     calls: list[CollectiveCall] = []
-    groups = {id(bridge): getattr(bridge, "group", None) for bridge in program.bridges}
-    names = {
-        id(module): name
-        for graph in (program.constant, program.step, program.micro_batch)
-        for name, module in graph.code.root.named_modules()
-    }
-    try:
-        for bridge in program.bridges:
-            if len(bridge.ranks) > 1:  # type: ignore[arg-type]
-                bridge.group = Rehearsal(names[id(bridge)], tuple(bridge.ranks), calls)  # type: ignore[assignment, arg-type]
-        yield calls
-    finally:
-        for bridge in program.bridges:
-            bridge.group = groups[id(bridge)]  # type: ignore[assignment]
+
+    def group(name: str, ranks: tuple[int, ...]) -> DryGroup | None:
+        return DryGroup(name, ranks, calls) if len(ranks) > 1 else None
+
+    return bound([program], group)[0], calls
 
 
 class WithoutData(TorchDispatchMode):

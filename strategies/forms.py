@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.runtime.collectives import Group, all_reduce
+from whale.runtime.collectives import CollectiveModule, all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,12 @@ class FormCall:
     axes: tuple[MeshPlace, ...]
 
 
-class AxisSum(nn.Module):
-    """A reduction over the ranks of one mesh axis; the group is set when there are processes."""
+class AxisSum(CollectiveModule):
+    """A reduction over the ranks of one mesh axis."""
 
     def __init__(self, place: MeshPlace) -> None:
         super().__init__()
         self.ranks, self.index = place.ranks, place.index
-        self.group: Group = None
 
     def add(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""

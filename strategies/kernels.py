@@ -24,7 +24,7 @@ from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
 from whale.runtime.collectives import Bridge
 from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
-from whale.strategies.dry_run import WithoutData, forward_without_data, rehearsing
+from whale.strategies.dry_run import WithoutData, forward_without_data, noting_calls
 from whale.strategies.fused import FUSED, Traffic
 from whale.strategies.lowering import PlacedStage
 
@@ -83,10 +83,11 @@ def trace(captured: Captured, stage: PlacedStage, program: LocalProgram, micro_b
     *dtype* is the stand-in for the run's dtype.
     """
     recorder = _Recorder(stage, dtype)
-    graph = program.micro_batch
-    watched = replace(program, micro_batch=LocalGraph(_Watched(graph, recorder), graph.sources))  # type: ignore[arg-type]
+    running, calls = noting_calls(program)
+    graph = running.micro_batch
+    watched = replace(running, micro_batch=LocalGraph(_Watched(graph, recorder), graph.sources))  # type: ignore[arg-type]
     found = Trace()
-    with rehearsing(program) as calls, recorder, torch.enable_grad():
+    with recorder, torch.enable_grad():
         roots, seeds = forward_without_data(captured, stage, 0, watched, micro_batch, gradients=True)
         found.forward_calls = tuple(calls)
         found.forward, recorder.kernels = recorder.kernels, []

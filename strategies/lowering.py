@@ -24,7 +24,7 @@ from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
-from whale.runtime.collectives import Bridge, Conversion, Take
+from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
 from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
@@ -130,7 +130,7 @@ class _Lowering:
             constant=constant,
             step=step,
             micro_batch=micro_batch,
-            bridges=[m for m in modules if hasattr(m, "group") and hasattr(m, "ranks")],
+            bridges=[m for m in modules if isinstance(m, CollectiveModule)],
             depends_on_position=self.depends_on_position,
         )
 

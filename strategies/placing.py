@@ -19,7 +19,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
-from whale.graph.values import Value, resolve, value_shape, value_tensor
+from whale.graph.values import Value, is_call, resolve, value_shape, value_tensor
 from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
 from whale.ir.virtual_device import RegionRole, VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
@@ -93,7 +93,7 @@ def place_stage(
     stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in read}
     stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
     roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
-    along = cut_along(captured, analysis, mesh, roles)
+    along = cut_along(captured, analysis, partition.scopes, mesh, roles)
     outputs: dict[Value, str | Placement] = dict.fromkeys(problem.task_graph.sent, problem.sent)
     outputs |= dict.fromkeys(problem.mutated.values(), "whole")
     if problem.loss is not None:
@@ -228,7 +228,7 @@ def place_time(
 
     Raises :class:`UsageError` if the batch is cut and an operator couples its rows.
     """
-    nodes = [n for n in captured.graph.nodes if n in partition.stage_of]
+    nodes = [n for n in captured.graph.nodes if is_call(n) and n not in partition.floating]
     if micro_batches == 1:
         return {n: analysis.choices[n][0] for n in nodes}
     free = _free(captured, analysis, partition, nodes)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from whale.graph.capture import Batch, batch_leaves
 from whale.graph.values import needs_grad, value_tensor
-from whale.runtime.collectives import Rehearsal
+from whale.runtime.collectives import DryGroup
 from whale.runtime.random import Clock
-from whale.runtime.stage import LocalProgram, LocalStage
+from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layers import LayeredModel
 from whale.strategies.lowering import PlacedStage
 
@@ -102,12 +102,9 @@ def _stage(
     tensors: Mapping[tuple[str, str], Tensor],
     parameters: tuple[nn.Parameter, ...],
 ) -> LocalStage:
-    for bridge in program.bridges:
-        if len(bridge.ranks) > 1:  # type: ignore[arg-type]
-            bridge.group = _Silent(bridge.ranks)  # type: ignore[assignment, arg-type]
     outputs = tuple(f"sent {index}" for index in range(len(placed.sent)))
     return LocalStage(
-        programs=[program],
+        programs=bound([program], lambda name, ranks: _Silent(ranks) if len(ranks) > 1 else None),
         outputs=outputs + (("loss",) if placed.loss is not None else ()),
         mutated=tuple(placed.mutated),
         tensors=tensors,
@@ -116,7 +113,7 @@ def _stage(
     )
 
 
-class _Silent(Rehearsal):
+class _Silent(DryGroup):
     """A group whose collectives are neither made nor recorded."""
 
     def __init__(self, ranks: Sequence[int]) -> None:

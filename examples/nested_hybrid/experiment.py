@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 
 from whale.cli.model_loader import load_model
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.document import read_document
 from whale.ir.plan import Plan

@@ -41,7 +41,7 @@ from harness import RESULTS, report
 from testbed import Description, Testbed
 
 from whale.commands.candidates import ModelTrial
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
