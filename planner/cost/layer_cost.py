@@ -14,7 +14,7 @@ from typing import Any
 
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, ModelProfile
-from whale.planner.cost.layers import LayerSeconds, forward_flops, layer_seconds_by_rows, variant_of
+from whale.planner.cost.layers import LayerSeconds, Recompute, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
     Largest,
     StateBytes,
@@ -143,9 +143,13 @@ class LayerCosts:
         """Whether a layer's time depends on the number of micro-batches: where adding up gradients was measured."""
         return [any(times.accumulation for times in kind.measured) for kind in self.profile.kinds]
 
-    def _recompute(self, kind: int) -> Any:
-        """Only blocks are computed again, not the embeddings nor the head."""
-        return self.stack.recompute if self._counts[kind] > 1 else "none"
+    def repeats(self, kind: int) -> bool:
+        """Whether layers of a kind are blocks, and not the embeddings or the head."""
+        return self._counts[kind] > 1
+
+    def _recompute(self, kind: int) -> Recompute:
+        """Only blocks are computed again."""
+        return self.stack.recompute if self.repeats(kind) else "none"
 
     @cached_property
     def _counts(self) -> Counter[int]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import lcm
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.memory import message_bytes
-from whale.planner.cost.stage import CostModel, StageCost, TensorGroup, beside
+from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
+from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
 from whale.planner.cost.step import overlap_slowdown, step, timing_of
 from whale.planner.schedules.in_flight import in_flight, peak_kept
 
@@ -79,6 +80,10 @@ class PlanStage:
 
 SCATTERED_BEFORE = 0.3
 """Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
+
+SHARDED_SLOWDOWN = 0.7
+"""How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
+the shorter of them."""
 
 ROW = 1e-9
 """Less than that is no row; balanced replicas have fractions of rows, on average over micro-batches."""
@@ -174,7 +179,11 @@ class PlanCost:
             shards = len(stage.data_group) if prices.stack.zero else 1
             costs = [prices.stage(stage.layers, kind.group, kind.rows, micro_batches, shards) for kind in own_kinds]
             if prices.stack.zero >= 2 and shards > 1:
-                costs = [_with_gathers(prices, stage, cost, micro_batches, len(stages) > 1) for cost in costs]
+                pipelined = len(stages) > 1
+                costs = [
+                    _with_gathers(prices, stage, kind, cost, micro_batches, pipelined)
+                    for kind, cost in zip(own_kinds, costs, strict=True)
+                ]
             found_costs.append(tuple(costs))
         return cls(
             prices=prices,
@@ -240,6 +249,7 @@ class PlanCost:
             update=tuple(update),
             overhead=self.prices.step_overhead,
             overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
+            blocking_transfers=self.prices.stack.blocks,
         )
 
     def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
@@ -291,8 +301,7 @@ class PlanCost:
         whole = self.prices.output_bytes(here.last - 1, rows)
         found = []
         for (source, kind), (target, other) in (ends, ends[::-1]):
-            in_rows = other.group.expert > 1
-            size = self.prices.handed(whole, len(source), len(target), in_rows=in_rows)
+            size = self.prices.handed(whole, len(source), len(target), positions=other.group.positions)
             hop = self.prices.hop(source, target, other.group, size, whole)
             transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
             link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)
@@ -430,22 +439,38 @@ def _on_same_ranks(stages: Sequence[PlanStage]) -> list[tuple[int, ...]]:
 
 
 def _with_gathers(
-    prices: CostModel, stage: PlanStage, cost: StageCost, micro_batches: int, pipelined: bool
+    prices: CostModel, stage: PlanStage, kind: _Kind, cost: StageCost, micro_batches: int, pipelined: bool
 ) -> StageCost:
-    """A stage with the collectives over its data group that every micro-batch has: weights to be gathered in the
-    forward and again in the backward (ZeRO 3), gradients to be reduced (ZeRO 2 and 3). In a pipeline both happen once a
-    step: stages keep weights and gradients whole from one micro-batch to the next."""
-    precision = prices.precision
+    """A stage whose weights and gradients its replicas share (ZeRO 2 and 3).
+
+    What is gathered at a time is each block, and the layers before, between and after blocks together. Where weights
+    are not gathered for every micro-batch (ZeRO 2, pipelines), and gradients in a pipeline not reduced with every one,
+    a micro-batch has its share of what the step has.
+    """
+    precision, layers, shards = prices.precision, prices.profile.layers, len(stage.data_group)
     size = min(2, precision.element_bytes) if precision.mixed else precision.element_bytes
-    num_bytes = sum(prices.parameters(stage.layers, stage.tensor, stage.expert)) * size
-    gather, reduce = (
-        prices.over(kind, stage.data_group, stage.tensor, num_bytes) for kind in ("all_gather", "reduce_scatter")
-    )
-    if pipelined:
-        ahead, back = gather / micro_batches, reduce / micro_batches
-    else:
-        ahead, back = (gather, gather + reduce) if prices.stack.zero == 3 else (gather / micro_batches, reduce)
-    forward, backward = beside(cost.forward, ahead), beside(cost.backward, back)
+    regather = prices.stack.zero == 3 and not pipelined
+    gathers = 1.0 if regather else 1 / micro_batches
+    reduces = 1 / micro_batches if pipelined else 1.0
+    units = []
+    for block, run in groupby(stage.layers, key=lambda index: layers[index] if prices.repeats(layers[index]) else -1):
+        members = list(run)
+        num = len(members) if block >= 0 else 1
+        num_bytes = sum(prices.parameters(members, stage.tensor, stage.expert)) / num * size
+        spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
+        gather, reduce = (
+            prices.over(name, stage.data_group, stage.tensor, num_bytes) for name in ("all_gather", "reduce_scatter")
+        )
+        units.append(
+            ShardedUnit(
+                forward=spent.forward / num,
+                backward=spent.backward / num,
+                gather=gathers * gather,
+                reduce=reduces * reduce,
+                num=num,
+            )
+        )
+    forward, backward = sharded_seconds(units, regather=regather, slowdown=SHARDED_SLOWDOWN)
     communication = cost.communication + forward - cost.forward + backward - cost.backward
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 

@@ -30,6 +30,7 @@ class Stack:
         recompute: what the backward computes again.
         sequence_parallel: whether the tensor group divides what its matrices do not split.
         zero: what data-parallel devices share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+        interleaved: whether devices have several stages each.
     """
 
     name: Literal["whale", "fsdp", "megatron"] = "whale"
@@ -37,11 +38,24 @@ class Stack:
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: int = 0
+    interleaved: bool = False
 
     @property
     def eager(self) -> bool:
         """Whether kernels are PyTorch's own, one for each operator."""
         return self.name != "megatron"
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank of a tensor group sends its part to the next stage: where the group divides what crosses,
+        and in Megatron's interleaved schedule, which scatters and gathers it. Else one rank's message has all of
+        it."""
+        return self.sequence_parallel or self.interleaved
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a rank waits for its sends, as Megatron's 1F1B does."""
+        return self.name != "whale" and not self.interleaved
 
     def fuses(self, device: DeviceType, precision: Precision) -> bool:
         """Whether attention is one kernel on *device*."""

@@ -28,16 +28,11 @@ from whale.planner.cost.step import AGREED_BYTES, step_overhead
 from whale.planner.network.communication import collective, send
 from whale.planner.network.topology import Topology
 
-__all__ = ["CostModel", "Hop", "Memo", "StageCost", "TensorGroup", "beside", "exposed_seconds"]
+__all__ = ["CostModel", "Hop", "Memo", "StageCost", "TensorGroup", "exposed_seconds"]
 
 BACKWARD_OVERLAP = 0.4
 """Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
 of the input is reduced while they run): calibrated on layer_times.csv."""
-
-OVERLAP_SHARE = 0.29
-"""Share of collectives over the data group that computation hides while both run (ZeRO 2 and 3): prefetching has
-limits, and both slow each other down. Calibrated on the FSDP rows of published_calibration.csv."""
-
 
 Shape = tuple[tuple[int, int, int, int], ...]
 """Where a group lies: kind of node, its devices and adapters there, and how many such nodes follow each other."""
@@ -487,16 +482,16 @@ class CostModel(LayerCosts):
             self.memo.collectives[key] = cost.seconds
         return self.memo.collectives[key]
 
-    def handed(self, whole: float, source: int, target: int, *, in_rows: bool = False) -> int:
+    def handed(self, whole: float, source: int, target: int, positions: int = 1) -> int:
         """Bytes that a device sends when its group of *source* devices hands *whole* to one of *target*, or, if that is
-        more, that one of these receives; *in_rows* if each of these gets only rows of its own.
+        more, that one of these receives; *positions* of these divide the rows.
 
-        As Whale runs it each device of the target gets all of it, from the devices of the source in turn; Megatron
-        sends parts, which the target gathers.
+        As Whale runs it each device of the target gets all of its rows, from the devices of the source in turn. Other
+        stacks send the whole from one device of each position, or parts, which the target gathers.
         """
-        if in_rows:
-            return round(whole / min(source, target))
-        return round(whole * max(1.0, target / source) if self.runs else whole / min(source, target))
+        if self.runs and positions == 1:
+            return round(whole * max(1.0, target / source))
+        return round(whole / (min(source, target) if self.runs or self.stack.scatters else positions))
 
     def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
         """What *num_bytes* (`handed`) from a device of the group *source* to one of *target* take, all pairs sending at
@@ -506,13 +501,15 @@ class CostModel(LayerCosts):
         same = self.cluster.node_of(b) is node
         sharing = 1
         if not same and node.inter is not None:
-            senders = len(node.ranks) if self.runs else min(len(source), len(target))  # all slices of the node send
+            senders = len(node.ranks)  # all replicas of the node send
+            if not self.runs:
+                senders = min(len(source), len(target)) if self.stack.scatters else into.positions
             sharing = max(1, senders // node.inter.num_adapters)
         key = (self.shape((a,)), self.shape((b,)), same, into.kind, num_bytes, whole, sharing)
         if key not in self.memo.hops:
             cost = send(self.topology, a, b, max(1, num_bytes), sharing=sharing)
             latency = cost.latency
-            if into.tensor > 1 and num_bytes and not self.runs and not self.stack.sequence_parallel:
+            if into.tensor > 1 and num_bytes and self.stack.scatters and not self.stack.sequence_parallel:
                 latency += self._among(into, "tensor", "all_gather", whole / into.positions)
             self.memo.hops[key] = Hop(latency, max(1, num_bytes) / cost.transfer)
         return self.memo.hops[key]
@@ -533,8 +530,3 @@ def exposed_seconds(
         max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
         max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),
     )
-
-
-def beside(compute: float, communication: float) -> float:
-    """Seconds of computation with collectives over the data group beside it."""
-    return compute + communication - OVERLAP_SHARE * min(compute, communication)

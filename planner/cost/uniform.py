@@ -31,6 +31,7 @@ def stack_of(configuration: Configuration, data: int) -> Stack:
         recompute=configuration.recompute,
         sequence_parallel=bool(configuration.sequence_parallel),
         zero=configuration.zero,
+        interleaved=configuration.virtual_stages > 1,
     )
 
 

@@ -463,7 +463,7 @@ class Meshes:
 
     def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> float:
         whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
-        size = self.prices.handed(whole, group.degree, group.degree, in_rows=group.expert > 1)
+        size = self.prices.handed(whole, group.degree, group.degree, positions=group.positions)
         hop = self.prices.hop(group.ranks, target, group, size, whole)
         return 2 * (hop.latency + size / hop.bandwidth)
 

@@ -272,6 +272,8 @@ class _Pricing:
         ahead = self.workload.runs_ahead
         credit = len(receives) if ahead else max(2, most)
         window = 2 if ahead else 2 * credit + 2  # the executor's credit on CUDA is 0
+        if self.workload.blocking_transfers:
+            window = 0
         kept_bytes = {stage: prices["F"][3] for stage, prices in self.prices[rank].items()}
         return RankState(rank, tasks, receives, buckets, credit, window, kept_bytes)
 

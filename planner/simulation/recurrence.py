@@ -93,7 +93,7 @@ def long_timing(workload: Workload) -> Timing:
     """Return how long a step takes, in a time that hardly grows with its micro-batches.
 
     ``gpipe`` and ``1f1b`` whose ranks have one stage each go by a recurrence over all ranks of a slot at once, in
-    O(stages) slots at most. Of other schedules two short steps are simulated, whose difference goes on.
+    O(stages) slots at most. For other schedules two short steps are simulated and extrapolated.
     """
     depth, count = len(workload.stages), workload.micro_batches
     ranks = [rank for stage in workload.stages for rank in stage.ranks]
@@ -107,8 +107,8 @@ def long_timing(workload: Workload) -> Timing:
 
 
 def _extrapolated(workload: Workload, first: int, second: int) -> Timing:
-    """What two steps of fewer micro-batches tell: past its warm-up a schedule takes as long for every further turn, in
-    which each set of ranks takes one more micro-batch for each set."""
+    """Extrapolate from two steps of fewer micro-batches: past its warm-up a schedule takes as long for every further
+    turn, in which each set of ranks takes one more micro-batch for each set."""
     one, other = (Timing.of(simulate(workload.model_copy(update={"micro_batches": num}))) for num in (first, second))
     turns = (workload.micro_batches - first) / (second - first)
 
@@ -164,6 +164,7 @@ class _Pass:
         self.ends = np.zeros((2, len(self.slots), num))
         self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
         self.inputs = [self._inputs(ahead) for ahead in (False, True)]
+        self.sending = np.array([self._sending(ahead) for ahead in (False, True)])
 
     def _inputs(self, ahead: bool) -> list[_Inputs]:
         """Return the first message that each rank waits for, the second, and so on."""
@@ -181,6 +182,19 @@ class _Pass:
             every = [own[number] if number < len(own) else (0, -inf, 0.0) for own in of_ranks]
             made, latency, seconds = (np.array(values) for values in zip(*every, strict=True))
             found.append(_Inputs(made, latency, seconds, np.zeros(num)))
+        return found
+
+    def _sending(self, ahead: bool) -> Array:
+        """Seconds in which each rank waits for its sends after a task."""
+        found = np.zeros(len(self.ranks))
+        if not self.workload.blocking_transfers:
+            return found
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        links = {(link.source, link.target): link for link in self.workload.links}
+        for boundary in self.workload.boundaries:
+            for one in boundary.forward if ahead else boundary.backward:
+                own = place[one.source]
+                found[own] = max(found[own], one.bytes / links[one.source, one.target].bandwidth)
         return found
 
     def step(self) -> Timing:
@@ -217,7 +231,10 @@ class _Pass:
         self.waited[0, own] += issued - free
         self.waited[1, own] += begin - issued
         done = begin + share * self.seconds[int(ahead), own]
-        self.free[own] = ends[slot, own] = done
+        ends[slot, own] = done
+        sending = share * self.sending[int(ahead), own]
+        self.free[own] = done + sending
+        self.waited[1, own] += sending
         if not ahead:
             self.waits[slot, :, own] = self.waited[:, own]
 

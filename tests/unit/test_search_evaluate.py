@@ -99,11 +99,11 @@ def test_thousands_of_ranks_are_simulated_as_the_few_kinds_that_there_are(gpt: M
             first=half, last=len(gpt.layers), ranks=tuple(range(1024, 2048)), data=1024, tensor=1, rows=(1,) * 1024
         ),
     ]
-    found = evaluate(gpt, cluster, stages, micro_batches=512, precision="fp16", stack=MEGATRON)
+    found = evaluate(gpt, cluster, stages, micro_batches=512, precision="fp16")
     assert sum(len(stage.ranks) for stage in found.workload.stages) == 2
     whole = simulate(found.workload)
     assert found.prediction.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
-    assert found.prediction.bubble == pytest.approx(whole.bubble, rel=1e-3)
+    assert found.prediction.bubble == pytest.approx(whole.bubble, rel=2e-3)  # of ranks that wait beside the slowest
     assert found.prediction.breakdown == pytest.approx(whole.breakdown, rel=1e-3)
 
 

@@ -47,6 +47,8 @@ def measure(
         raise UsageError("--set, --batch, --degrees and --rows say how to time a model's layers; add --model")
     described = None if cluster is None else Cluster.load(cluster, catalog=device_types())
     loaded = None if spec is None else load_model(spec, parse_settings(settings), batch_size=batch_size)
+    for assumption in () if loaded is None else loaded.assumptions:
+        note(f"assumed: {assumption}")
     world = initialize(device_type=device, timeout_seconds=max(120.0, time_limit))
     places = profiling.places_of(world, described)
     make = partial(_start, output, loaded, degrees or _powers(world.size))

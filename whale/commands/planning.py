@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 
 from whale.annotations import Annotation, annotate
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError
-from whale.graph.identity import model_hash
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
@@ -99,8 +100,9 @@ def make_plan(
             model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
         )
 
-    first = compile_model(model, batch, costs.cluster, options, device="cpu", training=True)
-    identity = model_hash(first.captured)
+    traced = trace(model, batch, device="cpu", training=True, promote=options.promote)
+    first = compile_traced(traced, costs.cluster, options, device="cpu")
+    identity = traced.hash
     if costs.profile.model_hash not in ("", identity):
         raise UsageError(
             f"the profile is of {costs.profile.name} with hash {costs.profile.model_hash[:19]}..., but {name} has "
@@ -119,7 +121,7 @@ def make_plan(
 
     def predicted(plan: Plan) -> Predicted:
         chosen = replace(options, plan=plan)
-        compilation = compile_model(model, batch, costs.cluster, chosen, device=costs.device, training=True, like=first)
+        compilation = compile_traced(traced, costs.cluster, chosen, device=costs.device)
         return predict(compilation, costs, schedule=options.schedule)
 
     even = predicted(start)
