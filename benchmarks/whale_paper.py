@@ -287,10 +287,10 @@ def classifier(resnet: ModelProfile, classes: int, devices: int, *, hybrid: bool
     group = tuple(range(devices))
     features = batch * devices * width * 4
     seconds = cost.forward + cost.backward
-    seconds += stages.price("all_gather", group, features) + stages.price("reduce_scatter", group, features)
-    seconds += 2 * stages.price("all_reduce", group, batch * devices * 4)  # of the largest logit and of the sum
-    update = stages.update(range(1), 0, 0)
-    return devices * batch / (data_parallel(trunk, cluster, [batch] * devices, head=seconds) + update)
+    over = stages.prices.over
+    seconds += over("all_gather", group, 1, features) + over("reduce_scatter", group, 1, features)
+    seconds += 2 * over("all_reduce", group, 1, batch * devices * 4)  # of the largest logit and of the sum
+    return devices * batch / (data_parallel(trunk, cluster, [batch] * devices, head=seconds) + cost.update)
 
 
 def replace_layers(
