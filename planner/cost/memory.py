@@ -21,6 +21,7 @@ from whale.planner.cost.silicon import silicon_of
 __all__ = [
     "FRAGMENTATION",
     "MESSAGES",
+    "SUMMED_BYTES",
     "Largest",
     "StateBytes",
     "framework_bytes",
@@ -55,6 +56,9 @@ Sailor's runs of 2 to 19 GB of activations, whose peaks grow by so much more tha
 WHOLE_UNITS = 3
 """How many units of sharded weights are whole at a time, and as many of their gradients: one that runs, one that is
 gathered or summed meanwhile, and one that is not yet free again (FSDP lets two gathers run ahead of the device)."""
+
+SUMMED_BYTES = 4
+"""Of a gradient while it is summed over devices that shard it: FSDP sums in float32."""
 
 LOSS_TEMPORARIES = 4
 """Tensors of the size of the scores that the backward of PyTorch's loss over a divided vocabulary makes: zeros, the
@@ -134,7 +138,7 @@ def sharded_bytes(blocks: Sequence[float], others: float, *, precision: Precisio
     """
     whole = min(sum(blocks), WHOLE_UNITS * max(blocks, default=0.0)) + others
     saved = (sum(blocks) + others) * (1 - 1 / shards) / (1 + FRAGMENTATION)
-    gradients = min(whole * max(4, precision.element_bytes), saved * gradient_bytes(precision, zero))
+    gradients = min(whole * max(SUMMED_BYTES, precision.element_bytes), saved * gradient_bytes(precision, zero))
     weights = min(whole, saved) * precision.element_bytes
     return gradients + (weights if zero == 3 else 0.0)
 
