@@ -217,7 +217,7 @@ class _Mark:
         """The scopes of the module at *path*.
 
         A stage or cluster is one region for all modules of its key; a replicate or split is one for each module. Where
-        a module has several replicates or splits, the innermost is named by the path and the outer ones by path and depth.
+        a module has several replicates or splits, the path names the innermost, and path and depth the outer ones.
         """
         if self.path:
             above = path.removesuffix(f".{self.path}") if path.endswith(f".{self.path}") else ""
