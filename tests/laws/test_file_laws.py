@@ -1,5 +1,4 @@
-"""Whatever a file holds, reading it ends in a value or an ``InputFileError``; and every good cluster file is
-understood."""
+"""Reading any file ends in a value or an ``InputFileError``; every valid cluster file is understood."""
 
 import math
 import tomllib
