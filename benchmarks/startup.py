@@ -1,7 +1,7 @@
-"""How long from a local model to the end of its first step? GPT-2 with 24 layers on two ranks, and where the time goes.
+"""Time from a local model to the end of its first step, by part: GPT-2 with 24 layers on two ranks.
 
-A part's seconds are without those of the parts inside of it, and those of the slowest rank. A step of the wide model
-takes seconds on one thread, whoever computes it, so the start-up is the total without what a later step takes.
+The seconds of a part exclude those of nested parts and are those of the slowest rank. A step of the wide model takes
+seconds on one thread in any implementation, so the start-up time is the total minus the time of a later step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How near do predictions come to the figures of the Whale paper (USENIX ATC 2022, arXiv 2011.09208)?
+"""Predictions compared with the figures of the Whale paper (USENIX ATC 2022, arXiv 2011.09208).
 
     python benchmarks/whale_paper.py                        # all tables, in Markdown; captures the models first
     python benchmarks/whale_paper.py --profiles /tmp/whale  # keeps the models' profiles there, for the next time
@@ -55,7 +55,7 @@ MIXTURES = {  # layers, experts, hidden size of an expert, devices
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper leaves out: samples for each GPU in a step, and of a micro-batch where there is a pipeline."""
+    """Assumptions that the paper does not state: samples per GPU in a step, and per micro-batch in a pipeline."""
 
     batch: int
     micro_batch: int | None = None
@@ -306,8 +306,8 @@ def replace_layers(
 def pipeline(
     name: str, profile: ModelProfile, cluster: Cluster, num_stages: int, cuts: Sequence[range] | None = None
 ) -> Estimate:
-    """As many replicas as the devices allow, those of a stage beside each other; cut by speed unless *cuts* are
-    given."""
+    """A pipeline with all replicas that the devices allow, consecutive within a stage; cut by speed unless *cuts* are
+    passed."""
     assumed, devices = ASSUMED[name], len(cluster.devices)
     configuration = Configuration(
         batch=assumed.batch * devices,
@@ -321,7 +321,7 @@ def pipeline(
 
 
 def balanced_pipeline(name: str, profile: ModelProfile, paper: float) -> Figure:
-    """Cuts by speed against cuts that are even in time if all devices are alike."""
+    """Cuts by speed compared with cuts that are even on equal devices."""
     cluster = cluster_of((V100, 4), (P100, 4))
     balanced = pipeline(name, profile, cluster, 4)
     even = pipeline(name, profile, cluster, 4, pipeline(name, profile, cluster_of((V100, 8)), 4).cuts)
@@ -403,7 +403,7 @@ def tables(folder: Path | None) -> list[str]:
 
 
 def giants(m6: ModelProfile, folder: Path | None) -> str:
-    """What the paper's largest models would take; it gives no step times for them."""
+    """Predicted step times of the paper's largest models, for which it gives none."""
     lines = [
         "## M6 on V100-32GB, Adam in mixed precision, full recomputation: step and memory (the paper gives neither)",
         "",

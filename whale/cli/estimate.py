@@ -74,14 +74,13 @@ def estimate(
     Some of this is predicted only: Whale does not yet run --zero, --recompute, --cp, --sequence-parallel, --precision
     fp8, and fp16 or bf16 with weights in float32 beside them. The output says so where one of these is chosen.
     """
-    from whale.ir.cluster import Cluster
-    from whale.planner.catalog import device_types_with
+    from whale.cli.clusters import load_cluster
     from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import estimate as predict
 
     configuration = Configuration(**degrees)
     profile, said = _profile(spec, settings, profile_file, configuration.tensor)
-    cluster = Cluster.load(cluster_file, catalog=device_types_with(profile))
+    cluster = load_cluster(cluster_file, profile)
     found = predict(profile, cluster, configuration)
     if configuration.balance == "speed" and configuration.layers_per_stage is not None:
         note("--balance speed balances the rows of replicas only, because --layers-per-stage is given")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
+from whale.cli.clusters import load_cluster
 from whale.cli.files import write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import note, verbosity_options
@@ -80,16 +81,13 @@ def plan(
         raise UsageError("whale plan needs --cluster, and --model or --profile or both (or --schema)")
     if spec is not None and replicas is not None and stages is None:
         raise UsageError("--replicas is for --stages; an annotated model says its replicas itself")
-    from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
-    from whale.planner.catalog import device_types, device_types_with
     from whale.planner.schedules.orders import SCHEDULES
 
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
     profile = ModelProfile.load(profile_file) if profile_file is not None else None
-    catalog = device_types_with(profile) if profile is not None else device_types()
-    cluster = Cluster.load(cluster_file, catalog=catalog)
+    cluster = load_cluster(cluster_file, profile)
     if spec is None:
         assert profile is not None
         for given, option in ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer")):

@@ -139,9 +139,15 @@ def import_(layout: str, folder: Path, output: Path | None, precision: str | Non
     if layout == "sailor":
         if precision is not None or row_tokens is not None:
             raise UsageError("--precision and --row-tokens are for metis: the files of sailor say them")
-        made = import_sailor(folder)
+        made = import_sailor(folder, tell=note)
     else:
-        made = import_metis(folder, precision=precision or "float32", row_tokens=row_tokens or 1)
+        for given, what, option in (
+            (precision, "float32, the number type", "--precision TYPE"),
+            (row_tokens, "1 token in a row", "--row-tokens N"),
+        ):
+            if given is None:
+                note(f"assumed: {what}, which the files do not say; {option} changes it")
+        made = import_metis(folder, precision=precision or "float32", row_tokens=row_tokens or 1, tell=note)
     if output is None:
         click.echo(made.dumps(), nl=False)
         return

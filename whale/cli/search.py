@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.assumptions import assumptions_text, in_precision, is_given, said_of_model, said_of_optimizer
+from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
@@ -97,7 +98,6 @@ def search(
     Ctrl-C keeps the best so far. --without, --with and several batches answer with a table, one row for each case.
     """
     from whale.commands.searching import settings_for
-    from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
     from whale.planner.catalog import device_types, device_types_with
     from whale.planner.search import SearchSettings
@@ -125,7 +125,7 @@ def search(
         asked.check(batch)
     profile = None if profile_file is None else ModelProfile.load(profile_file)
     catalog = device_types() if profile is None else device_types_with(profile)
-    cluster = Cluster.load(cluster_file, catalog=catalog)
+    cluster = load_cluster(cluster_file, profile)
     cases = _cases(cluster, batches, without_, with_, catalog)
     if (output or record) is not None and (len(batches) > 1 or len(without_) + len(with_) > 1):
         raise UsageError(

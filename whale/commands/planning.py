@@ -141,7 +141,7 @@ def make_plan(
     )
     if keep_even:
         best, found, reasons = start, even, ("even shares are predicted to be no slower",)
-    _check_fits(found, options)
+    _check_fits(found, options, rows)
     return Planned(
         plan=best.with_prediction(found.prediction, found.workload),
         predicted=found,
@@ -161,18 +161,22 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     )
 
 
-def _check_fits(found: Predicted, options: Options) -> None:
+def _check_fits(found: Predicted, options: Options, rows: int) -> None:
+    """Refuse a plan that does not fit, with the changes that can lessen what the fullest device lacks most."""
     lacking = [device for device in found.prediction.memory if device.total > device.capacity]
     if not lacking:
         return
     worst = max(lacking, key=lambda device: device.total - device.capacity)
     others = f" ({len(lacking)} of {len(found.prediction.memory)} devices lack memory)" if len(lacking) > 1 else ""
-    more, state = 2 * options.micro_batches, worst.parameters + worst.gradients + worst.optimizer
+    state = worst.parameters + worst.gradients + worst.optimizer
+    cures = ["more stages", "split", "devices with more memory"]
+    if worst.total - worst.activations <= worst.capacity:  # fewer rows at a time can be enough
+        cures[:0] = [f"more micro-batches ({2 * options.micro_batches})"] if 2 * options.micro_batches <= rows else []
+        cures[-1:] = ["more devices"]
     raise InfeasibleError(
         f"{worst.device} (rank {worst.rank}) needs {worst.total / 2**30:.2f} GiB but has {worst.capacity / 2**30:.2f}"
         f"{others}: {worst.activations / 2**30:.2f} GiB are activations, {state / 2**30:.2f} GiB parameters, gradients "
-        f"and optimizer state; "
-        f"use more micro-batches ({more}), more stages, split, or more devices"
+        f"and optimizer state; use {', '.join(cures[:-1])}, or {cures[-1]}"
     )
 
 
