@@ -36,8 +36,8 @@ _MAX_DIGITS = 100
 
 
 def _plain_json(text: str) -> dict[str, Any] | None:
-    """What a text holds, by the standard library's reader; None where something is wrong or might be, for `_JsonReader`
-    to say."""
+    """Values of a text by the standard library's reader; None if something is or may be wrong, which `_JsonReader` then
+    reports."""
     most_values = 1 + sum(map(text.count, ",[{"))
     may_have_surrogates = "\\u" in text or not text.isascii()
     if most_values > MAX_JSON_VALUES or (may_have_surrogates and _SURROGATE.search(text)):
@@ -72,7 +72,7 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _depth_within(value: dict[str, Any], most: int) -> bool:
-    """Whether a value is nested at most so many levels deep."""
+    """Whether the nesting depth of a value is at most *most*."""
     containers: list[Any] = [value]
     for _ in range(most):
         items = (item for one in containers for item in (one.values() if isinstance(one, dict) else one))
@@ -83,7 +83,7 @@ def _depth_within(value: dict[str, Any], most: int) -> bool:
 
 
 class _JsonLines(Mapping[Path, int]):
-    """The lines of a JSON text, found when they are first asked for: most files have no error to place."""
+    """The lines of a JSON text, computed on first use, because most files have no error."""
 
     def __init__(self, text: str, source: str) -> None:
         self._text, self._source = text, source

@@ -1,4 +1,4 @@
-"""What the readers of files have in common: limits, paths to values, and a position in a text that knows its line."""
+"""Shared code of the file readers: limits, paths to values, and a position in a text with its line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_JSON_VALUES = 300_000
 
 
 class Reader:
-    """A position in a text, whose line is known when something is wrong there."""
+    """A position in a text, whose line is counted when an error occurs."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text, self.source = text, source
@@ -27,11 +27,11 @@ class Reader:
         self._line, self._line_position = 1, 0
 
     def fail(self, message: str) -> NoReturn:
-        """Refuse what is at the current position."""
+        """Raise an error at the current position."""
         raise InputFileError(message, path=self.source, line=self.line())
 
     def line(self) -> int:
-        """Line of the current position, counted from the last time it was asked for."""
+        """Line of the current position, counted from the last call."""
         self._line += self.text.count("\n", self._line_position, self.position)
         self._line_position = self.position
         return self._line
