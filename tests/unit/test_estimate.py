@@ -1,4 +1,4 @@
-"""What given degrees cost: units, directions in which a prediction must move, and what contradicts itself."""
+"""Estimates of given degrees: units, monotonicity, and contradictory options."""
 
 from __future__ import annotations
 
