@@ -18,6 +18,7 @@ from tests.workloads import chain_workload
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
 from whale.planner.search.bound import Duals, bound_seconds, cases_of
 from whale.planner.search.chain import Chain
@@ -27,7 +28,6 @@ from whale.planner.search.evaluate import score
 from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 from whale.planner.search.slices import Slices
 from whale.planner.simulation.simulate import simulate
 
@@ -35,14 +35,14 @@ EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
 """Random cases; each takes about a tenth of a second."""
 
 DRAWS = 30
-"""Of prices for the bound, in each of these cases."""
+"""Draws of prices for the bound, in each of these cases."""
 
 DEGREES = (1, 2)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is searched."""
+    """A search problem."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -114,7 +114,7 @@ def numbers_of_micro_batches(case: Case) -> list[int]:
 
 
 def meshes_of(case: Case) -> Meshes:
-    prices = Prices.of(case.profile, case.cluster)
+    prices = CostModel.of(case.profile, case.cluster)
     return Meshes(prices=prices, pools=pools_of(case.cluster), chain=Chain.of((), len(case.profile.layers), None))
 
 
@@ -182,7 +182,7 @@ def test_no_plan_is_faster_than_the_bound(drawn: tuple[Case, Candidate]) -> None
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(cases(batches=(2, 3, 5)), st.integers(0, 999))
 def test_no_prices_show_more_than_the_best_plan_takes(case: Case, seed: int) -> None:
-    """Of the bound: whatever prices are paid, the cheapest chain of stages takes no more than any plan."""
+    """The bound is sound: for any prices, the cheapest chain of stages takes no more than any plan."""
     best: dict[int, float] = {}
     for plan in every_plan(case):
         if plan.prediction.fits:
