@@ -53,7 +53,7 @@ ROUGH = silicon.Laws(
     memory_efficient=0.3,
     vector_attention=0.4,
 )
-"""What is known of the constants without these measurements, to about `SPREAD`."""
+"""The constants as they are known without these measurements, to about `SPREAD`."""
 
 SPREAD = 0.15
 """Standard deviation of the logarithms of the constants around their rough values."""
@@ -177,7 +177,7 @@ def fitted(series: Sequence[Series]) -> silicon.Laws:
 
 
 def table(found: Mapping[str, Sequence[tuple[Series, Array]]]) -> str:
-    """Of every card and precision: rows, mean error and mean absolute error of forward, backward and both."""
+    """Rows, mean error and mean absolute error of forward, backward and both, by card and precision."""
     lines = ["| card | precision | rows | forward: bias | error | backward: bias | error | both: bias | error |"]
     lines.append("|---" * 9 + "|")
     for gpu, own in found.items():

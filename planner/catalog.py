@@ -15,7 +15,7 @@ from whale.ir.cluster import DTYPES, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.network.links import ALIASES, built_in_links, read_table
 
-__all__ = ["device_types", "device_types_with", "sources"]
+__all__ = ["Chip", "chip_of", "device_types", "device_types_with", "sources"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Sustained rates of a chip: what matrix products, attention and copies reach of its data sheet, and what a launch costs.
+"""Sustained rates of a chip: what products, attention and copies reach of its data sheet, and what a launch costs.
 
 A data sheet gives peak rates, board power, multiprocessors and caches (``planner/data/gpus.csv``). This file says what
 kernels reach of the peaks: a fraction that the design of the chip sets, at a clock that the board's power allows. The
@@ -109,9 +109,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         "pascal-100": Design(tensor_joules=3.1e-12, byte_joules=HBM_JOULES),
         "volta": Design(tensor_joules=2.8e-12, byte_joules=HBM_JOULES, calibrated=True),
         "turing": Design(tensor_joules=2.8e-12, calibrated=True),
-        "ampere-80": Design(
-            tensor_joules=1.3e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True
-        ),
+        "ampere-80": Design(tensor_joules=1.3e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True),
         "ampere-86": Design(tensor_joules=1.8e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
         "ada": Design(tensor_joules=1.1e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
         "hopper": _HOPPER,
@@ -211,7 +209,7 @@ def _silicon(chip: Chip, device: DeviceType, eager: bool, laws: Laws) -> Silicon
     vector = clock(watts, lanes * device.speed("float32") * joules * laws.vector_joules)
     matmul = laws.sustained * tensor
     if not joules:
-        matmul = laws.best * (chip.best_matmul / peak if chip.best_matmul else 0.6)
+        matmul, vector = laws.best * (chip.best_matmul / peak if chip.best_matmul else 0.6), laws.best
     return Silicon(
         multiprocessors=chip.multiprocessors or 1,
         matmul=matmul * (design.eager_matmul if eager else 1.0),

@@ -112,7 +112,12 @@ def test_a_definition_in_the_file_wins_over_the_catalog() -> None:
         ("count = 2", "count = 999999", 5, "nodes.0.count"),
         ("count = 2", "count = 131072", 4, "more than 131072 devices"),
         ("devices = 8", "", 4, "the key 'devices' is missing"),
-        ("A100-SXM4-80GB", "A100", 7, "'A100' is A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIe-40GB or A100-PCIe-80GB; say"),
+        (
+            "A100-SXM4-80GB",
+            "A100",
+            7,
+            "'A100' is A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIe-40GB or A100-PCIe-80GB; say",
+        ),
         ("A100-SXM4-80GB", "A100 SXM4", 7, "'A100 SXM4' is A100-SXM4-40GB or A100-SXM4-80GB; say which"),
         ("A100-SXM4-80GB", "A100-SXM4-81GB", 7, "unknown device type 'A100-SXM4-81GB'; did you mean 'A100-SXM4-80GB'"),
         ('= "lab-card"', '= "lab-crad"', 11, "did you mean 'lab-card'?"),

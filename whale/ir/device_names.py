@@ -1,4 +1,4 @@
-"""Device types by the names that people and drivers give them: ``NVIDIA GeForce RTX 4090``, ``rtx-4090``, ``V100-32GB``.
+"""Device types by the names that people and drivers give them, such as ``NVIDIA GeForce RTX 4090`` or ``rtx-4090``.
 
 A name is a model and words that narrow it: a form (SXM4, PCIe, NVL), a size of memory, a kind of memory. Makers, brands
 and punctuation do not count. This file knows how names are written, and no list of devices: it compares a name with
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 __all__ = ["matching_types"]
 
 _BRANDS = re.compile(r"^(nvidia|amd|intel|habana|tesla|geforce|quadro|instinct|radeon|rtx|gtx|gpu|hpu)+")
-"""What may stand before a model and does not tell it from others: the numbers after RTX and GTX are distinct."""
+"""Makers and brands before a model, which do not tell it from others: the numbers after RTX and GTX are distinct."""
 
 _FORMS = ("pcie", "nvl")
 _MEMORY = re.compile(r"(\d+)(g|gb|gib)?")
