@@ -92,8 +92,6 @@ def _bound(searched: Searched) -> str:
     found = searched.found
     best, bound = (milliseconds(seconds) for seconds in (found.best.prediction.step_seconds, found.bound_seconds))
     said = f"the search found {best}, by its own prediction"
-    if found.exact:
-        return f"{said}; every plan of this kind was tried or excluded"
     return f"{said}; no plan of this kind takes less than {bound}, so that at most {found.gap:.1%} are left to find"
 
 
@@ -147,7 +145,6 @@ def as_data(searched: Searched) -> dict[str, Any]:
         "step_seconds": searched.best.prediction.step_seconds,
         "bound_seconds": found.bound_seconds,
         "gap": found.gap,
-        "exact": found.exact,
         "choices": [choice_data(choice) for choice in searched.choices],
         "refused": [choice_data(choice) for choice in searched.refused],
         "dropped": [{"family": one.family, "reason": one.reason, "count": one.count} for one in found.dropped],
