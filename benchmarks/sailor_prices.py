@@ -31,7 +31,9 @@ class SailorPrices(Prices):
 
     @classmethod
     def by(cls, rules: Strict) -> SailorPrices:
-        return cls(profile=rules.profile, cluster=rules.cluster, precision=precision_named("fp32"), eager=True, rules=rules)
+        return cls(
+            profile=rules.profile, cluster=rules.cluster, precision=precision_named("tf32"), eager=True, rules=rules
+        )
 
     @cached_property
     def overhead_bytes(self) -> dict[str, float]:

@@ -14,13 +14,14 @@ where rows[...] is the most rows with which such a replica is done within T and 
     F(before) + mu C + sigma F(after) + B(after) + sigma B(before)                       GPipe
 
 with mu = batch / R, forward f and backward b of its rows and C = f + b; F, B and C of what comes before and after are
-those of the fastest replica of each layer with one row, and sigma the share of rows in the last micro-batch. Its devices hold the states of its layers and the saved activations of min(h + 1, M) micro-batches (GPipe:
-all M). If no M has a flow, no plan takes less than T; the bound is bisected.
+those of the fastest replica of each layer with one row, and sigma is the share of rows in the last micro-batch. Its
+devices hold the states of its layers and the saved activations of min(h + 1, M) micro-batches (GPipe: all M). If no M
+has a flow, no plan takes less than T; the bound is bisected.
 
-A plan of the search gives a flow (each stage's rows by replica), so the relaxation is sound: it lets go of whole
-replicas, of messages, sums of gradients and the optimizer, and of which device a row meets where. Replicas of mixed tensor groups are as
-slow as their slowest device, and count as parts of replicas of each type. Of more than `DEPTH` stages after it only
-that number is known. Solved with HiGHS (Huangfu and Hall, 2018).
+A plan of the search gives a flow (the rows of each stage by replica), so the relaxation is sound. It lets go of whole
+replicas, of messages, sums of gradients and the optimizer, and of where in a stage a row goes. Replicas of mixed tensor
+groups are as slow as their slowest device, and count as parts of replicas of each type. Of more than `DEPTH` stages
+after a stage only that is known. Solved with HiGHS (Huangfu and Hall, 2018).
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ import highspy
 import numpy as np
 
 from whale.ir.cluster import DeviceType
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.prices import Prices
 
@@ -67,7 +67,7 @@ def linear_bound(prices: Prices, batch: int, counts: Sequence[int], *, known: fl
         known: seconds of a step of a plan: the bound is looked for up to there.
         schedule: ``1f1b`` or ``gpipe``.
     """
-    low, high = least_seconds(prices, batch) - STEP_OVERHEAD_SECONDS, known - STEP_OVERHEAD_SECONDS
+    low, high = least_seconds(prices, batch) - prices.step_overhead, known - prices.step_overhead
     costs = _Costs(prices, batch)
     flows = [_Flow(costs, batch, -(-batch // count), schedule) for count in sorted(set(counts))]
     while high - low > ENOUGH * high:
@@ -78,7 +78,7 @@ def linear_bound(prices: Prices, batch: int, counts: Sequence[int], *, known: fl
         else:
             high = step
             flows.insert(0, flows.pop(place))  # the next time it is looked at first
-    return min(known, low + STEP_OVERHEAD_SECONDS)
+    return min(known, low + prices.step_overhead)
 
 
 class _Kind(NamedTuple):
@@ -204,7 +204,10 @@ class _Flow:
                 else:
                     held = min(later + 1, count)
                     deepest = (size - np.arange(size + 1))[None, :] if later == DEPTH else later
-                    waits = np.maximum(0.0, after.sum(axis=0) - np.minimum(deepest, count - 1) * np.where(np.isinf(forward), 0.0, forward))
+                    waits = np.maximum(
+                        0.0,
+                        after.sum(axis=0) - np.minimum(deepest, count - 1) * np.where(np.isinf(forward), 0.0, forward),
+                    )
                 done = ahead[:, None] + busy + waits + last_share * back[:, None]
                 fits = state + held * kept + working <= room * (1 + SLACK)
                 found[later][(done < step) & fits] = above - 1

@@ -16,9 +16,9 @@ force; *prototype* is a search over unlike pipelines side by side, which nothing
 linear program over all pipelines and shares of the batch, with the strict rule for reductions. The figures of the A100s
 alone come out of ``sailor_scores.py`` too (``tests/unit/test_sailor_scores.py``); the other plans are not at hand.
 
-The *bound* is that of a linear program over stages of one pipeline by the prices of the search (``search_bound.py``), which
-lets go of messages and sums of gradients; *unlike pipelines* is the bound of another, over all pipelines and shares of
-the batch, with the strict rule for reductions.
+The *bound* is that of a linear program over stages of one pipeline by the prices of the search (``search_bound.py``),
+which lets go of messages and sums of gradients; *unlike pipelines* is the bound of another, over all pipelines and
+shares of the batch, with the strict rule for reductions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from whale.planner.search.prices import Prices
 DATA = Path(__file__).parent / "data" / "sailor"
 BATCH = 1024
 SHARED = "on two cores that did other work meanwhile: the seconds are no measure of the search"
-COUNTS = tuple(1 << power for power in range(11)) + (3, 5, 6, 7, 9, 10, 11, 12)
+COUNTS = (*(1 << power for power in range(11)), 3, 5, 6, 7, 9, 10, 11, 12)
 """Numbers of micro-batches that the bound allows."""
 
 TOP = 40
@@ -109,9 +109,7 @@ def main() -> None:
         strict, physical = (rules(profile=profile, cluster=cluster, batch=BATCH) for rules in (Strict, Physical))
         theirs = search(profile, cluster, batch=BATCH, settings=settings, prices=SailorPrices.by(strict))
         own = search(profile, cluster, batch=BATCH, settings=settings)
-        their_bound = linear_bound(
-            SailorPrices.by(strict), BATCH, COUNTS, known=theirs.best.prediction.step_seconds
-        )
+        their_bound = linear_bound(SailorPrices.by(strict), BATCH, COUNTS, known=theirs.best.prediction.step_seconds)
         own_bound = linear_bound(
             Prices.of(profile, cluster, eager=True, batch=BATCH),
             BATCH,
@@ -152,9 +150,7 @@ def main() -> None:
         )
         plans += list(described(one, cluster, chain, physical.score(chain), "physical"))
     head = ("steps/s, strict", *CASES[0].rivals, "prototype", "Whale, whole micro-batches", "Whale", "over Sailor")
-    first = table(
-        (*head, "unlike pipelines", "of it", "bound", "of it", "search s"), strict_rows
-    )
+    first = table((*head, "unlike pipelines", "of it", "bound", "of it", "search s"), strict_rows)
     head = (
         "steps/s, physical",
         "prototype",

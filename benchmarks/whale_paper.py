@@ -1,4 +1,4 @@
-"""How near do predictions come to the figures of the Whale paper (USENIX ATC 2022, arXiv 2011.09208)?
+"""Predictions compared with the figures of the Whale paper (USENIX ATC 2022, arXiv 2011.09208).
 
     python benchmarks/whale_paper.py                        # all tables, in Markdown; captures the models first
     python benchmarks/whale_paper.py --profiles /tmp/whale  # keeps the models' profiles there, for the next time
@@ -27,7 +27,8 @@ from whale.planner.cost.configuration import Configuration, Layout
 from whale.planner.cost.estimate import Estimate, estimate
 from whale.planner.cost.memory import framework_bytes, state_bytes
 from whale.planner.cost.precision import precision_named
-from whale.planner.cost.stage import OVERLAP_SLOWDOWN, Stages
+from whale.planner.cost.stage import Stages
+from whale.planner.cost.step import GPU_OVERLAP_SLOWDOWN
 from whale.planner.network.topology import Topology
 from whale.planner.simulation.simulate import simulate
 
@@ -54,7 +55,7 @@ MIXTURES = {  # layers, experts, hidden size of an expert, devices
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper leaves out: samples for each GPU in a step, and of a micro-batch where there is a pipeline."""
+    """Assumptions that the paper does not state: samples per GPU in a step, and per micro-batch in a pipeline."""
 
     batch: int
     micro_batch: int | None = None
@@ -239,7 +240,7 @@ def data_parallel(profile: ModelProfile, cluster: Cluster, rows: Sequence[float]
         stages=(work,),
         reductions=tuple(reductions),
         update=tuple(stages.update(whole, 0, rank) for rank in kinds),
-        overlap_slowdown=OVERLAP_SLOWDOWN,
+        overlap_slowdown=GPU_OVERLAP_SLOWDOWN,
     )
     return simulate(workload).step_seconds
 
@@ -305,8 +306,8 @@ def replace_layers(
 def pipeline(
     name: str, profile: ModelProfile, cluster: Cluster, num_stages: int, cuts: Sequence[range] | None = None
 ) -> Estimate:
-    """As many replicas as the devices allow, those of a stage beside each other; cut by speed unless *cuts* are
-    given."""
+    """A pipeline with all replicas that the devices allow, consecutive within a stage; cut by speed unless *cuts* are
+    passed."""
     assumed, devices = ASSUMED[name], len(cluster.devices)
     configuration = Configuration(
         batch=assumed.batch * devices,
@@ -320,7 +321,7 @@ def pipeline(
 
 
 def balanced_pipeline(name: str, profile: ModelProfile, paper: float) -> Figure:
-    """Cuts by speed against cuts that are even in time if all devices are alike."""
+    """Cuts by speed compared with cuts that are even on equal devices."""
     cluster = cluster_of((V100, 4), (P100, 4))
     balanced = pipeline(name, profile, cluster, 4)
     even = pipeline(name, profile, cluster, 4, pipeline(name, profile, cluster_of((V100, 8)), 4).cuts)
@@ -402,7 +403,7 @@ def tables(folder: Path | None) -> list[str]:
 
 
 def giants(m6: ModelProfile, folder: Path | None) -> str:
-    """What the paper's largest models would take; it gives no step times for them."""
+    """Predicted step times of the paper's largest models, for which it gives none."""
     lines = [
         "## M6 on V100-32GB, Adam in mixed precision, full recomputation: step and memory (the paper gives neither)",
         "",

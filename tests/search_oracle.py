@@ -7,9 +7,9 @@ micro-batches in flight are known. A branch ends when a lower bound of every pla
   it come its own sum and update, or the backwards of the stages before it;
 - what is left of the chain takes at least its computation divided among the devices that are left (`bound.least_time`).
 
-Devices of a type must be interchangeable (one node, or equal nodes of one each). A stage's tensor groups are its devices
-in the order of their types, cut into groups, and rows of a micro-batch are those with which its slowest replica is done
-first. Exponential in stages.
+Devices of a type must be interchangeable (one node, or equal nodes of one each). A stage's tensor groups are its
+devices in the order of their types, cut into groups, and rows of a micro-batch are those with which its slowest replica
+is done first. Exponential in stages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.bound import least_time, work_of_kinds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, SearchSettings
@@ -33,7 +33,6 @@ from whale.planner.search.evaluate import cost_of
 from whale.planner.search.layout import fastest_rows, laid_out
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices
-from whale.planner.search.steps import in_flight
 
 __all__ = ["best_plan"]
 
@@ -103,10 +102,7 @@ class _Walk:
         order = [types.index(pool.type) for pool in self.meshes.pools]
         of_kinds = work_of_kinds(prices, self.batch)
         return np.array(
-            [
-                sum(of_kinds[prices.profile.layers[layer]] for layer in range(*part))[order]
-                for part in pairwise(bounds)
-            ]
+            [sum(of_kinds[prices.profile.layers[layer]] for layer in range(*part))[order] for part in pairwise(bounds)]
         )
 
     def descend(self, meshes: tuple[Mesh, ...], starts: tuple[int, ...]) -> None:
@@ -132,7 +128,7 @@ class _Walk:
                 self.descend((mesh, *meshes), (first, *starts))
 
     def _hopeless(self, seconds: float) -> bool:
-        return seconds + STEP_OVERHEAD_SECONDS >= self.best * (1 - SLACK)
+        return seconds + self.meshes.prices.step_overhead >= self.best * (1 - SLACK)
 
     def _score(self, meshes: tuple[Mesh, ...], starts: tuple[int, ...]) -> None:
         ends = (*starts[1:], len(self.meshes.chain))

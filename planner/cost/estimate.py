@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import sqrt
-from typing import Literal
 
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster
@@ -20,24 +18,15 @@ from whale.planner.cost.configuration import Configuration, Layout, even_cuts, r
 from whale.planner.cost.layers import attention_is_fused, forward_flops
 from whale.planner.cost.memory import FRAGMENTATION, framework_bytes
 from whale.planner.cost.precision import precision_named
-from whale.planner.cost.silicon import silicon_of
-from whale.planner.cost.stage import OVERLAP_SLOWDOWN, StageCost, Stages
+from whale.planner.cost.stage import StageCost, Stages
+from whale.planner.cost.step import overlap_slowdown, step, step_overhead
 from whale.planner.network.communication import send
 from whale.planner.network.topology import Topology
+from whale.planner.simulation.recurrence import Timing
 from whale.planner.simulation.simulate import simulate
 from whale.planner.simulation.timeline import Timeline
 
-__all__ = ["Estimate", "estimate", "relative_error"]
-
-STEP_OVERHEAD_SECONDS = 3e-3
-"""What a step takes besides: the loss, the loop. From Sailor's runs of 1 and 32 micro-batches."""
-
-RELATIVE_ERROR = 0.15
-"""Nine of ten predictions of benchmarks/published.py are nearer than this, by modelled layers and by measured ones."""
-
-UNKNOWN_CHIP = 1.5
-"""How much wider the interval is where nothing measured stands behind a chip's figures (assumed)."""
-
+__all__ = ["Estimate", "estimate"]
 
 Costs = dict[tuple[int, int], StageCost]
 """By stage of the schedule and replica."""
@@ -91,24 +80,13 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     workload = _workload(stages, cuts, replicas, costs)
     timeline = simulate(workload)
     memory = _memory(stages, cuts, replicas, costs, timeline)
-    seconds = timeline.step_seconds
-    source: Literal["measured", "modelled"] = (
-        "measured" if all(cost.measured for cost in costs.values()) else "modelled"
-    )
-    error = relative_error(cluster, measured=source == "measured")
-    flops = 3 * configuration.batch * sum(forward_flops(kind, configuration.tensor) for kind in profile.chain())
-    peak = sum(stages.precision.rate(device.type)[0] for device in cluster.devices)
-    breakdown = {str(part): spent for part, spent in timeline.breakdown.items()}
-    prediction = Prediction(
-        step_seconds=seconds,
-        step_seconds_interval=(seconds * (1 - error), seconds * (1 + error)),
-        breakdown=breakdown,
+    prediction = step(
+        Timing.of(timeline),
+        devices=Counter(device.type for device in cluster.devices),
+        precision=stages.precision,
+        flops=3 * configuration.batch * sum(forward_flops(kind, configuration.tensor) for kind in profile.chain()),
         memory=memory,
-        fits=all(device.total <= device.capacity for device in memory),
-        source=source,
-        bubble=min(1.0, timeline.bubble),
-        flops=flops,
-        mfu=flops / seconds / peak,
+        measured=all(cost.measured for cost in costs.values()),
     )
     return Estimate(
         prediction=prediction,
@@ -117,7 +95,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
         rows=rows,
         workload=workload,
         timeline=timeline,
-        tokens_per_second=configuration.batch * profile.row_tokens / seconds,
+        tokens_per_second=configuration.batch * profile.row_tokens / prediction.step_seconds,
         assumptions=taken + assumptions,
     )
 
@@ -133,13 +111,6 @@ def _with_sequence_parallelism(configuration: Configuration, cluster: Cluster) -
     on = fused and configuration.tensor > 1
     said = "the tensor group divides norms too, as where attention is fused (--no-sequence-parallel: it does not)"
     return replace(configuration, sequence_parallel=on), (said,) if on else ()
-
-
-def relative_error(cluster: Cluster, *, measured: bool) -> float:
-    """Half of the interval, as a part of the step time; unlike devices err apart, so theirs add up."""
-    types = {device.type.name: device.type for device in cluster.devices}
-    calibrated = measured or all(silicon_of(type_).calibrated for type_ in types.values())
-    return RELATIVE_ERROR * sqrt(min(len(types), 2)) * (1.0 if calibrated else UNKNOWN_CHIP)
 
 
 def _balanced(stages: Stages) -> tuple[tuple[range, ...], tuple[float, ...], tuple[str, ...]]:
@@ -201,7 +172,7 @@ def _workload(stages: Stages, cuts: tuple[range, ...], replicas: list[int], cost
         here, there = index % depth, (index + 1) % depth
         transfers = []
         for kind, replica in enumerate(replicas):
-            size = round(costs[index, replica].output / given.tensor)
+            size = round(costs[index, replica].output / (given.tensor if _divided(given) else 1))
             pair = rank(kind, here), rank(kind, there)
             transfers.append(Transfer(source=pair[0], target=pair[1], bytes=size))
             for (source, target), (a, b) in ((pair, (here, there)), (pair[::-1], (there, here))):
@@ -215,6 +186,7 @@ def _workload(stages: Stages, cuts: tuple[range, ...], replicas: list[int], cost
         layers = [index for part in cuts[stage::depth] for index in part]
         for kind, replica in enumerate(replicas):
             update[rank(kind, stage)] = stages.update(layers, stage, replica) + exposed[stage]
+    types = {device.type for device in layout.cluster.devices}
     schedule = given.schedule
     if schedule == "1f1b" and given.virtual_stages > 1:
         schedule = "interleaved"
@@ -227,23 +199,30 @@ def _workload(stages: Stages, cuts: tuple[range, ...], replicas: list[int], cost
         reductions=tuple(reductions),
         links=tuple(links.values()),
         update=tuple(update),
-        overhead=STEP_OVERHEAD_SECONDS,
-        overlap_slowdown=OVERLAP_SLOWDOWN,
+        overhead=step_overhead(types),
+        overlap_slowdown=overlap_slowdown(types),
+        blocking_transfers=given.virtual_stages == 1,
     )
+
+
+def _divided(given: Configuration) -> bool:
+    """Whether each rank of a tensor group sends its part to the next stage: where the group divides what crosses, and
+    in Megatron's interleaved schedule, which scatters and gathers it. Else one rank's message has all of it."""
+    return bool(given.sequence_parallel) or given.virtual_stages > 1
 
 
 def _link(stages: Stages, source: int, target: int, here: int, there: int, replica: int, num_bytes: int) -> LinkTime:
     """Between neighbours of a pipeline: each device of the tensor group sends its part to its peer, all at once, and
-    the parts are gathered where they arrive."""
+    the parts are gathered where they arrive; or one sends the whole."""
     layout, given = stages.layout, stages.layout.configuration
     a, b = layout.rank(stage=here, replica=replica), layout.rank(stage=there, replica=replica)
     node = layout.cluster.node_of(a)
     sharing = 1
-    if layout.cluster.node_of(b) is not node and node.inter is not None:
+    if _divided(given) and layout.cluster.node_of(b) is not node and node.inter is not None:
         sharing = max(1, len(layout.devices_of(here, replica)) // node.inter.num_adapters)
     cost = send(stages.topology, a, b, max(1, num_bytes), sharing=sharing)
     latency = cost.latency
-    if given.tensor > 1 and num_bytes and not given.sequence_parallel:
+    if given.tensor > 1 and num_bytes and _divided(given) and not given.sequence_parallel:
         group = layout.tensor_group(there, replica)
         latency += stages.price(
             "all_gather", group, num_bytes * given.tensor, stages.topology.sharing(group, layout.data)

@@ -183,7 +183,7 @@ class KernelsAsRun:
         if len(own := self._moves):
             compute[own] = flops[own] / (device.speed("float32") * silicon.vector)
         if len(own := self._others):
-            rate, dtype = precision.rate(device)
+            rate, dtype = precision.rate(device, "convolutions")
             compute[own] = flops[own] / (
                 rate * (silicon.vector if dtype == "float32" else CONVOLUTION_SHARE * silicon.matmul)
             )
@@ -198,7 +198,7 @@ class KernelsAsRun:
         batch, m, n, k = (np.maximum(dim(rows), _LEAST_SIZE) for dim in self._dims)
         batch = np.where(self._is_grouped, np.maximum(1.0, batch / experts), batch)
         m = np.where(self._is_grouped, m / batch, m)
-        rates = [precision.rate(device, attention=in_core) for in_core in (False, True)]
+        rates = [precision.rate(device), precision.rate(device, "attention")]
         outside, inside = (rate * (silicon.vector if dtype == "float32" else silicon.matmul) for rate, dtype in rates)
         found = matmul_seconds(batch, m, n, k, np.where(self._in_core, inside, outside), silicon.multiprocessors)
         if "float8" in (dtype for _, dtype in rates):
@@ -210,7 +210,7 @@ class KernelsAsRun:
     def _of_attentions(
         self, device: DeviceType, silicon: Silicon, rows: Array, precision: Precision, flops: Array, backward: bool
     ) -> Array:
-        rate, dtype = precision.rate(device, attention=True)
+        rate, dtype = precision.rate(device, "attention")
         share = silicon.vector * 0.5 if dtype == "float32" else silicon.attention
         head = np.maximum(self._heads(rows), _LEAST_SIZE)
         half = np.where(self._is_causal, 0.5, 1.0)  # what is masked is skipped

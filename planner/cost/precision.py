@@ -6,11 +6,14 @@ Data only; the costs are elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 
 __all__ = ["BY_DTYPE", "PRECISIONS", "Precision", "precision_named"]
+
+KernelKind = Literal["products", "attention", "convolutions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,7 @@ class Precision:
         element_bytes: of activations and of the weights that kernels read.
         products: number types in which matrix products run, the first that a device has.
         attention: the same for attention, which float8 leaves in bfloat16.
+        convolutions: the same for convolutions.
         mixed: whether float32 master weights stand beside the weights.
     """
 
@@ -29,41 +33,59 @@ class Precision:
     element_bytes: int
     products: tuple[str, ...]
     attention: tuple[str, ...]
+    convolutions: tuple[str, ...]
     mixed: bool
 
-    def rate(self, device: DeviceType, *, attention: bool = False) -> tuple[float, str]:
-        """FLOP/s at the device's peak and the number type that gives it."""
+    def rate(self, device: DeviceType, kernel: KernelKind = "products") -> tuple[float, str]:
+        """FLOP/s at the device's peak for one kind of kernel, and the number type that gives it."""
         listed = dict(device.rates)
-        wanted = self.attention if attention else self.products
+        wanted: tuple[str, ...] = getattr(self, kernel)
         found = next((dtype for dtype in wanted if dtype in listed), None)
         return (device.speed("float32"), "float32") if found is None else (listed[found], found)
 
 
-_HALF = ("bfloat16", "float16")
+def _precision(
+    name: str,
+    element_bytes: int,
+    products: tuple[str, ...],
+    *,
+    attention: tuple[str, ...] = (),
+    convolutions: tuple[str, ...] = (),
+    mixed: bool,
+) -> Precision:
+    """Attention and convolutions run in the number types of products unless named."""
+    return Precision(
+        name=name,
+        element_bytes=element_bytes,
+        products=products,
+        attention=attention or products,
+        convolutions=convolutions or products,
+        mixed=mixed,
+    )
+
+
+_HALF, _TF32 = ("bfloat16", "float16"), ("tfloat32", "float32")
 PRECISIONS = {
     precision.name: precision
     for precision in (
-        Precision(name="fp64", element_bytes=8, products=("float64",), attention=("float64",), mixed=False),
-        Precision(
-            name="fp32",
-            element_bytes=4,
-            products=("tfloat32", "float32"),
-            attention=("tfloat32", "float32"),
-            mixed=False,
-        ),
-        Precision(name="fp16", element_bytes=2, products=("float16",), attention=("float16",), mixed=True),
-        Precision(name="bf16", element_bytes=2, products=_HALF, attention=_HALF, mixed=True),
-        Precision(name="fp8", element_bytes=2, products=("float8", *_HALF), attention=_HALF, mixed=True),
+        _precision("fp64", 8, ("float64",), mixed=False),
+        _precision("fp32", 4, ("float32",), convolutions=_TF32, mixed=False),
+        _precision("tf32", 4, _TF32, mixed=False),
+        _precision("fp16", 2, ("float16",), mixed=True),
+        _precision("bf16", 2, _HALF, mixed=True),
+        _precision("fp8", 2, ("float8", *_HALF), attention=_HALF, convolutions=_HALF, mixed=True),
     )
 }
-"""By name. ``fp32`` multiplies on tensor cores (TF32) where the device has them, as NVIDIA's containers and Megatron
-do."""
+"""By name. ``fp32`` is what PyTorch does with float32 tensors unless told otherwise: matrix products in float32
+(``torch.backends.cuda.matmul.allow_tf32`` is False), convolutions in TF32 where the device has it
+(``torch.backends.cudnn.allow_tf32`` is True). ``tf32`` is float32 with both allowed, as after
+``torch.set_float32_matmul_precision("high")``, and as NVIDIA's containers set it."""
 
 BY_DTYPE = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """What the precision of a model is called by its number type. (No mixture: a model runs in the type that it has.)"""
 
 
-ALIASES = {**BY_DTYPE, "float8": "fp8", "tf32": "fp32"}
+ALIASES = {**BY_DTYPE, "float8": "fp8", "tfloat32": "tf32"}
 """What others call them."""
 
 
@@ -73,8 +95,8 @@ def precision_named(name: str) -> Precision:
     Raises:
         UsageError: there is none.
 
-    >>> precision_named("bfloat16").name, precision_named("tf32").name
-    ('bf16', 'fp32')
+    >>> precision_named("bfloat16").name, precision_named("tf32").products
+    ('bf16', ('tfloat32', 'float32'))
     """
     name = ALIASES.get(name, name)
     if name not in PRECISIONS:

@@ -19,11 +19,11 @@ from typing import Literal
 
 from whale.ir.cluster import Node
 from whale.ir.profile import LinkCurve
-from whale.planner.network.curves import measured_seconds
+from whale.planner.network.curves import measured_seconds, peak
 from whale.planner.network.links import LinkKind
 from whale.planner.network.topology import Member, Topology
 
-__all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "Group", "Line", "quickest"]
+__all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "Group", "Line", "able_nodes", "linked", "quickest"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Algorithm = Literal["none", "ring", "tree", "multicast", "hierarchical", "pairwise", "send", "measured"]
@@ -103,20 +103,34 @@ class Group:
     def of(cls, topology: Topology, members: Sequence[Member], sharing: int = 1) -> Group:
         """The shape of the group with these members, *sharing* of which communicate at once.
 
-        Groups of unlike nodes have the least bandwidth and the longest hop of all.
+        Groups of unlike nodes have the worst figures of all their nodes, in whatever order these are listed.
         """
-        unlike = _unlike(topology, members)
-        intra = [_intra(topology, member.node, len(member.ranks)) for member in unlike if len(member.ranks) > 1]
-        inter = [_inter(topology, member.node, member.ranks, sharing) for member in unlike] if len(members) > 1 else []
+        unlike = topology.unlike(members)
         most = max(len(member.ranks) for member in members)
         group = cls(
             num_ranks=sum(len(member.ranks) for member in members),
             num_nodes=len(members),
             most_on_a_node=most,
-            intra=_slowest(intra),
-            inter=_slowest(inter),
+            intra=_worst([_intra(topology, one.node, len(one.ranks)) for one in unlike if len(one.ranks) > 1]),
+            inter=_worst([_inter(topology, one.node, one.ranks, sharing) for one in unlike if len(members) > 1]),
         )
         return _with_curves(topology, members, group, sharing) if topology.curves else group
+
+    @classmethod
+    def measured(cls, topology: Topology, curve: LinkCurve, nodes: Sequence[Node]) -> Group:
+        """The shape of the ranks among which a collective was timed, had they been on nodes such as these."""
+        within = curve.within == "node"
+        num_nodes = 1 if within else max(2, ceil(curve.ranks / curve.devices))
+        members = [Member(node=node, ranks=node.ranks[: curve.ranks if within else curve.devices]) for node in nodes]
+        most = max(len(member.ranks) for member in members)
+        group = cls(
+            num_ranks=most * num_nodes,
+            num_nodes=num_nodes,
+            most_on_a_node=most,
+            intra=_worst([_intra(topology, one.node, len(one.ranks)) for one in members if len(one.ranks) > 1]),
+            inter=None if within else _worst([_inter(topology, one.node, one.ranks, 1) for one in members]),
+        )
+        return _with_curves(topology, members, group, 1)
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -133,17 +147,6 @@ class Group:
         return min(self.lines, key=lambda line: line.rate(part))
 
 
-def _unlike(topology: Topology, members: Sequence[Member]) -> list[Member]:
-    """The members without those whose nodes, and places there, are like another's."""
-    found: dict[object, Member] = {}
-    for member in members:
-        node, first = member.node, member.node.ranks[0]
-        type_ = topology.cluster.devices[first].type.name
-        places = tuple(rank - first for rank in member.ranks)
-        found.setdefault((node.intra, node.inter, type_, len(node.ranks), places), member)
-    return list(found.values())
-
-
 def _intra(topology: Topology, node: Node, num_devices: int) -> Line:
     link, kind = topology.intra_link(node), topology.intra_kind(node)
     share = kind.share_of_links(num_devices, len(node.ranks))
@@ -158,10 +161,17 @@ def _inter(topology: Topology, node: Node, ranks: Sequence[int], sharing: int) -
     return Line(kind=kind, bandwidth=min(own, link.bandwidth * kind.efficiency / sharing), hop=link.latency + kind.hop)
 
 
-def _slowest(lines: Sequence[Line]) -> Line | None:
-    if not lines:
-        return None
-    return replace(min(lines, key=lambda line: line.bandwidth), hop=max(line.hop for line in lines))
+def _worst(lines: Sequence[Line]) -> Line | None:
+    """The slowest line, with the longest hop, the longest start and the largest chunk of all."""
+    if len(lines) <= 1:
+        return lines[0] if lines else None
+    slowest = min(lines, key=lambda line: (line.bandwidth, line.kind.name))
+    kind = replace(
+        slowest.kind,
+        launch=max(line.kind.launch for line in lines),
+        chunk_bytes=max(line.kind.chunk_bytes for line in lines),
+    )
+    return replace(slowest, kind=kind, hop=max(line.hop for line in lines))
 
 
 def _with_curves(topology: Topology, members: Sequence[Member], group: Group, sharing: int) -> Group:
@@ -169,22 +179,63 @@ def _with_curves(topology: Topology, members: Sequence[Member], group: Group, sh
 
     Curves of another number of devices in a node are scaled as the model scales.
     """
-    types = [topology.cluster.devices[rank].type.name for member in members for rank in member.ranks]
-    node, most = members[0].node, group.most_on_a_node
     if group.intra is not None:
-        found = topology.curves_between("send", "node", types, num_devices=most)
+        paired = [member for member in members if len(member.ranks) > 1]
+        found = topology.curves_between("send", "node", topology.types(paired), num_devices=group.most_on_a_node)
         scales = [
-            group.intra.bandwidth / _intra(topology, node, min(max(2, curve.devices), len(node.ranks))).bandwidth
-            for curve in found
+            _scale(topology, curve, paired, lambda one: _intra(topology, one.node, len(one.ranks))) for curve in found
         ]
         group = replace(group, intra=replace(group.intra, curves=tuple(zip(found, scales, strict=True))))
     if group.inter is not None:
-        found = topology.curves_between("send", "nodes", types, num_devices=most * sharing)
+        most = group.most_on_a_node * sharing
+        found = topology.curves_between("send", "nodes", topology.types(members), num_devices=most)
         scales = [
-            group.inter.bandwidth / _inter(topology, node, node.ranks[: curve.devices], 1).bandwidth for curve in found
+            _scale(topology, curve, members, lambda one: _inter(topology, one.node, one.ranks, sharing))
+            for curve in found
         ]
         group = replace(group, inter=replace(group.inter, curves=tuple(zip(found, scales, strict=True))))
     return group
+
+
+def _scale(topology: Topology, curve: LinkCurve, members: Sequence[Member], line: Callable[[Member], Line]) -> float:
+    """What members have of their lines for each byte per second of a curve of sends: of those with devices of its
+    types, the least."""
+    own = [member for member in topology.unlike(members) if topology.has(member.node, {curve.source, curve.target})]
+    shapes = [line(member).bandwidth / _as_timed(topology, curve, member.node) for member in own]
+    return min(shapes) * linked(topology, curve, [member.node for member in own])
+
+
+def linked(topology: Topology, curve: LinkCurve, nodes: Sequence[Node]) -> float:
+    """What nodes have of the links on which sends were measured, at most 1.
+
+    Curves tell of device types, not of nodes. Where nodes of a type are linked unlike each other, the curve is that of
+    the best; on another it holds as far as that one's link can do what was measured.
+    """
+    key = ("best", id(curve))
+    if key not in topology.memo:
+        best = [
+            max(_as_timed(topology, curve, node) for node in able_nodes(topology, curve, type_))
+            for type_ in (curve.source, curve.target)
+        ]
+        topology.memo[key] = min(*best, peak(curve))
+    return min(1.0, min(_as_timed(topology, curve, node) for node in nodes) / topology.memo[key])
+
+
+def able_nodes(topology: Topology, curve: LinkCurve, type_: str) -> list[Node]:
+    """Nodes, one of each kind, of whose devices of a type a curve may tell."""
+    linked_nodes = [
+        node
+        for node in topology.unlike_nodes
+        if (len(node.ranks) > 1 and node.intra is not None if curve.within == "node" else node.inter is not None)
+    ]
+    return [node for node in linked_nodes if topology.has(node, {type_})]
+
+
+def _as_timed(topology: Topology, curve: LinkCurve, node: Node) -> float:
+    """Bytes per second, by the model, on a node with as many devices as a curve of sends was measured with."""
+    if curve.within == "nodes":
+        return _inter(topology, node, node.ranks[: curve.devices], 1).bandwidth
+    return _intra(topology, node, min(max(2, curve.devices), len(node.ranks))).bandwidth
 
 
 # --- algorithms: None where a collective has none such

@@ -12,9 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from whale.errors import UsageError
-from whale.ir.profile import Interference
-from whale.planner.network.algorithms import ALGORITHMS, Algorithm, Collective, Duration, Group, Line, quickest
-from whale.planner.network.curves import interference, measured_seconds
+from whale.ir.profile import Interference, LinkCurve
+from whale.planner.network.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    Collective,
+    Duration,
+    Group,
+    Line,
+    able_nodes,
+    linked,
+    quickest,
+)
+from whale.planner.network.curves import converted, interference, interpolated, measured_seconds, types_of
 from whale.planner.network.topology import Member, Topology
 
 __all__ = ["Algorithm", "Collective", "CommunicationCost", "collective", "send"]
@@ -95,7 +105,7 @@ def collective(
     members, group = _group(topology, tuple(ranks), sharing)
     if algorithm is None:
         cost = _modelled(quickest(group, kind, num_bytes))
-        measured = _measured(topology, kind, members, num_bytes, sharing, cost) if topology.curves else None
+        measured = _measured(topology, kind, members, group, num_bytes, sharing, cost) if topology.curves else None
         return measured or cost
     duration = ALGORITHMS[algorithm](group, kind, num_bytes) if algorithm in ALGORITHMS else None
     if duration is None:
@@ -121,7 +131,7 @@ def send(topology: Topology, source: int, target: int, num_bytes: float, *, shar
     if num_bytes == 0 or source == target:
         return FREE
     path = topology.link(source, target)
-    slowest = min(path.kinds, key=lambda kind: min(path.bandwidth * kind.efficiency, kind.max_flow))
+    slowest = min(path.kinds, key=lambda kind: (min(path.bandwidth * kind.efficiency, kind.max_flow), kind.name))
     alone = min(path.bandwidth * slowest.efficiency, slowest.max_flow)
     rate = min(alone, path.bandwidth * slowest.efficiency / sharing) if path.between_nodes else alone
     line = Line(kind=slowest, bandwidth=rate, hop=path.latency + slowest.hop)
@@ -143,13 +153,16 @@ def send(topology: Topology, source: int, target: int, num_bytes: float, *, shar
     curves = tuple(curve for curve in curves if [curve.source, curve.target] == types) or curves
     if not curves:
         return cost
-    return _as_measured(cost, measured_seconds(curves[0], num_bytes) * alone / rate)
+    ends = [topology.cluster.node_of(rank) for rank in (source, target)]
+    share = rate / alone * linked(topology, curves[0], ends)
+    return _as_measured(cost, measured_seconds(curves[0], num_bytes) / share)
 
 
 def _measured(
     topology: Topology,
     kind: Collective,
     members: Sequence[Member],
+    group: Group,
     num_bytes: float,
     sharing: int,
     modelled: CommunicationCost,
@@ -158,22 +171,46 @@ def _measured(
 
     Where several pairs of device types were measured the slowest decides.
     """
-    types = [topology.cluster.devices[rank].type.name for member in members for rank in member.ranks]
-    most = max(len(member.ranks) for member in members)
-    within: Literal["node", "nodes"] = "node" if len(members) == 1 else "nodes"
-    num_devices = most if within == "node" else most * sharing
-    curves = topology.curves_between(kind, within, types, num_devices=num_devices)
+    within: Literal["node", "nodes"] = "node" if group.inter is None else "nodes"
+    num_devices = group.most_on_a_node * (1 if group.inter is None else sharing)
+    curves = topology.curves_between(kind, within, topology.types(members), num_devices=num_devices)
     if not curves:
         return None
-    seconds = []
-    for curve in curves:
-        per_node = curve.ranks if within == "node" else curve.devices
-        num_nodes = 1 if within == "node" else max(2, curve.ranks // curve.devices)
-        nodes = [members[index % len(members)].node for index in range(num_nodes)]
-        like = Group.of(topology, [Member(node=node, ranks=node.ranks[:per_node]) for node in nodes])
-        told = measured_seconds(curve, num_bytes)
-        seconds.append(told * modelled.seconds / quickest(like, kind, num_bytes).seconds)
-    return replace(_as_measured(modelled, max(seconds)), beside=interference(curves))
+    told = [_as_if_measured(topology, kind, members, group, sharing, curve) for curve in curves]
+    seconds = max(interpolated(*points, num_bytes) for points in told)
+    return replace(_as_measured(modelled, seconds), beside=interference(curves))
+
+
+def _as_if_measured(
+    topology: Topology,
+    kind: Collective,
+    members: Sequence[Member],
+    group: Group,
+    sharing: int,
+    curve: LinkCurve,
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Sizes and seconds that this group would have been measured with.
+
+    The curve is that of the best linked nodes of its device types. Nodes with lesser links take as long, but at least
+    as long as the model says of them.
+    """
+    key = (kind, members, sharing, id(curve))
+    if key not in topology.memo:
+        types = types_of(curve)
+        own = [member.node for member in topology.unlike(members) if topology.has(member.node, types)]
+        here = Group.measured(topology, curve, own)
+        there = [
+            [Group.measured(topology, curve, [node]) for node in able_nodes(topology, curve, type_)] for type_ in types
+        ]
+
+        def seconds(size: float, told: float) -> float:
+            mine = quickest(here, kind, size).seconds
+            best = max(min(quickest(one, kind, size).seconds for one in alike) for alike in there)
+            return told * max(1.0, mine / max(best, told)) * quickest(group, kind, size).seconds / mine
+
+        topology.memo[key] = converted(curve, seconds)
+    found: tuple[Sequence[float], Sequence[float]] = topology.memo[key]
+    return found
 
 
 def _modelled(duration: Duration) -> CommunicationCost:

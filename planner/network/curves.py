@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import exp, log, log10
 from typing import Literal
 
 from whale.ir.profile import Interference, LinkCurve
 
-__all__ = ["curves_between", "interference", "measured_seconds", "moving_seconds"]
+__all__ = [
+    "converted",
+    "curves_between",
+    "interference",
+    "interpolated",
+    "measured_seconds",
+    "moving_seconds",
+    "peak",
+    "types_of",
+]
 
 SMALLEST_FITTED = 50e3
 """Bytes below which no fitted polynomial is asked: those of Sailor's artifact are negative below 8 kB to 200 kB."""
@@ -36,7 +46,11 @@ def measured_seconds(curve: LinkCurve, num_bytes: float) -> float:
     >>> [round(measured_seconds(curve, size) * 1e3, 3) for size in (1, 1e6, 2e6, 4e6, 8e6)]
     [1.0, 1.0, 1.414, 2.0, 4.0]
     """
-    sizes, seconds = _points(curve)
+    return interpolated(*_points(curve), num_bytes)
+
+
+def interpolated(sizes: Sequence[float], seconds: Sequence[float], num_bytes: float) -> float:
+    """Seconds of so many bytes by points that ascend in both, as `measured_seconds` has them."""
     if num_bytes <= sizes[0]:
         return seconds[0]
     if num_bytes >= sizes[-1]:
@@ -80,6 +94,17 @@ def moving_seconds(curves: Iterable[LinkCurve], within: Literal["node", "nodes"]
     return max(found)
 
 
+def converted(curve: LinkCurve, to: Callable[[float, float], float]) -> tuple[tuple[float, ...], list[float]]:
+    """A curve's points with other seconds, made from the bytes and seconds of each; more bytes are never faster."""
+    sizes, seconds = _points(curve)
+    return sizes, _ascending([to(size, each) for size, each in zip(sizes, seconds, strict=True)])
+
+
+def peak(curve: LinkCurve) -> float:
+    """The most bytes per second that a curve tells of any size."""
+    return max(size / seconds for size, seconds in zip(*_points(curve), strict=True))
+
+
 @lru_cache(maxsize=4096)
 def _points(curve: LinkCurve) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Sizes and seconds, both ascending."""
@@ -94,10 +119,12 @@ def _points(curve: LinkCurve) -> tuple[tuple[float, ...], tuple[float, ...]]:
         ratio = LARGEST_FITTED / SMALLEST_FITTED
         grid = [SMALLEST_FITTED * ratio ** (step / steps) for step in range(steps + 1)]
         points = [(size, size / rate) for size in grid if (rate := _fitted(curve, size)) >= LEAST_RATE]
-    seconds: list[float] = []
-    for _, taken in reversed(points):
-        seconds.append(min(taken, seconds[-1]) if seconds else taken)
-    return tuple(size for size, _ in points), tuple(reversed(seconds))
+    return tuple(size for size, _ in points), tuple(_ascending([taken for _, taken in points]))
+
+
+def _ascending(seconds: Sequence[float]) -> list[float]:
+    """Seconds of ascending sizes, none of which takes longer than a larger one."""
+    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def _fitted(curve: LinkCurve, num_bytes: float) -> float:
@@ -130,16 +157,16 @@ def curves_between(
     wanted = Counter(types)
 
     def unlikeness(curve: LinkCurve) -> tuple[float, int, float]:
-        ranks = _types_of(curve)
+        ranks = types_of(curve)
         others = (ranks - wanted).total() + (wanted - ranks).total()
         at_ends = (curve.devices, curve.target_devices or curve.devices)
         return abs(log(curve.ranks / len(types))), others, sum(abs(log(devices / num_devices)) for devices in at_ends)
 
     best: dict[tuple[str, ...], LinkCurve] = {}
     for curve in curves:
-        if curve.operation != operation or curve.within != within or not wanted.keys() >= _types_of(curve).keys():
+        if curve.operation != operation or curve.within != within or not wanted.keys() >= types_of(curve).keys():
             continue
-        key = (curve.source, curve.target) if operation == "send" else tuple(sorted(_types_of(curve)))
+        key = (curve.source, curve.target) if operation == "send" else tuple(sorted(types_of(curve)))
         if _points(curve)[0] and (key not in best or unlikeness(curve) < unlikeness(best[key])):
             best[key] = curve
     together = best.get(tuple(sorted(wanted)))
@@ -149,8 +176,8 @@ def curves_between(
     return tuple(best.values()) if told >= wanted.keys() else ()
 
 
-def _types_of(curve: LinkCurve) -> Counter[str]:
-    """The device types of the ranks that took part."""
+def types_of(curve: LinkCurve) -> Counter[str]:
+    """The device types of the ranks that took part, each with its number."""
     if curve.types:
         return Counter(curve.types)
     return (

@@ -8,7 +8,7 @@ there is and who shares it; `whale.planner.network.communication` knows how much
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -129,13 +129,39 @@ class Topology:
             by_node.setdefault(self.cluster.node_of(rank).name, []).append(rank)
         return tuple(Member(node=self.cluster.node_of(part[0]), ranks=tuple(part)) for part in by_node.values())
 
+    def unlike(self, members: Sequence[Member]) -> list[Member]:
+        """The members without those whose nodes, and places there, are like another's."""
+        found: dict[object, Member] = {}
+        for member in members:
+            index, _ = self._places[member.ranks[0]]
+            first = member.node.ranks[0]
+            found.setdefault((self._kinds[index][0], tuple(rank - first for rank in member.ranks)), member)
+        return list(found.values())
+
+    @cached_property
+    def unlike_nodes(self) -> list[Node]:
+        """One node of each kind: of these links and devices."""
+        firsts = {kind: node for (kind, _, _), node in zip(self._kinds, self.cluster.nodes, strict=True)}
+        return list(firsts.values())
+
+    def has(self, node: Node, types: Collection[str]) -> bool:
+        """Whether a node has a device of one of these types."""
+        return any(self.cluster.devices[rank].type.name in types for rank in node.ranks)
+
+    def types(self, members: Sequence[Member]) -> list[str]:
+        """The type of each device of a group."""
+        return [self.cluster.devices[rank].type.name for member in members for rank in member.ranks]
+
     def sharing(self, ranks: Sequence[int], num_alike: int) -> int:
-        """How many of *num_alike* groups like this one communicate over the same nodes' adapters."""
+        """How many of *num_alike* groups like this one communicate over the same nodes' adapters: as many as the node
+        with the least room for another has devices for."""
         if num_alike == 1:
             return 1
-        node = self.cluster.node_of(min(ranks))
-        members = len(set(node.ranks).intersection(ranks))
-        return 1 if members == len(ranks) else max(1, min(num_alike, len(node.ranks) // members))
+        counts = Counter(self._places[rank][0] for rank in ranks)
+        if len(counts) == 1:
+            return 1
+        room = min(len(self.cluster.nodes[index].ranks) // count for index, count in counts.items())
+        return max(1, min(num_alike, room))
 
     def shape(self, ranks: Sequence[int]) -> tuple[tuple[Any, int], ...]:
         """Where a group lies, as a key: what groups of one shape do takes as long. Linear in the ranks.
@@ -187,8 +213,11 @@ class Topology:
 
     def intra_kind(self, node: Node) -> LinkKind:
         """What links the devices of *node*."""
-        type_ = self.cluster.devices[node.ranks[0]].type
-        return intra_node_kind(self.intra_link(node), built_in_links().get(type_.name))
+        link, known = self.intra_link(node), built_in_links()
+        types = {self.cluster.devices[rank].type.name for rank in node.ranks}
+        return min(
+            (intra_node_kind(link, known.get(type_)) for type_ in types), key=lambda kind: (kind.efficiency, kind.name)
+        )
 
     def inter_kind(self, node: Node) -> LinkKind:
         """What links *node* with others."""

@@ -8,8 +8,8 @@ of the linear program::
     so that sum_k x[l, k] = 1                   for every kind of layer l
             sum_l w[l, k] x[l, k] <= N[k] T     for every type k
 
-where w[l, k] are the device-seconds of all layers of kind l for the whole batch on type k, at the degrees and the number
-of rows at which a row costs least, and N[k] is the number of devices. By duality any prices v[k] >= 0 with sum 1 prove
+where w[l, k] are the device-seconds of all layers of kind l for the whole batch on type k, at the degrees and number of
+rows at which a row costs least, and N[k] is the number of devices. By duality any prices v[k] >= 0 with sum 1 prove
 sum_l min_k v[k] w[l, k] / N[k], and the best prices reach T.
 
 Complexity: O(rounds x kinds of layers x types^2), whatever the number of devices. ``benchmarks/search_bound.py`` has a
@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from whale.ir.cluster import DeviceType
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search.prices import Prices
 
 __all__ = ["least_seconds", "least_time", "work_of_kinds"]
@@ -44,7 +43,7 @@ def least_seconds(prices: Prices, batch: int) -> float:
     counts = Counter(prices.profile.layers)
     of_kinds = work_of_kinds(prices, batch)
     work = np.array([num * of_kinds[kind] for kind, num in counts.items()])
-    return least_time(work, np.array(list(prices.num_of_types.values()), dtype=float)) + STEP_OVERHEAD_SECONDS
+    return least_time(work, np.array(list(prices.num_of_types.values()), dtype=float)) + prices.step_overhead
 
 
 def work_of_kinds(prices: Prices, batch: int) -> Array:

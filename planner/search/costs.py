@@ -95,7 +95,7 @@ class SliceCosts:
         if self._need(0, num - 1, held) + float(entering.max() + leaving.max()) <= self.room:
             return np.zeros(num, dtype=np.int64)
         state, stepping = self.fixed + held * self.kept, self.fixed + self.step
-        freed = np.maximum.accumulate(state - entering)  # of a stage that begins there, or earlier after a smaller message
+        freed = np.maximum.accumulate(state - entering)  # that begins there or, after less, before
         found = np.full(num, num, dtype=np.int64)
         for most, after in self._amounts:
             first = np.searchsorted(freed, state + leaving + most - self.room, side="left")

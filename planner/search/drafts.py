@@ -20,11 +20,11 @@ import numpy as np
 
 from whale.errors import InfeasibleError
 from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.costs import Array, Integers
 from whale.planner.search.devices import Mesh
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.steps import SETTLING, Slot, in_flight, slots_of
+from whale.planner.simulation.recurrence import SETTLING, Slot, slots_of
 
 __all__ = [
     "Draft",
@@ -111,6 +111,7 @@ class Scored:
         seconds: of a step; what the recurrence says if ``exact``, else a time before which it cannot end.
         fullness: of the fullest device, the part of its room that it takes.
         loads: of each stage, its seconds for all micro-batches and once a step: the largest bounds the step.
+        overhead: seconds of the step that belong to no stage, part of ``seconds``.
     """
 
     draft: Draft
@@ -118,6 +119,7 @@ class Scored:
     seconds: float
     fullness: float
     loads: tuple[float, ...]
+    overhead: float
     exact: bool = False
 
     @property
@@ -134,7 +136,7 @@ class Scored:
         count, schedule, times = self.draft.micro_batches, self.draft.schedule, self.times
         ends = pipeline_ends(*times[:3], count, schedule, last_share=times.last_share)
         step = max(end + after for end, after in zip(ends, times.once, strict=True))
-        return replace(self, seconds=max(self.seconds, step + STEP_OVERHEAD_SECONDS), exact=True)
+        return replace(self, seconds=max(self.seconds, step + self.overhead), exact=True)
 
 
 def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
@@ -155,7 +157,10 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
         (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
     )
     least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share)
-    return Scored(draft=draft, times=times, seconds=least + STEP_OVERHEAD_SECONDS, fullness=max(fullness), loads=loads)
+    overhead = meshes.prices.step_overhead
+    return Scored(
+        draft=draft, times=times, seconds=least + overhead, fullness=max(fullness), loads=loads, overhead=overhead
+    )
 
 
 def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:

@@ -11,25 +11,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS, relative_error
+from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.optimizers import Optimizer
-from whale.planner.cost.stage import OVERLAP_SLOWDOWN
+from whale.planner.cost.step import overlap_slowdown, step, timing_of
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.prices import LayerPrice, Memo, Prices, TensorGroup
-from whale.planner.search.steps import Step, in_flight, long_step
-from whale.planner.simulation.simulate import simulate
 
 __all__ = ["cost_of", "evaluate", "score"]
-
-MOST_TASKS = 100
-"""Steps of more tasks are not simulated event by event."""
 
 
 def evaluate(
@@ -77,25 +72,13 @@ def score(
     rows = sum(stages[0].rows)
     batch = micro_batches * rows if batch is None else batch
     workload = plan.workload().model_copy(update={"last_share": batch / rows - micro_batches + 1})
-    simulated = _simulated(workload)
-    cluster = prices.cluster
-    measured = all(price.measured for own in plan.costs for price in own)
-    source: Literal["measured", "modelled"] = "measured" if measured else "modelled"
-    error = relative_error(cluster, measured=measured)
-    seconds = simulated.seconds
-    memory = tuple(sorted(plan.memory(), key=lambda device: device.rank))
-    flops = 3 * batch * prices.flops
-    peak = sum(num * prices.precision.rate(type_)[0] for type_, num in prices.num_of_types.items())
-    prediction = Prediction(
-        step_seconds=seconds,
-        step_seconds_interval=(seconds * (1 - error), seconds * (1 + error)),
-        breakdown=simulated.breakdown,
-        memory=memory,
-        fits=all(device.total <= device.capacity for device in memory),
-        source=source,
-        bubble=simulated.bubble,
-        flops=flops,
-        mfu=flops / seconds / peak,
+    prediction = step(
+        timing_of(workload),
+        devices=prices.num_of_types,
+        precision=prices.precision,
+        flops=3 * batch * prices.flops,
+        memory=sorted(plan.memory(), key=lambda device: device.rank),
+        measured=all(price.measured for own in plan.costs for price in own),
     )
     return Candidate(
         stages=tuple(stages),
@@ -265,8 +248,8 @@ class _Plan:
             reductions=tuple(self._reductions()),
             links=links,
             update=tuple(update),
-            overhead=STEP_OVERHEAD_SECONDS,
-            overlap_slowdown=OVERLAP_SLOWDOWN,
+            overhead=self.prices.step_overhead,
+            overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
         )
 
     def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
@@ -434,16 +417,3 @@ def cost_of(prices: Prices, layers: range, group: TensorGroup, rows: int, micro_
         update=sum(count * price.update for count, price in found),
         measured=all(price.measured for _, price in found),
     )
-
-
-# --- the step ---------------------------------------------------------------------------------------------------------
-
-
-def _simulated(workload: Workload) -> Step:
-    """The step by the simulator; a long one by the recurrence that leads to the same."""
-    ranks = sum(len(stage.ranks) for stage in workload.stages)
-    if 2 * ranks * workload.micro_batches > MOST_TASKS:
-        return long_step(workload)
-    timeline = simulate(workload)
-    breakdown = {str(part): spent for part, spent in timeline.breakdown.items()}
-    return Step(timeline.step_seconds, breakdown, min(1.0, timeline.bubble))

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
 from whale.planner.balance.shares import Worker, fastest_shares
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import Mesh, lay_out
 from whale.planner.search.drafts import Draft
 from whale.planner.search.evaluate import cost_of, score
 from whale.planner.search.meshes import Meshes
 from whale.planner.search.prices import Prices, TensorGroup
-from whale.planner.search.steps import in_flight
 
 __all__ = ["fastest_rows", "laid_out"]
 

@@ -196,8 +196,8 @@ class Meshes:
     def _within_memory(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float] | None:
-        """As `stage`, with the rows with which the slowest replica is done first if each has as many as fit at most; None
-        if they do not hold all rows."""
+        """As `stage`, with the rows with which the slowest replica is done first if each has at most as many as fit;
+        None if they do not hold all rows."""
         groups, _ = self.sample(mesh)
 
         def of(group: TensorGroup, count: int) -> SliceCosts:
@@ -207,7 +207,10 @@ class Meshes:
             return sum(of(group, count).seconds(*part)) if count else 0.0
 
         counts = range(1, rows + 1)
-        most = [bisect_left(counts, True, key=lambda count: of(group, count).fullness(*part, held) > 1) for group, _ in groups]
+        most = [
+            bisect_left(counts, True, key=lambda count: of(group, count).fullness(*part, held) > 1)
+            for group, _ in groups
+        ]
         if sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
             return None
         low, high = 0.0, max(seconds(group, limit) for limit, (group, _) in zip(most, groups, strict=True))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import Affine, ModelProfile
+from whale.ir.program import BUCKET_BYTES
 from whale.planner.cost.layers import (
     Collective,
     LayerSeconds,
@@ -42,6 +43,7 @@ from whale.planner.cost.memory import (
 from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.cost.precision import Precision, precision_named
 from whale.planner.cost.stage import exposed_seconds
+from whale.planner.cost.step import AGREED_BYTES, step_overhead
 from whale.planner.network.communication import collective, send
 from whale.planner.network.topology import Topology
 
@@ -49,9 +51,6 @@ __all__ = ["Hop", "LayerPrice", "Memo", "Prices", "TensorGroup"]
 
 MOST_USUAL_ROWS = 4096
 """Up to so many powers of two are priced together; a search asks for most of them."""
-
-BUCKET_BYTES = 4 * 2**20
-"""Of the messages in which Whale sums small gradients, as `whale.runtime.reduce` has them."""
 
 Shape = tuple[tuple[int, int, int, int], ...]
 """Where a group lies: kind of node, its devices and adapters there, and how many such nodes follow each other."""
@@ -207,6 +206,13 @@ class Prices:
         num = len(self.cluster.devices)
         given = self.batch * self.profile.row_bytes if self.eager else 0.0
         return {type_.name: framework_bytes(type_, num) + given for type_ in self.num_of_types}
+
+    @cached_property
+    def step_overhead(self) -> float:
+        """Seconds of a step that belong to no task."""
+        ranks = range(len(self.cluster.devices))
+        agreed = self.collective("all_reduce", ranks, AGREED_BYTES) if self.eager and len(ranks) > 1 else 0.0
+        return step_overhead(self.num_of_types, agreed)
 
     @cached_property
     def wasted(self) -> float:

@@ -9,6 +9,7 @@ from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, L
 from whale.planner.catalog import device_types
 from whale.planner.cost.kernels import matmul_seconds
 from whale.planner.cost.layers import layer_seconds, layer_seconds_by_rows
+from whale.planner.cost.precision import precision_named
 
 A100 = device_types()["A100-SXM4-80GB"]
 H100 = device_types()["H100-SXM5-80GB"]
@@ -148,6 +149,17 @@ def test_what_the_host_limits_takes_longer_in_a_group_that_spans_its_sockets() -
 def test_a_batch_norm_reads_its_input_twice() -> None:
     norm, other = (forward_seconds(moving(name, 1e9)) for name in ("aten.native_batch_norm", "aten.native_layer_norm"))
     assert 1.3 < norm / other < 1.6
+
+
+def test_float32_uses_tensor_cores_for_convolutions_alone_and_tf32_for_products_too() -> None:
+    product = linear(8192, 8192, 8192)
+    volta = device_types()["V100-SXM2-32GB"]
+    whole, tensor = (forward_seconds(product, precision=name) for name in ("fp32", "tf32"))
+    assert 4 < whole / tensor < 8  # 19.5 and 156 TFLOP/s at their peaks
+    assert forward_seconds(product, device=volta, precision="fp32") == forward_seconds(
+        product, device=volta, precision="tf32"
+    )
+    assert precision_named("fp32").rate(A100, "convolutions") == (A100.speed("tfloat32"), "tfloat32")
 
 
 def test_convolutions_in_float32_pay_for_their_layout_on_tensor_cores() -> None:

@@ -314,11 +314,31 @@ def test_a_profile_as_text_names_its_layers() -> None:
     assert "aten.scaled_dot_product_attention" in text
 
 
-def test_a_degree_at_which_costs_follow_no_law_is_left_out_and_said() -> None:
-    settings = {"layers": 1, "hidden": 16, "ffn": 16, "heads": 4, "experts": 4, "seq": 8, "vocab": 32}
-    profile = profiled("gshard", degrees=(1, 2), **settings)  # its router cuts rows, and uneven parts are padded
-    assert {variant.tensor_degree for kind in profile.kinds for variant in kind.variants} == {1}
-    assert [degree for degree, why in profile.refused if "so it has no law" in why] == [2]
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("moe", {"experts": 8, "kv_heads": 8}),  # its dispatch cuts rows
+        ("moe", {"experts": 6, "kv_heads": 2, "top_k": 3}),
+        ("gshard", {"experts": 4}),  # its router does
+    ],
+)
+def test_layers_whose_rows_a_group_divides_are_costed_in_multiples_of_the_degree(
+    name: str, settings: dict[str, Any]
+) -> None:
+    sizes = {"layers": 1, "hidden": 64, "ffn": 96, "heads": 8, "seq": 16, "vocab": 64}
+    profile = profiled(name, degrees=(1, 2, 8), **sizes | settings)
+    assert not [why for _, why in profile.refused if "no law" in why or "by the row" in why]
+    for kind in profile.kinds:
+        whole = kind.variants[0]
+        for variant in kind.variants[1:]:
+            for rows in (8, 24):
+                parts = variant.tensor_degree * products_flops(variant, rows)
+                most = 1.6  # a router, and heads of keys that there are too few of, are computed by all
+                assert products_flops(whole, rows) <= parts <= most * products_flops(whole, rows)
+
+
+def products_flops(variant: LayerVariant, rows: int) -> float:
+    return sum(k.flops(rows) for k in (*variant.forward, *variant.backward) if k.kind != "memory")
 
 
 # --- one capture for all ----------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_no_uniform_degrees_are_faster(counts: tuple[int, ...]) -> None:
     cluster = nodes(*counts)
     best = search(profile, cluster, batch=64, settings=SearchSettings(precision="fp16", time_limit=300)).best
     num_layers = len(profile.layers)
-    for tensor, pipeline, rows in ((8, 2, 1), (8, 2, 2), (8, 1, 1), (4, 2, 2), (1, 16, 1)):
+    for tensor, pipeline, rows in ((8, 2, 1), (8, 2, 2), (8, 1, 1), (1, 16, 1)):
         size = 16 // pipeline
         stages = [
             StageChoice(
@@ -126,7 +126,10 @@ def test_devices_behind_a_slow_network_do_not_make_a_plan_slower(others: tuple[t
         for cluster in (near, every)
     )
     assert len(alone.best.stages) > 1
-    assert more.best.prediction.step_seconds <= alone.best.prediction.step_seconds * 1.001
+    (less, idle) = (  # but for what all ranks do together at the end of a step, whether or not they have a stage
+        one.best.prediction.step_seconds - one.best.workload.overhead for one in (alone, more)
+    )
+    assert idle <= less * 1.001
 
 
 def test_of_plans_that_differ_in_the_names_of_types_alone_one_is_shown() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.chains import card, chain, layer, machines
-from whale.planner.cost.estimate import STEP_OVERHEAD_SECONDS
 from whale.planner.search import SearchSettings, search
 from whale.planner.search.bound import least_seconds, least_time
 from whale.planner.search.prices import Prices
@@ -22,15 +21,15 @@ def test_of_one_device_it_is_the_step_but_for_the_optimizer() -> None:
 
 def test_types_work_at_their_own_pace() -> None:
     profile = chain([layer({FAST.name: 0.01, SLOW.name: 0.03})], (0,) * 4)
-    bound = least_seconds(Prices.of(profile, machines([FAST, SLOW]), eager=True), 12) - STEP_OVERHEAD_SECONDS
-    assert bound == pytest.approx(4 * 12 * 0.01 * 3 / 4)
+    prices = Prices.of(profile, machines([FAST, SLOW]), eager=True)
+    assert least_seconds(prices, 12) - prices.step_overhead == pytest.approx(4 * 12 * 0.01 * 3 / 4)
 
 
 def test_the_number_of_rows_is_the_one_that_costs_least_for_each_row() -> None:
     """What a layer takes however few its rows are is shared by many of them."""
     profile = chain([layer({FAST.name: 0.01}, fixed=0.02)], (0,))
-    bound = least_seconds(Prices.of(profile, machines([FAST]), eager=True), 64) - STEP_OVERHEAD_SECONDS
-    assert 64 * 0.01 < bound <= 64 * 0.01 + 0.02
+    prices = Prices.of(profile, machines([FAST]), eager=True)
+    assert 64 * 0.01 <= least_seconds(prices, 64) - prices.step_overhead <= 64 * 0.01 + 0.02
 
 
 def test_each_kind_of_layer_is_done_where_it_costs_least() -> None:

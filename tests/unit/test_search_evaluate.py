@@ -11,13 +11,13 @@ from tests.chains import card, chain, layer, machines
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import LayerKind, ModelProfile
+from whale.ir.program import BUCKET_BYTES
 from whale.planner.catalog import device_types
 from whale.planner.cost.configuration import Configuration
 from whale.planner.cost.estimate import Estimate, estimate
 from whale.planner.search import StageChoice, evaluate
-from whale.planner.search.prices import BUCKET_BYTES, Prices
+from whale.planner.search.prices import Prices
 from whale.planner.simulation.simulate import simulate
-from whale.runtime import reduce
 
 A100 = device_types()["A100-SXM4-80GB"]
 V100 = device_types()["V100-SXM2-32GB"]
@@ -204,7 +204,6 @@ def test_a_plan_that_cannot_be_is_refused(changes, said: str) -> None:  # type: 
 def test_gradients_are_summed_in_the_messages_that_whale_sends(gpt: ModelProfile) -> None:
     """A large parameter is a message of its own, small ones share a bucket: more bytes are more messages, not larger
     ones. Other stacks are priced with one message."""
-    assert BUCKET_BYTES == reduce.BUCKET_BYTES
     largest, ranks = 10_000_000, range(16)
 
     def known(kind: LayerKind) -> LayerKind:

@@ -22,13 +22,13 @@ from whale.ir.workload import Prediction, Workload
 from whale.planner.advice import advised, gib
 from whale.planner.balance.by_speed import pipeline_by_speed
 from whale.planner.cost.precision import BY_DTYPE
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.schedules.orders import FITTED
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
 from whale.planner.search.choices import PRICED
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
-from whale.planner.search.steps import in_flight
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
 __all__ = [

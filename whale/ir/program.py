@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from whale.ir.schedule import Kind, Order, Task
 
 __all__ = [
+    "BUCKET_BYTES",
     "Box",
     "Compute",
     "Copy",
@@ -40,6 +41,10 @@ __all__ = [
     "project",
     "project_rank",
 ]
+
+BUCKET_BYTES = 4 * 2**20
+"""Capacity of a bucket, in which small gradients are summed together: what the reducer fills, the profiler measures and
+the planner prices."""
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]

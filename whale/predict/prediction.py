@@ -6,15 +6,16 @@ devices hold in `whale.predict.device_memory`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from whale.compile.compile import Compilation
-from whale.ir.profile import LayerKind
+from whale.compile.compilation import Compilation
 from whale.ir.workload import Prediction, Workload
-from whale.planner.cost.estimate import relative_error
+from whale.planner.cost.layers import forward_flops
 from whale.planner.cost.precision import precision_named
+from whale.planner.cost.step import step
+from whale.planner.simulation.recurrence import Timing
 from whale.planner.simulation.simulate import simulate_alike
 from whale.planner.simulation.timeline import Timeline
 from whale.predict.costs import Costs
@@ -63,28 +64,12 @@ def predict(
     workload, measured = workload_of(compilation, costs, layers, held, schedule)
     timeline = simulate_alike(workload)
     memory = tuple(device_memory(costs.cluster, rank, held[rank]) for rank in sorted(held))
-    seconds = timeline.step_seconds
-    source: Literal["measured", "modelled"] = "measured" if measured else "modelled"
-    error = relative_error(costs.cluster, measured=measured)
-    flops = 3.0 * sum(compilation.rows) * sum(map(_forward_flops, costs.profile.chain()))
-    peak = sum(precision_named(costs.precision).rate(device.type)[0] for device in costs.cluster.devices)
-    prediction = Prediction(
-        step_seconds=seconds,
-        step_seconds_interval=(seconds * (1 - error), seconds * (1 + error)),
-        breakdown={str(part): spent for part, spent in timeline.breakdown.items()},
+    prediction = step(
+        Timing.of(timeline),
+        devices=Counter(device.type for device in costs.cluster.devices),
+        precision=precision_named(costs.precision),
+        flops=3.0 * sum(compilation.rows) * sum(map(forward_flops, costs.profile.chain())),
         memory=memory,
-        fits=all(device.total <= device.capacity for device in memory),
-        source=source,
-        bubble=min(1.0, timeline.bubble),
-        flops=flops,
-        mfu=flops / seconds / peak if seconds else 0.0,
+        measured=measured,
     )
     return Predicted(prediction=prediction, workload=workload, timeline=timeline)
-
-
-def _forward_flops(kind: LayerKind) -> float:
-    """Multiplications and additions of a layer's products for a row."""
-    variant = next((one for one in kind.variants if one.tensor_degree == 1), None)
-    if variant is None:
-        return 0.0
-    return sum(kernel.count * kernel.flops(1) for kernel in variant.forward if kernel.kind != "memory")

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
+from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
 from whale.planner.network.communication import send
 from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
@@ -28,14 +29,6 @@ from whale.predict.traffic import bucket_bytes, call_bytes
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Backward", "workload_of"]
-
-CPU_OVERLAP_SLOWDOWN = 0.5
-"""Where nothing was measured: gloo takes some 1.1 ns of processor time for a byte of an all-reduce whose wire time at
-1 Gbit/s is 8 ns, so on a quarter of a core computation beside it takes half as long again
-(benchmarks/testbed_noise.py)."""
-
-GPU_OVERLAP_SLOWDOWN = 0.126
-"""Galvatron's coefficient for A100, as in `whale.planner.cost.stage`."""
 
 
 def workload_of(
@@ -59,7 +52,8 @@ def workload_of(
         for rank, one in spent.items():
             update[rank] += one.update
     ranks = tuple(sorted(held))
-    together = costs.collective("all_reduce", ranks, 16) if len(ranks) > 1 else 0.0
+    agreed = costs.collective("all_reduce", ranks, AGREED_BYTES) if len(ranks) > 1 else 0.0
+    types = {device.type for device in costs.cluster.devices}
     workload = Workload(
         world_size=len(costs.cluster.devices),
         micro_batches=len(compilation.rows),
@@ -70,8 +64,8 @@ def workload_of(
         reductions=_reductions(compilation, costs, backwards),
         links=_links(costs, boundaries),
         update=tuple(update),
-        overhead=together,  # the ranks compare their batches before a step
-        overlap_slowdown=CPU_OVERLAP_SLOWDOWN if costs.device == "cpu" else GPU_OVERLAP_SLOWDOWN,
+        overhead=step_overhead(types, agreed),
+        overlap_slowdown=overlap_slowdown(types),
         runs_ahead=costs.device != "cpu",
     )
     return workload, measured

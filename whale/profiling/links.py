@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
+from whale.ir.program import BUCKET_BYTES
 from whale.profiling.measuring import Item
 from whale.profiling.places import Place
 from whale.runtime import probe
 from whale.runtime.launch import World, groups
-from whale.runtime.reduce import BUCKET_BYTES
 
 __all__ = ["OPERATIONS", "link_items"]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from whale.ir.profile import MeasuredRate, ModelProfile
+from whale.ir.program import BUCKET_BYTES
 from whale.profiling.links import link_items
 from whale.profiling.measuring import Item
 from whale.profiling.places import Place, first_of_types
 from whale.runtime import probe
 from whale.runtime.launch import World
-from whale.runtime.reduce import BUCKET_BYTES
 
 __all__ = ["Sizes", "machine_items"]
 

@@ -19,12 +19,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from whale.errors import ScheduleError, UsageError
+from whale.ir.program import BUCKET_BYTES
 from whale.runtime.failure import Failures
 
-__all__ = ["BUCKET_BYTES", "Bucket", "Reducer", "bucketize"]
-
-BUCKET_BYTES = 4 * 2**20
-"""Capacity of a bucket of gradients."""
+__all__ = ["Bucket", "Reducer", "bucketize"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,111 @@
+"""A training step predicted: seconds with their interval, where they go, MFU and memory.
+
+The only place that makes a `Prediction`, and that knows what a step costs beside its tasks. The search, an estimate and
+the prediction of a compiled plan make a `Workload` each, and get their prediction here, so they agree wherever their
+workloads do. It knows no plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import sqrt
+
+from whale.ir.cluster import DeviceType
+from whale.ir.workload import DeviceMemory, Prediction, Workload
+from whale.planner.cost.precision import Precision
+from whale.planner.cost.silicon import silicon_of
+from whale.planner.simulation.recurrence import Timing, long_timing
+from whale.planner.simulation.simulate import simulate
+
+__all__ = ["AGREED_BYTES", "overlap_slowdown", "relative_error", "step", "step_overhead", "timing_of"]
+
+RELATIVE_ERROR = 0.15
+"""Nine of ten predictions of benchmarks/published.py are nearer than this, by modelled layers and by measured ones."""
+
+UNKNOWN_CHIP = 1.5
+"""How much wider the interval is where nothing measured stands behind a chip's figures (assumed)."""
+
+LOOP_SECONDS = 3e-3
+"""What the loop around a step takes on the host of an accelerator: reading the loss, starting the next step. From
+Sailor's runs of 1 and 32 micro-batches on A100. On processors there is nothing to wait for."""
+
+AGREED_BYTES = 16
+"""Of the all-reduce by which Whale's ranks compare their batches before a step."""
+
+GPU_OVERLAP_SLOWDOWN = 0.126
+"""How much longer computation takes while a collective runs beside it (Galvatron's coefficient for A100)."""
+
+CPU_OVERLAP_SLOWDOWN = 0.5
+"""The same on processors: gloo takes some 1.1 ns of processor time for a byte of an all-reduce whose wire time at
+1 Gbit/s is 8 ns, so on a quarter of a core computation beside it takes half as long again
+(benchmarks/testbed_noise.py)."""
+
+MOST_TASKS = 100
+"""Steps of more tasks are not simulated event by event."""
+
+
+def step(
+    timing: Timing,
+    *,
+    devices: Mapping[DeviceType, int],
+    precision: Precision,
+    flops: float,
+    memory: Iterable[DeviceMemory],
+    measured: bool,
+) -> Prediction:
+    """Return the prediction of a step.
+
+    Args:
+        timing: of its workload, by `timing_of` or from a timeline.
+        devices: how many of each type the cluster has, idle ones included.
+        precision: of the products, for the peak that MFU is a share of.
+        flops: of the model in the step, forward and backward, without recomputation.
+        memory: of the devices.
+        measured: whether all layers were measured on their devices.
+    """
+    seconds = timing.seconds
+    error = relative_error(devices, measured=measured)
+    peak = sum(num * precision.rate(type_)[0] for type_, num in devices.items())
+    found = tuple(memory)
+    return Prediction(
+        step_seconds=seconds,
+        step_seconds_interval=(seconds * (1 - error), seconds * (1 + error)),
+        breakdown=timing.breakdown,
+        memory=found,
+        fits=all(device.total <= device.capacity for device in found),
+        source="measured" if measured else "modelled",
+        bubble=min(1.0, timing.bubble),
+        flops=flops,
+        mfu=flops / seconds / peak if seconds else 0.0,
+    )
+
+
+def timing_of(workload: Workload) -> Timing:
+    """Return how long a step takes: by the simulator, or if it has many tasks by the recurrence that leads to the
+    same."""
+    ranks = sum(len(stage.ranks) for stage in workload.stages)
+    if 2 * ranks * workload.micro_batches > MOST_TASKS:
+        return long_timing(workload)
+    return Timing.of(simulate(workload))
+
+
+def step_overhead(device_types: Iterable[DeviceType], agreeing: float = 0.0) -> float:
+    """Return the seconds of a step that belong to no task: the host's loop, and *agreeing*, the all-reduce of
+    `AGREED_BYTES` in which Whale's ranks compare their batches.
+
+    >>> step_overhead([], agreeing=1e-4)
+    0.0001
+    """
+    return agreeing + (LOOP_SECONDS if any(not type_.is_processor for type_ in device_types) else 0.0)
+
+
+def overlap_slowdown(device_types: Iterable[DeviceType]) -> float:
+    """Return how much longer computation takes beside a collective where that was not measured."""
+    return CPU_OVERLAP_SLOWDOWN if all(type_.is_processor for type_ in device_types) else GPU_OVERLAP_SLOWDOWN
+
+
+def relative_error(device_types: Iterable[DeviceType], *, measured: bool) -> float:
+    """Return half of the interval, as a part of the step time; unlike devices err apart, so theirs add up."""
+    types = {type_.name: type_ for type_ in device_types}
+    calibrated = measured or all(silicon_of(type_).calibrated for type_ in types.values())
+    return RELATIVE_ERROR * sqrt(min(len(types), 2)) * (1.0 if calibrated else UNKNOWN_CHIP)
