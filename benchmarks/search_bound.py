@@ -18,10 +18,10 @@ those of the fastest replica of each layer with one row, and sigma is the share 
 devices hold the states of its layers and the saved activations of min(h + 1, M) micro-batches (GPipe: all M). If no M
 has a flow, no plan takes less than T; the bound is bisected.
 
-A plan of the search gives a flow (the rows of each stage by replica), so the relaxation is sound. It lets go of whole
-replicas, of messages, sums of gradients and the optimizer, and of where in a stage a row goes. Replicas of mixed tensor
-groups are as slow as their slowest device, and count as parts of replicas of each type. Of more than `DEPTH` stages
-after a stage only that is known. Solved with HiGHS (Huangfu and Hall, 2018).
+A plan of the search gives a flow (the rows of each stage by replica), so the relaxation is sound. It ignores
+messages, sums of gradients and the optimizer, and allows parts of replicas and any path of a row through the stages. Replicas of mixed tensor
+groups are as slow as their slowest device, and count as parts of replicas of each type. More than `DEPTH` stages
+after a stage count as equally many. Solved with HiGHS (Huangfu and Hall, 2018).
 """
 
 from __future__ import annotations
@@ -36,28 +36,30 @@ import highspy
 import numpy as np
 
 from whale.ir.cluster import DeviceType
+from whale.planner.cost.stage import CostModel
 from whale.planner.search.bound import least_seconds
-from whale.planner.search.prices import Prices
 
 __all__ = ["linear_bound"]
 
 DEPTH = 6
-"""Stages after a stage that are told apart; of more it is known that there are at least so many."""
+"""Largest number of later stages with states of their own; larger numbers share the last state."""
 
 ENOUGH = 0.005
 """To which the bound is bisected, as a part of it."""
 
 SINGLE_ROWS, PER_OCTAVE = 16, 8
-"""Up to so many rows each number is priced; then so many from a power of two to the next. Between two of them a replica
-takes no less than with the lower one."""
+"""Each number of rows up to the first is priced, and then the second per octave. Between two of them a replica takes no
+less time than with the lower one."""
 
 SLACK = 1e-6
-"""Of memory and devices, for rounding."""
+"""Tolerance of memory and devices, for rounding."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def linear_bound(prices: Prices, batch: int, counts: Sequence[int], *, known: float, schedule: str = "1f1b") -> float:
+def linear_bound(
+    prices: CostModel, batch: int, counts: Sequence[int], *, known: float, schedule: str = "1f1b"
+) -> float:
     """No plan takes less.
 
     Args:
@@ -92,7 +94,7 @@ class _Kind(NamedTuple):
 class _Costs:
     """Seconds and bytes of every stretch [i, j) of the chain on each kind of replica, as matrices."""
 
-    def __init__(self, prices: Prices, batch: int) -> None:
+    def __init__(self, prices: CostModel, batch: int) -> None:
         self.prices = prices
         node = max(len(node.ranks) for node in prices.cluster.nodes)
         self.kinds = [
@@ -109,7 +111,7 @@ class _Costs:
 
     def of(self, kind: _Kind, rows: int) -> tuple[Array, ...]:
         """Forward, backward, bytes of states, of saved activations and of workspace of each stretch [first, end of it)
-        with so many rows; infinite where there is none."""
+        with *rows* rows; infinite where there is none."""
         key = kind, rows
         if key not in self._tables:
             priced = {layer: self._layer(layer, kind, rows) for layer in set(self.chain)}
@@ -123,13 +125,12 @@ class _Costs:
     def _layer(self, layer: int, kind: _Kind, rows: int) -> tuple[float, ...]:
         prices, degrees = self.prices, (kind.tensor, kind.expert)
         own = rows * kind.expert
-        bytes_of = (kind.type, kind.tensor, own, kind.expert)
         state = prices.state(sum(prices.parameters_of(layer, *degrees)), prices.frozen_of(layer, *degrees)).total
         return (
             *prices.computation(layer, kind.type, kind.tensor, own, kind.expert),
             state,
-            prices.kept(layer, *bytes_of) * prices.waste,
-            prices.working(layer, *bytes_of) * prices.waste,
+            prices.kept(layer, kind.type, degrees, rows) * prices.waste,
+            prices.working(layer, kind.type, degrees, rows) * prices.waste,
         )
 
     @cached_property
@@ -160,7 +161,7 @@ def _maxima(values: Array) -> Array:
 
 @dataclass
 class _Flow:
-    """Plans whose micro-batches have so many rows."""
+    """Plans whose micro-batches have ``rows`` rows."""
 
     costs: _Costs
     batch: int

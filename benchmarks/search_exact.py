@@ -1,4 +1,4 @@
-"""How far from the best plan is the search? Random chains on unlike devices, of which every plan is tried.
+"""How far from the best plan is the search? Random chains on mixed devices, of which every plan is tried.
 
     python benchmarks/search_exact.py --repeats 50 --write 2026-11-23
 
@@ -27,8 +27,8 @@ from tests.search_oracle import best_plan
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import SearchSettings, search
-from whale.planner.search.prices import Prices
 
 DEGREES = (1, 2)
 SETTINGS = SearchSettings(time_limit=120)
@@ -76,7 +76,7 @@ def searched(given: Case) -> tuple[float | None, float, float]:
 
 def bound(given: Case, best: float) -> float:
     """By the linear program, for all numbers of rows."""
-    prices = Prices.of(given.profile, given.cluster, eager=True, batch=given.batch)
+    prices = CostModel.of(given.profile, given.cluster, batch=given.batch)
     return linear_bound(prices, given.batch, range(1, given.batch + 1), known=best)
 
 

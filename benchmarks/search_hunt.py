@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from harness import report, table
 from hunt_cases import Problem, drawn
+from whale.planner.search.steps import in_flight
 
 from whale.cli.model_loader import load_model
 from whale.cli.search import _Model
@@ -45,11 +46,10 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.precision import BY_DTYPE
-from whale.planner.schedules.in_flight import in_flight
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Candidate, SearchSettings, StageChoice
-from whale.planner.search.evaluate import cost_of, score
+from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.prices import Prices
 
 SLIGHT, SEVERE = 0.01, 0.05
 """Parts of the found plan's step by which a rival wins."""
@@ -155,7 +155,6 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
     model = _Model.of(loaded, None, cluster, problem.precision, "adamw", ())
     slower = max(1.0, (time.monotonic() - wall) / max(0.1, time.process_time() - busy))
     settings = SearchSettings(
-        eager=True,
         precision=problem.precision or BY_DTYPE.get(model.profile.precision, "fp32"),
         time_limit=TIME_LIMIT * slower,
     )
@@ -308,7 +307,7 @@ class _Makers:
     profile: ModelProfile
     cluster: Cluster
     batch: int
-    prices: Prices
+    prices: CostModel
     micro_batches: tuple[int, ...]
     layers: int
     starts: frozenset[int]
@@ -316,7 +315,7 @@ class _Makers:
     @classmethod
     def of(cls, profile: ModelProfile, cluster: Cluster, settings: SearchSettings, problem: Problem) -> _Makers:
         batch = problem.batch
-        prices = Prices.of(profile, cluster, precision=settings.precision, eager=True, batch=batch)
+        prices = CostModel.of(profile, cluster, precision=settings.precision, batch=batch)
         counts = [count for count in range(1, batch + 1) if batch % count == 0]
         counts = counts if settings.micro_batches is None else [settings.micro_batches]
         starts = frozenset(index for index, path in enumerate(profile.paths) if path)
@@ -373,7 +372,7 @@ class _Makers:
         for mesh in meshes:
             group = self._groups(mesh)[0]
             share = -(-rows // mesh.data)
-            costs = [cost_of(self.prices, range(layer, layer + 1), group, share, micro_batches) for layer in range(num)]
+            costs = [self.prices.stage([layer], group, share, micro_batches) for layer in range(num)]
             total = [0.0]
             for cost in costs:
                 total.append(total[-1] + cost.forward + cost.backward)

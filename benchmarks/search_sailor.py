@@ -17,7 +17,7 @@ linear program over all pipelines and shares of the batch, with the strict rule 
 alone come out of ``sailor_scores.py`` too (``tests/unit/test_sailor_scores.py``); the other plans are not at hand.
 
 The *bound* is that of a linear program over stages of one pipeline by the prices of the search (``search_bound.py``),
-which lets go of messages and sums of gradients; *unlike pipelines* is the bound of another, over all pipelines and
+which ignores messages and sums of gradients; *unlike pipelines* is the bound of another, over all pipelines and
 shares of the batch, with the strict rule for reductions.
 """
 
@@ -36,9 +36,9 @@ from search_bound import linear_bound
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types_with
+from whale.planner.cost.stage import CostModel
 from whale.planner.profile_import import import_sailor
 from whale.planner.search import Found, SearchSettings, StageChoice, search
-from whale.planner.search.prices import Prices
 
 DATA = Path(__file__).parent / "data" / "sailor"
 BATCH = 1024
@@ -111,7 +111,7 @@ def main() -> None:
         own = search(profile, cluster, batch=BATCH, settings=settings)
         their_bound = linear_bound(SailorPrices.by(strict), BATCH, COUNTS, known=theirs.best.prediction.step_seconds)
         own_bound = linear_bound(
-            Prices.of(profile, cluster, eager=True, batch=BATCH),
+            CostModel.of(profile, cluster, batch=BATCH),
             BATCH,
             COUNTS,
             known=own.best.prediction.step_seconds,

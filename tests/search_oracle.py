@@ -23,16 +23,15 @@ import numpy as np
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.bound import least_time, work_of_kinds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of
 from whale.planner.search.drafts import Draft
-from whale.planner.search.evaluate import cost_of
 from whale.planner.search.layout import fastest_rows, laid_out
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 
 __all__ = ["best_plan"]
 
@@ -47,9 +46,7 @@ def best_plan(
 
     Small cases only: up to about six devices and eight layers.
     """
-    prices = Prices.of(
-        profile, cluster, precision=settings.precision, eager=True, optimizer=settings.optimizer, batch=batch
-    )
+    prices = CostModel.of(profile, cluster, precision=settings.precision, optimizer=settings.optimizer, batch=batch)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
     meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain, exact_rows=batch)
     counts = [settings.micro_batches] if settings.micro_batches else {-(-batch // rows) for rows in range(1, batch + 1)}
@@ -181,7 +178,7 @@ class _Walk:
         dense, experts = prices.parameters(layers, *degrees)
         state, fits = prices.state_of(layers, *degrees).total, True
         for group, share in dict.fromkeys(zip(groups, rows, strict=True)):
-            cost = cost_of(prices, layers, group, share, self.count)
+            cost = prices.stage(layers, group, share, self.count)
             busy, once = max(busy, cost.forward + cost.backward), max(once, cost.update)
             if share:
                 forward, backward = min(forward, cost.forward), min(backward, cost.backward)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from whale.ir.cluster import DeviceType
-from whale.planner.search.prices import Prices
+from whale.planner.cost.stage import CostModel
 
 __all__ = ["least_seconds", "least_time", "work_of_kinds"]
 
@@ -38,7 +38,7 @@ MOST_ROWS = 4096
 """Up to so many rows, in powers of two, the least cost of a row is looked for; that of more rows hardly differs."""
 
 
-def least_seconds(prices: Prices, batch: int) -> float:
+def least_seconds(prices: CostModel, batch: int) -> float:
     """A step time below which no plan lies for a batch of so many rows."""
     counts = Counter(prices.profile.layers)
     of_kinds = work_of_kinds(prices, batch)
@@ -46,13 +46,13 @@ def least_seconds(prices: Prices, batch: int) -> float:
     return least_time(work, np.array(list(prices.num_of_types.values()), dtype=float)) + prices.step_overhead
 
 
-def work_of_kinds(prices: Prices, batch: int) -> Array:
+def work_of_kinds(prices: CostModel, batch: int) -> Array:
     """Device-seconds of a layer of each kind (first axis) for the whole batch, on each type of device (second axis)."""
     kinds = range(len(prices.profile.kinds))
     return np.array([[batch * _row_seconds(prices, kind, type_) for type_ in prices.num_of_types] for kind in kinds])
 
 
-def _row_seconds(prices: Prices, kind: int, type_: DeviceType) -> float:
+def _row_seconds(prices: CostModel, kind: int, type_: DeviceType) -> float:
     """Device-seconds of a row's forward and backward through a kind of layer, at the degrees and the number of rows at
     which they are least."""
     found = []
@@ -63,14 +63,14 @@ def _row_seconds(prices: Prices, kind: int, type_: DeviceType) -> float:
     return min(found)
 
 
-def _degrees(prices: Prices, type_: DeviceType) -> Iterator[tuple[int, int]]:
+def _degrees(prices: CostModel, type_: DeviceType) -> Iterator[tuple[int, int]]:
     """Tensor and expert degrees of groups that such a device may be in."""
     node = max(len(node.ranks) for node in prices.cluster.nodes)
     yield from ((degree, 1) for degree in prices.tensor_degrees if prices.knows(type_, degree, node))
     yield from ((1, degree) for degree in prices.expert_degrees)
 
 
-def _rows(prices: Prices, kind: int) -> list[int]:
+def _rows(prices: CostModel, kind: int) -> list[int]:
     """Powers of two; and where times are measured those of which they are, between which the cost of a row is
     monotone."""
     measured = {round(rows) for times in prices.profile.kinds[kind].measured for rows in times.rows}

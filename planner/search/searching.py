@@ -45,6 +45,7 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
@@ -64,7 +65,6 @@ from whale.planner.search.effort import QUICK, THOROUGH, Effort
 from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Memo, Prices
 from whale.planner.search.quota import Sequences
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
@@ -114,7 +114,7 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     known: Memo | None = None,
-    prices: Prices | None = None,
+    prices: CostModel | None = None,
 ) -> Found:
     """Find the quickest plans for a step of *batch* rows.
 
@@ -138,11 +138,10 @@ def search(
     settings.check(batch)
     fixed = settings.fixed or Fixed()
     fixed.check(len(profile.layers))
-    prices = prices or Prices.of(
+    prices = prices or CostModel.of(
         profile,
         cluster,
         precision=settings.precision,
-        eager=True,
         optimizer=settings.optimizer,
         batch=batch,
         known=known,
@@ -524,7 +523,7 @@ class _Search:
         weighed = remedies(self.meshes.prices, self.batch, self.settings, look=self._look, seconds=left)
         return shortage(self.meshes, self.nearest.draft, self.batch, weighed)
 
-    def _look(self, prices: Prices, batch: int, settings: SearchSettings) -> int | None:
+    def _look(self, prices: CostModel, batch: int, settings: SearchSettings) -> int | None:
         """The `quick_look` of another search, which ends with the first plan that fits."""
         if settings.micro_batches is not None and batch % settings.micro_batches:
             settings = replace(settings, micro_batches=None)

@@ -12,12 +12,12 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, StageChoice, evaluate, search
 from whale.planner.search.chain import Chain
 from whale.planner.search.devices import Mesh, lay_out, pools_of
 from whale.planner.search.drafts import Draft, likely_cuts, score_draft
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 from whale.strategies.profile import profile_model
 
 A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
@@ -66,9 +66,7 @@ def test_no_uniform_degrees_are_faster(counts: tuple[int, ...]) -> None:
             for stage in range(pipeline)
         ]
         micro_batches = 64 * tensor // size // rows
-        uniform = evaluate(
-            profile, cluster, stages, micro_batches=micro_batches, precision="fp16", eager=True
-        ).prediction
+        uniform = evaluate(profile, cluster, stages, micro_batches=micro_batches, precision="fp16").prediction
         if uniform.fits:
             assert best.prediction.step_seconds <= uniform.step_seconds * 1.001
 
@@ -102,7 +100,7 @@ def test_a_fast_and_a_slow_half_are_both_used_by_their_speed() -> None:
 def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tuple[int, int], rows: int) -> None:
     """Of two micro-batches a first stage does both forwards while it would wait for a backward: it may do more."""
     profile, cluster = chain([UNLIKE, layer({FAST.name: 0.03, SLOW.name: 0.02})], (0, 1) * 5), mixed(3, 3)
-    prices = Prices.of(profile, cluster, eager=True, batch=rows)
+    prices = CostModel.of(profile, cluster, batch=rows)
     meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))
     sequence = (Mesh((counts[0], 0), 1), Mesh((0, counts[1]), 1))
 

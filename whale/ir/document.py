@@ -1,4 +1,4 @@
-"""Strict reading of the files that users write or edit: TOML, YAML and JSON, as plain values that know their lines.
+"""Strict reader of user-edited files: TOML, YAML and JSON as plain values with line numbers.
 
 Files are untrusted. A syntax error, a repeated key, a number that is not finite, an alias, a tag, nesting over 32
 levels, more than 50,000 values (300,000 in JSON, which we write ourselves) or over 4 MB end in an ``InputFileError``
@@ -45,7 +45,7 @@ MAX_JSON_VALUES = 300_000
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """What a file says.
+    """The content of a file.
 
     Attributes:
         value: of the whole file.
