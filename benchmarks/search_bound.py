@@ -18,10 +18,10 @@ those of the fastest replica of each layer with one row, and sigma is the share 
 devices hold the states of its layers and the saved activations of min(h + 1, M) micro-batches (GPipe: all M). If no M
 has a flow, no plan takes less than T; the bound is bisected.
 
-A plan of the search gives a flow (the rows of each stage by replica), so the relaxation is sound. It ignores
-messages, sums of gradients and the optimizer, and allows parts of replicas and any path of a row through the stages. Replicas of mixed tensor
-groups are as slow as their slowest device, and count as parts of replicas of each type. More than `DEPTH` stages
-after a stage count as equally many. Solved with HiGHS (Huangfu and Hall, 2018).
+A plan of the search gives a flow (the rows of each stage by replica), so the relaxation is sound. It ignores messages,
+sums of gradients and the optimizer, and allows parts of replicas and any path of a row through the stages. Replicas of
+mixed tensor groups are as slow as their slowest device, and count as parts of replicas of each type. More than `DEPTH`
+stages after a stage count as equally many. Solved with HiGHS (Huangfu and Hall, 2018).
 """
 
 from __future__ import annotations
