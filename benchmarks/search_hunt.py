@@ -49,7 +49,7 @@ from whale.planner.search import Candidate, SearchSettings, StageChoice
 from whale.planner.search.evaluate import cost_of, score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
-from whale.planner.search.steps import in_flight
+from whale.planner.schedules.in_flight import in_flight
 
 SLIGHT, SEVERE = 0.01, 0.05
 """Parts of the found plan's step by which a rival wins."""
