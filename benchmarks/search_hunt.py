@@ -45,11 +45,11 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.precision import BY_DTYPE
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, SearchSettings, StageChoice
 from whale.planner.search.evaluate import cost_of, score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.prices import Prices
-from whale.planner.schedules.in_flight import in_flight
 
 SLIGHT, SEVERE = 0.01, 0.05
 """Parts of the found plan's step by which a rival wins."""
@@ -178,7 +178,11 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
         "rivals": len(rivals),
         "compiled": len(tried),
         "capture_refused": list(model.profile.refused),
+        "tried": [_in_numbers(rival.kind, choice) for rival, choice in tried],
     }
+    if searched is not None:
+        every = (*searched.choices, *searched.refused)
+        found["tried"] += [_in_numbers("candidate", choice) for choice in every if choice.compiled]
     if crashed:
         found["rival_crashes"] = crashed[:3]
     if searched is None:
@@ -200,6 +204,19 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
 
 def _seconds(choice: Choice) -> float:
     return choice.prediction.step_seconds
+
+
+def _in_numbers(kind: str, choice: Choice) -> list[Any]:
+    """A compiled plan: kind, stages, micro-batches, milliseconds and GiB by the search and compiled, why it fails."""
+    predictions = (choice.candidate.prediction, choice.prediction)
+    return [
+        kind,
+        len(choice.candidate.stages),
+        choice.candidate.micro_batches,
+        *(round(one.step_seconds * 1e3, 3) for one in predictions),
+        *(round(max(device.total for device in one.memory) / 2**30, 3) for one in predictions),
+        choice.reason,
+    ]
 
 
 def _of_found(searched: Searched, best: tuple[Rival, Choice] | None) -> dict[str, Any]:
