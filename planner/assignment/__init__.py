@@ -1,1 +1,1 @@
-"""Which devices each stage of a plan runs on, and their mesh."""
+"""Assignment of devices to the stages of a plan, and the mesh of each stage."""

@@ -1,8 +1,8 @@
-"""Which devices each stage runs on: from annotated stages and a list of devices to one VirtualDevice for each stage.
+"""Assignment of devices to stages: from annotated stages and a list of devices to one VirtualDevice per stage.
 
-Let a model replica need D devices, the sum over its stages. On K devices with K % D == 0 it is repeated K / D times, as
-an outermost mesh axis ``data``; otherwise the counts that would do are named. This file follows what the annotations
-say and chooses nothing by cost; it knows no graph and no model.
+If a model replica needs D devices, summed over its stages, then K devices with K % D == 0 hold K / D replicas, as an
+outermost mesh axis ``data``; otherwise the error names the counts that would fit. This module follows the annotations
+and decides nothing by cost; it knows neither graph nor model.
 
 >>> from whale.ir.cluster import Cluster
 >>> from whale.ir.strategy import Scope, Strategy
@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 Preference = Literal["consecutive", "replica_in_node"]
-"""``consecutive``: a model replica has consecutive devices. ``replica_in_node``: the replicas of a stage have, so that
-their gradients are summed inside a node and the pipeline crosses nodes."""
+"""``consecutive``: a model replica has consecutive devices. ``replica_in_node``: the replicas of a stage have
+consecutive devices, so that gradients are reduced inside a node and the pipeline crosses nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class StageRequest:
     """One stage, as annotated.
 
     Attributes:
-        stage: its scope; None for a model without stages, which is one.
+        stage: its scope; None for a model without stages, which is a single stage.
         outer: the scopes around it: ``replicate`` and ``cluster``.
-        regions: the different scope paths of its operators, below the stage; the empty path is what has no annotation
-        there.
+        regions: the distinct scope paths of its operators, below the stage; the empty path has the operators without an
+        annotation.
     """
 
     stage: Scope | None
@@ -61,11 +61,11 @@ class StageRequest:
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """Its name in error messages."""
         return "the model" if self.stage is None else f"{self.stage.strategy} ({self.stage.region})"
 
     def nests(self) -> str:
-        """The annotations in it that have a number, for errors; empty if there are none.
+        """Its annotations with a number, for error messages; empty if there are none.
 
         >>> split = Scope(strategy=Strategy(kind="split", degree=4), region="a")
         >>> StageRequest(stage=None, regions=((split,),)).nests()
@@ -78,7 +78,7 @@ class StageRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlacement:
-    """Where one stage runs, and how each of its regions uses the axes of that mesh."""
+    """The devices of one stage, and how each of its regions uses the axes of their mesh."""
 
     device: VirtualDevice
     roles: RegionRoles
@@ -86,12 +86,12 @@ class StagePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Where all stages run.
+    """The devices of all stages.
 
     Attributes:
         stages: in the order of the pipeline.
-        num_replicas: of the whole model; the size of each mesh's axis ``data``, which is left out if it is 1.
-        idle_ranks: devices that annotations or the plan leave without work; the caller warns of them.
+        num_replicas: of the whole model; the size of each mesh's axis ``data``, which is omitted if it is 1.
+        idle_ranks: devices without work; the caller warns about them.
     """
 
     stages: tuple[StagePlacement, ...]
@@ -100,13 +100,13 @@ class Assignment:
 
 
 def stage_requests(paths: Iterable[ScopePath]) -> tuple[StageRequest, ...]:
-    """Stages from the scope paths of a model's operators in the order of execution.
+    """Build stage requests from the scope paths of a model's operators in execution order.
 
-    An operator outside every stage joins the stage before it, or the first. (A partition that knows the data flow may
-    do better, and make the requests itself.)
+    An operator outside every stage joins the previous stage, or the first. (A partition that knows the data flow may do
+    better and make the requests itself.)
 
     Raises:
-        AnnotationError: a nest without a meaning, or one stage inside different outer scopes.
+        AnnotationError: a nest that has no meaning, or a stage inside several outer scopes.
     """
     stages: dict[Scope | None, tuple[ScopePath, dict[ScopePath, None]]] = {}
     current: Scope | None = None
@@ -139,19 +139,19 @@ def place(
     prefer: Preference = "consecutive",
     dtype: str = "float32",
 ) -> Assignment:
-    """Give every stage its devices.
+    """Assign devices to every stage.
 
-    A stage with a number has that many; one without has what its regions need, or 1. Stages without a number that hold
-    a ``replicate()`` or ``split()`` without one share evenly what the others leave. Stages under ``cluster`` take
-    theirs from the devices it selects, which may be another stage's too, the others from those that no ``cluster``
-    selects; every stage has the same number of replicas.
+    A stage with a number has that many devices; a stage without one has as many as its regions need, or 1. Stages
+    without a number that contain a ``replicate()`` or ``split()`` without a number divide the remaining devices evenly.
+    Stages under ``cluster`` use the devices that it selects, which may also serve another stage; the other stages use
+    the devices that no ``cluster`` selects. Every stage has the same number of replicas.
 
     Args:
         stages: in the order of the pipeline.
         devices: in the order of ranks.
         default: the strategy of operators without an annotation; None replicates them over all axes of their stage.
         prefer: which devices are consecutive.
-        dtype: the number type whose speed the VirtualDevices carry.
+        dtype: the dtype whose speed the VirtualDevices have.
 
     Raises:
         AnnotationError: annotations that contradict each other, or a selection that matches no device.
@@ -206,12 +206,12 @@ def place_interleaved(
     prefer: Preference = "consecutive",
     dtype: str = "float32",
 ) -> Assignment:
-    """Deal the stages round-robin to device groups: V times P stages on the devices of P, for the interleaved schedule.
+    """Assign stages round-robin to device groups, V times P stages on the devices of P, for the interleaved schedule.
 
-    The first P stages are placed as by :func:`place`, and stage s then shares the devices of stage s % P. P is the
-    largest number of stages, of those that divide all of them, that the devices hold; V = 1 is a plain pipeline.
+    The first P stages are assigned by :func:`place`, and stage s shares the devices of stage s % P. P is the largest
+    divisor of the number of stages for which there are enough devices; V = 1 is a plain pipeline.
 
-    Args and Raises are those of :func:`place`; stages that share devices must ask for equally many and for the same
+    Args and Raises are those of :func:`place`; stages that share devices must request the same number and the same
     ``cluster``.
 
     >>> from whale.ir.cluster import Cluster
@@ -239,13 +239,13 @@ def place_interleaved(
 
 
 def _devices_of(stages: Sequence[StageRequest], default: Strategy | None) -> int:
-    """How many devices one replica of these stages takes at least."""
+    """Smallest number of devices of one replica of these stages."""
     demands = [_demand(index, stage, default) for index, stage in enumerate(stages)]
     return sum(demand.degree or demand.multiple for demand in demands)
 
 
 def _deal(stages: Sequence[StageRequest], first: Assignment, default: Strategy | None) -> Assignment:
-    """The stages after those placed take their devices, in turn."""
+    """Assign the devices of the first stages to the later ones, round-robin."""
     placed = list(first.stages)
     num_groups = len(placed)
     for index in range(num_groups, len(stages)):
@@ -300,13 +300,13 @@ def _stage_placement(
 
 
 def _on_mesh(index: int, spot: VirtualDevice, mesh: Mesh, num_replicas: int) -> StagePlacement:
-    """Another stage on the devices of a placed one."""
+    """Another stage on the devices of an assigned one."""
     axes, roles = axes_of(mesh, num_replicas)
     return StagePlacement(device=replace(spot, stage=index, axes=axes), roles=roles)
 
 
 def axes_of(mesh: Mesh, num_replicas: int) -> tuple[tuple[MeshAxis, ...], RegionRoles]:
-    """The named axes of a stage's mesh, with ``data`` outermost, and what its regions do on them."""
+    """The named axes of a stage's mesh, with ``data`` outermost, and how its regions use them."""
     axes: list[MeshAxis] = []
     data: tuple[RegionRole, ...] = ()
     if num_replicas > 1:
@@ -327,7 +327,8 @@ def axes_of(mesh: Mesh, num_replicas: int) -> tuple[tuple[MeshAxis, ...], Region
 
 @dataclass(frozen=True, kw_only=True)
 class _Demand:
-    """What one stage asks for; ``degree`` None shares what the others leave, in multiples of ``multiple``."""
+    """The devices that one stage requests; ``degree`` None divides the remaining devices, in multiples of
+    ``multiple``."""
 
     index: int
     request: StageRequest
@@ -373,14 +374,14 @@ def _selections(request: StageRequest) -> tuple[DeviceSelection, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Selected:
-    """The ranks that a ``cluster`` selects, and how it prints."""
+    """The ranks that a ``cluster`` selects, and its text."""
 
     name: str
     ranks: frozenset[int]
 
 
 def selected(request: StageRequest, devices: Sequence[Device]) -> list[Selected]:
-    """What the clusters around and in a stage select by list, type or name, outer to inner."""
+    """The selections by list, type or name of the clusters around and in a stage, outer to inner."""
     found: list[Selected] = []
     for selection in _selections(request):
         if selection.layout not in ("row", "average"):
@@ -390,7 +391,7 @@ def selected(request: StageRequest, devices: Sequence[Device]) -> list[Selected]
 
 
 def outer_degree(stages: Sequence[StageRequest]) -> int:
-    """How many replicas ``replicate(n)`` around the stages asks for; the same for all stages."""
+    """Number of replicas requested by ``replicate(n)`` around the stages; equal for all stages."""
     found: dict[int, str] = {}
     for stage in stages:
         degree = prod(scope.strategy.degree or 1 for scope in stage.outer if scope.strategy.kind == "replicate")
@@ -409,7 +410,7 @@ def outer_degree(stages: Sequence[StageRequest]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pool:
-    """Stages that take their devices from the same selection, one after the other."""
+    """A pool: stages that use devices of the same selection, one after the other."""
 
     name: str
     devices: tuple[Device, ...]
@@ -417,16 +418,16 @@ class _Pool:
 
     @property
     def numbered(self) -> int:
-        """Devices that the stages with a known degree take, for one model replica."""
+        """Number of devices of the stages with a known degree, for one model replica."""
         return sum(demand.degree or 0 for demand in self.demands)
 
     @property
     def sharing(self) -> list[_Demand]:
-        """The stages that share what those leave."""
+        """Stages that divide the remaining devices."""
         return [demand for demand in self.demands if demand.degree is None]
 
     def describe(self) -> str:
-        """Its stages and their degrees, for errors."""
+        """Its stages and their degrees, for error messages."""
         shown = [
             f"{demand.request.name}{demand.request.nests()} on {demand.degree or 'what is left'}"
             for demand in self.demands[:6]
@@ -434,7 +435,7 @@ class _Pool:
         return ", ".join(shown) + (f" and {len(self.demands) - 6} more stages" if len(self.demands) > 6 else "")
 
     def degrees(self, num_replicas: int) -> list[int]:
-        """The degree of every stage, when the pool's devices are divided among so many model replicas."""
+        """Degree of every stage if the pool's devices serve the given number of model replicas."""
         sharing = self.sharing
         if not sharing:
             return [demand.degree or 0 for demand in self.demands]
@@ -445,7 +446,7 @@ class _Pool:
         return [demand.degree or rest // len(sharing) for demand in self.demands]
 
     def misfit(self, fixed: int, unit: int, *, at_least: int) -> InfeasibleError:
-        """The error that this many devices do not do: legal counts are ``fixed`` plus ``at_least`` or more of
+        """The error for an invalid number of devices; valid counts are ``fixed`` plus ``at_least`` or more of
         ``unit``."""
         num_devices = len(self.devices)
         below = fixed + (num_devices - fixed) // unit * unit
@@ -459,7 +460,7 @@ class _Pool:
 
 
 def _num_replicas(pools: Sequence[_Pool], outer_degree: int) -> int:
-    """How many model replicas there are: what the pools with known degrees hold, the same for all of them."""
+    """Number of model replicas: the capacity of the pools with known degrees, equal for all of them."""
     found: dict[int, _Pool] = {}
     for pool in pools:
         if pool.sharing:
@@ -479,8 +480,7 @@ def _num_replicas(pools: Sequence[_Pool], outer_degree: int) -> int:
 
 
 def _pools(demands: Sequence[_Demand], devices: Sequence[Device]) -> list[_Pool]:
-    """Group the stages by the devices that they select. Selections may overlap: a device then serves both stages, in
-    turn."""
+    """Group the stages by the devices that they select. Selections may overlap: a device then serves both stages."""
     groups: dict[frozenset[int], tuple[str, tuple[Device, ...], list[_Demand]]] = {}
     unselected: list[_Demand] = []
     for demand in demands:
@@ -509,7 +509,7 @@ def _pools(demands: Sequence[_Demand], devices: Sequence[Device]) -> list[_Pool]
 
 
 def _sized(demand: _Demand, num_devices: int) -> _Demand:
-    """Let a ``row`` or ``average`` layout give the stage its degree."""
+    """Set the degree of a stage from a ``row`` or ``average`` layout."""
     layouts = [selection for selection in demand.selections if selection.layout in ("row", "average")]
     if not layouts:
         return demand
@@ -539,8 +539,8 @@ def _sized(demand: _Demand, num_devices: int) -> _Demand:
 
 
 def _select(selection: DeviceSelection, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices among *devices* that a list, type or name selects; a list keeps the order in which it was
-    written, for the stages that share it. (Within a stage, ranks ascend where its axes would otherwise not.)
+    """The devices among *devices* that a list, type or name selects. A list keeps its order for the stages that share
+    it. (Within a stage, ranks ascend where its axes would otherwise not.)
     """
     if selection.layout == "ranks":
         by_rank = {device.rank: device for device in devices}
@@ -564,7 +564,7 @@ def _select(selection: DeviceSelection, devices: Sequence[Device]) -> tuple[Devi
 
 
 def _span(ranks: Sequence[int]) -> str:
-    """Ranks for an error: a range where they are one.
+    """Ranks for an error message, as a range if possible.
 
     >>> _span([0, 1, 2]), _span([0, 4])
     ('ranks 0 to 2', 'ranks [0, 4]')

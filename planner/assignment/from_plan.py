@@ -1,7 +1,7 @@
-"""The devices of stages as a plan says: annotations and plan must agree, and then the plan's ranks and shares are used.
+"""Devices of stages from a plan: annotations and plan must agree, and the plan's ranks and shares are used.
 
-The plan decides how many devices a stage has and which, in which order and shares; the annotations decide how regions
-use them, so the mesh is laid out from them and compared with the plan's. It chooses nothing itself.
+The plan decides the devices of each stage, their order and shares; the annotations decide how regions use them. So the
+mesh is built from the annotations and compared with the plan's. This module decides nothing itself.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ def place_as_planned(
     default: Strategy | None = None,
     dtype: str = "float32",
 ) -> Assignment:
-    """Give every stage the devices that *plan* says.
+    """Assign to every stage the devices in *plan*.
 
     Args:
         stages: as annotated, in the order of the pipeline.
         devices: in the order of ranks.
-        plan: says axes for its stages.
+        plan: has axes for its stages.
         default: the strategy of operators without an annotation.
-        dtype: the number type whose speed the VirtualDevices carry.
+        dtype: the dtype whose speed the VirtualDevices have.
 
     Raises:
-        PlanMismatchError: another number of stages, or a stage whose annotations ask for another mesh; names the field.
+        PlanMismatchError: another number of stages, or a stage whose annotations request another mesh; the message
+            names the field.
     """
     if len(plan.stages) != len(stages):
         raise PlanMismatchError(
@@ -124,7 +125,7 @@ def _place(
 
 
 def axis_role(roles: RegionRoles, position: int) -> Role:
-    """What a plan calls the role of an axis: ``split`` where any region is split along it."""
+    """The role of an axis in a plan: ``split`` if any region is split along it."""
     return "split" if any(of_region[position] != "replicate" for of_region in roles.values()) else "replicate"
 
 

@@ -1,10 +1,10 @@
-"""The mesh of one stage: the coarsest one on which every region of the stage can be laid as its annotations say.
+"""The mesh of one stage: the coarsest mesh that expresses the annotations of all its regions.
 
-Objective: the fewest axes. Constraints: the product of the axes is the stage's degree; an inner scope sub-divides the
-devices of the outer one, so each numbered scope must cover whole axes; a scope's operators use the same axes in all
-that lies in it. Each region asks for *cuts* of the device order, at strides; a mesh exists if and only if the strides
-of all regions together form a chain in which each divides the next, and then that chain is the mesh: optimal, in time
-linear in the regions. It knows strategies and numbers only: no device, no cost.
+Objective: the fewest axes. Constraints: the product of the axes is the stage's degree; an inner scope subdivides the
+devices of the outer one, so each numbered scope must cover whole axes; a scope's operators use the same axes in
+everything nested in it. Each region requires *cuts* of the device order at certain strides. A mesh exists if and only
+if the strides of all regions form a chain in which each divides the next, and then that chain is the mesh: optimal, in
+time linear in the regions. This module knows strategies and numbers only: no device, no cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Mesh", "Needs", "lay_out", "needs_of"]
 
 
 class Needs(NamedTuple):
-    """What the regions of a stage ask of its degree: a multiple of ``multiple``, and all that is left if
+    """Degree that the regions of a stage require: a multiple of ``multiple``, and all remaining devices if
     ``takes_rest``."""
 
     multiple: int
@@ -39,7 +39,7 @@ class Mesh:
 
 
 class _Factor(NamedTuple):
-    """A run of ``size`` slices in one role; ``free`` if no annotation fixes its bounds."""
+    """An axis factor: ``size`` consecutive positions in one role; ``free`` if no annotation fixes its bounds."""
 
     size: int
     role: RegionRole
@@ -54,7 +54,7 @@ class _Region:
     children: dict[Scope, _Region] = field(default_factory=dict)
 
     def multiple(self) -> int:
-        """The number of devices that the numbered scopes from here inwards need; any multiple of it will do."""
+        """Number of devices of the numbered scopes from this one inwards; any multiple of it is valid."""
         degree = 1 if self.strategy is None else self.strategy.degree or 1
         return degree * self.multiple_of_children()
 
@@ -67,11 +67,11 @@ class _Region:
 
 
 def needs_of(regions: Iterable[ScopePath], default: Strategy | None = None) -> Needs:
-    """What a stage with these regions needs.
+    """Return the degree that a stage with these regions requires.
 
     Args:
-        regions: scope paths below the stage, outer to inner; the empty path is what has no annotation there.
-        default: the strategy that those operators get; only its number, if it has one, is a need.
+        regions: scope paths below the stage, outer to inner; the empty path has the operators without an annotation.
+        default: the strategy of those operators; only its number, if any, is a requirement.
 
     >>> split = Scope(strategy=Strategy(kind="split", degree=4), region="a")
     >>> replicate = Scope(strategy=Strategy(kind="replicate"), region="b")
@@ -87,11 +87,11 @@ def needs_of(regions: Iterable[ScopePath], default: Strategy | None = None) -> N
 
 
 def lay_out(regions: Sequence[ScopePath], degree: int, *, owner: str, default: Strategy | None = None) -> Mesh:
-    """The mesh of a stage of *degree* devices.
+    """Return the mesh of a stage of *degree* devices.
 
-    A numbered scope with more devices than it and what lies in it need is repeated over them: those are replicas,
-    outside of it. An operator between two scopes, such as one in ``replicate(2)`` but outside the ``split(4)`` in it,
-    is replicated over what the inner one divides.
+    A numbered scope with more devices than its nest needs is replicated over them, as replicas outside of it. An
+    operator between two scopes, such as one in ``replicate(2)`` but outside the ``split(4)`` in it, is replicated over
+    the devices that the inner one divides.
 
     Args:
         regions: scope paths below the stage, outer to inner.
@@ -100,8 +100,8 @@ def lay_out(regions: Sequence[ScopePath], degree: int, *, owner: str, default: S
         default: the strategy of the empty path; None replicates it.
 
     Raises:
-        AnnotationError: degrees that do not fit *degree*, two scopes without a number in a nest, or regions that cut
-            the devices in ways that no one mesh has.
+        AnnotationError: degrees that do not fit *degree*, two scopes without a number in a nest, or regions whose cuts
+            of the devices fit no single mesh.
 
     >>> def scope(kind, n): return Scope(strategy=Strategy(kind=kind, degree=n), region=f"{kind}{n}")
     >>> mesh = lay_out([(scope("replicate", 2), scope("split", 4)), (scope("split", 8),)], 8, owner="stage(8)")
@@ -136,9 +136,9 @@ def _tree(regions: Iterable[ScopePath]) -> _Region:
 
 
 def _check(regions: Iterable[ScopePath], degree: int, owner: str, default: Strategy | None) -> None:
-    """Refuse degrees that do not fit, in the words of the nest that the user wrote.
+    """Check that the degrees fit; errors show the nest that the user wrote.
 
-    What all regions need together is the least common multiple of the nests' products, so it fits if each nest does.
+    All regions together need the least common multiple of the nests' products, so it fits if each nest does.
     """
     for path in regions:
         nest = " > ".join(str(scope.strategy) for scope in path)
@@ -170,7 +170,7 @@ def _fill(
     outer: tuple[_Factor, ...],
     found: dict[ScopePath, tuple[_Factor, ...]],
 ) -> None:
-    """Note the factors of every scope path from *node* inwards, which has *available* devices inside the factors
+    """Record the factors of every scope path from *node* inwards, which has *available* devices inside the factors
     *outer*."""
     inside = node.multiple_of_children()
     if node.strategy is None:
@@ -195,8 +195,8 @@ def _repeated(available: int, degree: int, strategy: Strategy, region: str) -> t
 
 
 def _strides(run: Sequence[_Factor]) -> frozenset[int]:
-    """Where the region cuts the order of devices: between two factors, unless one is free and their roles are the
-    same."""
+    """Strides at which the region cuts the order of devices: between two factors, unless one is free and their roles
+    are equal."""
     wide = [factor for factor in run if factor.size > 1]
     stride, strides = 1, set()
     for outer, inner in zip(reversed(wide[:-1]), reversed(wide[1:]), strict=True):

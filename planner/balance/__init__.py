@@ -1,1 +1,1 @@
-"""Shares of rows, heads and layers for unlike devices."""
+"""Balancing: shares of rows, heads and layers on mixed devices."""

@@ -1,7 +1,7 @@
-"""A configuration balanced over its unlike devices: which layers each stage takes, and how many samples each replica.
+"""A configuration balanced by speed over mixed devices: the layers of each stage and the samples of each replica.
 
-It prices layers with `Stages` and lets `whale.planner.balance.cuts` and `whale.planner.balance.shares` decide, for
-devices in the order of the layout. What a replica gets is a share of the whole batch, which its micro-batches divide.
+Layer costs come from `Stages`; `whale.planner.balance.cuts` and `whale.planner.balance.shares` decide, for devices in
+the order of the layout. A replica's samples are a share of the whole batch, divided into its micro-batches.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "ro
 
 
 Ladder = Sequence[tuple[str, Mapping[str, Any]]]
-"""Changes of one kind, each in the user's words and as fields of a `Configuration`, from the least to the greatest."""
+"""Changes of one option, each in the user's words and as fields of a `Configuration`, from the smallest to the
+largest."""
 
 
 def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tuple[range, ...]:
-    """The layers of every stage with which the step is shortest and memory suffices, all replicas having equal rows.
+    """Return the layers of every stage with the least step time that fits in memory; all replicas have equal rows.
 
-    Cuts that are given stay; so do those of an interleaved schedule, whose devices have several stages each: those are
-    not balanced here.
+    Given cuts stay. Interleaved schedules, in which a device has several stages, are not balanced.
 
     Args:
         stages: of a layout.
-        ladders: what could be changed where no cut fits; None: what ``whale estimate`` has options for.
+        ladders: possible changes if no cut fits; None for the options of ``whale estimate``.
 
     Raises:
-        InfeasibleError: no cut fits; says what is missing and which changes would do.
+        InfeasibleError: no cut fits; the message says what is missing and which changes would fit.
     """
     given = stages.layout.configuration
     if given.pipeline == 1 or given.virtual_stages > 1 or given.layers_per_stage is not None:
@@ -64,7 +64,7 @@ def pipeline_by_speed(
     precision: str,
     schedule: str = "1f1b",
 ) -> tuple[range, ...]:
-    """The layers of each stage of a pipeline over all devices, which its stages take in the cluster's order.
+    """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
 
     Args:
         profile: of the model.
@@ -73,8 +73,8 @@ def pipeline_by_speed(
         micro_batches: of a step.
         num_stages: of the pipeline.
         replicas: of every stage; they have equal rows.
-        precision: as `whale.planner.cost.precision` knows it.
-        schedule: as `whale.planner.schedules.orders` knows it.
+        precision: a name in `whale.planner.cost.precision`.
+        schedule: a name in `whale.planner.schedules.orders`.
 
     Raises:
         UsageError: the numbers do not fit the cluster or the batch.
@@ -109,11 +109,11 @@ def pipeline_by_speed(
 
 
 def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
-    """Rows of a micro-batch on every replica, the mean over its micro-batches, with which the slowest replica is done
-    first and memory suffices.
+    """Return the rows of a micro-batch on every replica (the mean over its micro-batches) that minimize the time of the
+    slowest replica within memory.
 
     Raises:
-        InfeasibleError: the batch does not fit; says what is missing and which changes would do.
+        InfeasibleError: the batch does not fit; the message says what is missing and which changes would fit.
     """
     layout = stages.layout
     batch, micro_batches = layout.configuration.batch, layout.num_micro_batches
@@ -124,7 +124,7 @@ def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
 
 
 def boundless(stages: Stages) -> Stages:
-    """The same on devices with more memory than anything needs: to balance by speed what does not fit."""
+    """The same stages on devices with unlimited memory, to balance by speed a batch that does not fit."""
     cluster = stages.layout.cluster
     devices = tuple(replace(device, type=replace(device.type, memory_bytes=2**60)) for device in cluster.devices)
     layout = replace(stages.layout, cluster=replace(cluster, devices=devices))
@@ -132,7 +132,7 @@ def boundless(stages: Stages) -> Stages:
 
 
 def cut_problem(stages: Stages) -> CutProblem:
-    """The layout's pipeline as numbers: of each layer on each stage's devices, the slowest and the fullest replica."""
+    """The layout's pipeline as numbers: for each layer on each stage's devices, the slowest and the fullest replica."""
     layout, profile = stages.layout, stages.profile
     rows = layout.configuration.batch / (layout.data * layout.num_micro_batches)
     groups = tuple(_group(stages, stage, rows) for stage in range(layout.configuration.pipeline))
@@ -190,7 +190,7 @@ def _group(stages: Stages, stage: int, rows: float) -> Group:
 
 
 def _replicas(stages: Stages, cuts: Sequence[range]) -> list[Worker]:
-    """Each replica as one that takes samples of the batch; replicas of one kind are priced once."""
+    """Each replica as a worker for samples of the batch; replicas of one kind are priced once."""
     every = tuple(range(stages.layout.configuration.pipeline))
     known: dict[Any, Worker] = {}
     for replica in range(stages.layout.data):
@@ -212,7 +212,7 @@ def _replica(stages: Stages, cuts: Sequence[range], replica: int) -> Worker:
 
     @cache
     def seconds(samples: int) -> float:
-        """By the formula that `whale.planner.balance.cuts` minimises."""
+        """Step time by the formula that `whale.planner.balance.cuts` minimizes."""
         costs = {
             key: stages.cost(cuts[index], index % depth, replica, samples / micro_batches)
             for key, index in first_of.items()
@@ -229,8 +229,8 @@ def _replica(stages: Stages, cuts: Sequence[range], replica: int) -> Worker:
 
 
 def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tuple[str, Affine, float]:
-    """The device of a replica's pipeline stage that has least memory: its name, what it needs by the replica's samples,
-    what it has."""
+    """The device of a replica's pipeline stage with the least memory: its name, its bytes by the replica's samples, its
+    capacity."""
     layout = stages.layout
     given, micro_batches = layout.configuration, layout.num_micro_batches
     own = cuts[stage :: given.pipeline]
@@ -254,8 +254,7 @@ def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tu
 
 
 def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:
-    """Replicas with the same key take the same time at these stages: the types of their devices, and by how many nodes
-    they lie."""
+    """Key of a replica: replicas with equal device types and node spans take the same time at these stages."""
     layout = stages.layout
     found = []
     for stage in among:
@@ -268,7 +267,8 @@ def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:
 def _relieved(
     stages: Stages, attempt: Callable[[Stages], object], ladders: Sequence[Ladder] | None = None
 ) -> Iterator[tuple[str, Stages]]:
-    """The same, changed: by the least of each ladder with which *attempt* finds no lack, or else by the greatest."""
+    """The configuration after the smallest change of each ladder that fits by *attempt*, otherwise after the
+    largest."""
     layout = stages.layout
     for ladder in ladders if ladders is not None else _options(layout):
         for step, (change, fields) in enumerate(ladder):

@@ -1,15 +1,15 @@
-"""Where a chain of layers is cut into the stages of a pipeline, on groups of devices that need not be alike, and which
-group comes first.
+"""The partition of a chain of layers into pipeline stages, on groups of devices that may differ, and the order of the
+groups.
 
-Objective: the least step time (M - 1) max_s c_s + sum_s c_s + o, or the least slowest stage max_s c_s. c_s is what
-stage s takes for one of M micro-batches: its layers' forwards and backwards, and sending what it hands on (and the
-gradient back); o is what comes once a step, the sum of the gradients of tied layers that were cut apart. Constraints:
-stages are contiguous and have a layer each; stage s of P holds its layers' state, what its micro-batches in flight
-keep (1F1B: min(P - s, M), so early stages hold more), and the most that one of its layers works with. Exact, by dynamic
-programming from the last stage, where the number in flight is known, to the first; over all orders of the groups, with
-equal groups counted and not told apart. Contains the answer of the Whale paper (USENIX ATC 2022), which puts the groups
-with most memory first and cuts in proportion to speed: `proportional_cut`. This file knows numbers only: no model, no
-cluster, no schedule but the numbers in flight.
+Objective: the least step time (M - 1) max_s c_s + sum_s c_s + o, or the least time of the slowest stage max_s c_s. c_s
+is the time of stage s for one of M micro-batches: forwards and backwards of its layers, and the p2p time of its output
+and of the gradient; o is the time once per step, to sum the gradients of tied layers in different stages. Constraints:
+stages are contiguous and have at least one layer; stage s of P stores the state of its layers, the saved activations of
+its micro-batches in flight (1F1B: min(P - s, M), so early stages need more) and the working memory of its largest
+layer. Exact, by dynamic programming from the last stage, where the number in flight is known, to the first; over all
+orders of the groups, with equal groups interchangeable. The Whale paper (USENIX ATC 2022) orders groups by memory and
+cuts in proportion to speed: `proportional_cut`. This module knows numbers only: no model, no cluster, and no schedule
+except the numbers in flight.
 """
 
 from __future__ import annotations
@@ -43,24 +43,23 @@ Objective = Literal["step", "slowest"]
 Send = Callable[[int, "Group", "Group"], float]
 
 MAX_TRANSITIONS = 50_000
-"""With more than so many, not all orders are tried but a few and their neighbours; about a second's work."""
+"""Limit on transitions, about a second of work; above it a few orders and their neighbours are tried instead of all."""
 
 GAP = 1e-9
-"""Step times that differ by less than this part of them are the same."""
+"""Relative difference below which two step times are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Devices that together run one stage, with what each layer of the chain would take there; equal groups are the
-    same to the search.
+    """A group of devices that runs one stage, with the cost of every layer there; equal groups are interchangeable.
 
     Attributes:
         name: for messages.
-        seconds: of each layer, forward and backward of a micro-batch, with the collectives inside the group.
+        seconds: of each layer, forward and backward of a micro-batch, including collectives inside the group.
         fixed_bytes: of each layer on the group's fullest device: parameters, gradients, optimizer state.
-        kept_bytes: of each layer there, for each micro-batch in flight.
-        working_bytes: of each layer, beyond what is kept, while it runs; empty for none.
-        overhead_bytes: what is taken before any layer (framework, buffers).
+        kept_bytes: saved activations of each layer there, for each micro-batch in flight.
+        working_bytes: temporary bytes of each layer while it runs, beyond saved activations; empty for none.
+        overhead_bytes: bytes in use before any layer (framework, buffers).
         capacity_bytes: of that device.
     """
 
@@ -74,15 +73,15 @@ class Group:
 
     @cached_property
     def sums(self) -> tuple[Array, Array, Array, Array]:
-        """Of every possible stage [first layer, first layer of the next stage]: seconds, bytes that are fixed and that
-        are kept, infinite where it has no layers; and the most that a layer works with."""
+        """Cost matrices of every possible stage [first layer, first layer of the next stage]: seconds, fixed bytes and
+        saved bytes, infinite for empty stages; and the largest working memory of a layer."""
         working = self.working_bytes or (0.0,) * len(self.seconds)
         return _sums(self.seconds), _sums(self.fixed_bytes), _sums(self.kept_bytes), _maxima(working)
 
 
 class Tie(NamedTuple):
-    """Layers (positions) that share a parameter: a stage that has several of them holds its ``fixed_bytes`` once, and
-    if not all are in one stage, summing the copies' gradients takes ``seconds`` a step."""
+    """Layers (positions) that share a parameter. A stage with several of them stores its ``fixed_bytes`` once; if they
+    are in different stages, summing the copies' gradients takes ``seconds`` per step."""
 
     layers: tuple[int, ...]
     fixed_bytes: float
@@ -91,14 +90,14 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CutProblem:
-    """What is to be cut.
+    """A partition problem: the groups, micro-batches and constraints.
 
     Attributes:
         groups: one for each stage, in the order of the pipeline.
         micro_batches: of a step.
-        send: seconds to send what a layer (position) hands on from a group to another, and its gradient back.
+        send: p2p seconds of a layer's (position) output from one group to another, and of its gradient.
         ties: layers that share parameters.
-        in_flight: micro-batches whose activations each stage holds at most; None: as 1F1B does.
+        in_flight: micro-batches in flight on each stage; None: as in 1F1B.
         starts: layers that must begin a stage.
     """
 
@@ -139,7 +138,7 @@ class CutProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A chain cut into stages.
+    """A partition of the chain into stages.
 
     Attributes:
         groups: in the order of the pipeline.
@@ -157,26 +156,27 @@ class Cut:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage holds its part."""
+        """Whether every stage fits in its memory."""
         return all(need <= group.capacity_bytes for need, group in zip(self.fullest_bytes, self.groups, strict=True))
 
 
 def fastest_cut(
     problem: CutProblem, objective: Objective = "step", *, remedies: Iterable[tuple[str, CutProblem]] = ()
 ) -> Cut:
-    """The best cut for the groups in their order.
+    """Return the best partition for the groups in the given order.
 
-    The slowest stage is minimised by one dynamic program, O(P (L - P)^2). The step time is minimised by several: the
-    sum under a bound on the slowest stage, for falling bounds, one for each point of the front of (slowest, sum) that
-    could still win. Exact up to `GAP`.
+    One dynamic program, O(P (L - P)^2), minimizes the slowest stage. Several minimize the step time: the sum under a
+    bound on the slowest stage, for falling bounds, one for each point of the front of (slowest, sum) that could still
+    win. Exact up to `GAP`.
 
     Args:
         problem: groups in the order of the pipeline.
-        objective: ``step`` or ``slowest`` (ties to the smaller sum).
-        remedies: changes ("recompute='full'") and the problem as it would be then, for the error only.
+        objective: ``step`` or ``slowest`` (ties go to the smaller sum).
+        remedies: changes ("recompute='full'") with the changed problem, for the error message only.
 
     Raises:
-        InfeasibleError: no cut fits: what the fullest stage lacks even in the cut that fills memory most evenly.
+        InfeasibleError: no partition fits; the message says what the fullest stage lacks in the partition that fills
+            memory most evenly.
 
     >>> fast, slow = (Group(name=n, seconds=(t,) * 6, fixed_bytes=(1,) * 6, kept_bytes=(1,) * 6) for n, t in
     ...               (("fast", 1.0), ("slow", 2.0)))
@@ -195,7 +195,7 @@ def fastest_cut(
 def fastest_order(
     problem: CutProblem, objective: Objective = "step", *, remedies: Iterable[tuple[str, CutProblem]] = ()
 ) -> Cut:
-    """The best cut over all orders of the groups; arguments and errors are those of `fastest_cut`.
+    """Return the best partition over all orders of the groups; arguments and errors are those of `fastest_cut`.
 
     One dynamic program over how many groups of each kind are used up: n_k groups of kind k and K kinds make
     K^2 prod(n_k + 1) transitions of O((L - P)^2). Exact while these are at most `MAX_TRANSITIONS`; beyond that the
@@ -217,10 +217,11 @@ def fastest_order(
 
 
 def proportional_cut(problem: CutProblem) -> tuple[int, ...]:
-    """Starts as the Whale paper cuts: each stage's work in proportion to its group's speed, memory apart.
+    """Return the starts of the Whale paper's partition: each stage's work in proportion to its group's speed, ignoring
+    memory.
 
     A layer's work is its mean time over the groups, a group's speed its inverse time for all layers; each cut is made
-    where the work so far is nearest to its share. The baseline that `fastest_cut` never loses to.
+    where the cumulative work is nearest to its share. It is the baseline of `fastest_cut`.
     """
     work = np.array([group.seconds for group in problem.groups]).mean(axis=0)
     speeds = np.array([1 / sum(group.seconds) for group in problem.groups])
@@ -233,7 +234,7 @@ def proportional_cut(problem: CutProblem) -> tuple[int, ...]:
 
 
 def price(problem: CutProblem, starts: Sequence[int]) -> Cut:
-    """What given cuts take, whether they fit or not."""
+    """Return the cost of given cuts, whether they fit or not."""
     if len(starts) != len(problem.groups) or list(starts) != sorted(set(starts)) or starts[0] != 0:
         raise UsageError(f"the first layers of {len(problem.groups)} stages rise from 0, not {list(starts)}")
     if starts[-1] >= problem.num_layers:
@@ -247,7 +248,7 @@ def price(problem: CutProblem, starts: Sequence[int]) -> Cut:
 
 
 class _Tables:
-    """Seconds and bytes of every possible stage: matrices [first layer, first layer of the next stage]."""
+    """Seconds and bytes of every possible stage, as matrices [first layer, first layer of the next stage]."""
 
     def __init__(self, problem: CutProblem) -> None:
         self.problem = problem
@@ -272,23 +273,23 @@ class _Tables:
         return self._send[source, target]
 
     def need(self, kind: int, in_flight: int, part: tuple[int, int]) -> float:
-        """Bytes that such a stage needs with so many micro-batches in flight."""
+        """Bytes of a stage with the given number of micro-batches in flight."""
         return float(self._fixed[kind][part] + in_flight * self._kept[kind][part] + self._working[kind][part])
 
     def window(self, depth: int) -> tuple[slice, slice]:
-        """Where the stages are that are so many from the end, since every stage has a layer."""
+        """Window of layers in which a stage may start, by its distance to the end, since every stage has a layer."""
         num_stages = len(self.problem.groups)
         low, width = num_stages - depth, self.problem.num_layers - num_stages + 1
         return slice(low, low + width), slice(low + 1, low + 1 + width)
 
     def bytes(self, kind: int, depth: int) -> Array:
-        """What such a stage needs, so many from the end; of its window."""
+        """Bytes of the stages in the window of the given distance to the end."""
         window, held = self.window(depth), self.problem.held()[-depth]
         return self._fixed[kind][window] + held * self._kept[kind][window] + self._working[kind][window]
 
     def costs(self, kind: int, next_kind: int, depth: int) -> Array:
-        """Seconds of such a stage before one of another kind (-1: none), so many from the end; infinite where it does
-        not fit. Of its window, and worked out once."""
+        """Seconds of the stages in the window of the given distance to the end, before a stage of another kind (-1:
+        none); infinite where a stage does not fit. Cached."""
         key = kind, next_kind, depth
         if key not in self._costs:
             window = self.window(depth)
@@ -301,13 +302,13 @@ class _Tables:
 
 
 def _sums(values: Sequence[float]) -> Array:
-    """Sums of values[i:j]; infinite where there is nothing to sum."""
+    """Sums of values[i:j]; infinite for empty ranges."""
     upto = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=float))])
     return np.where(np.tri(len(upto), dtype=bool), inf, np.maximum(upto[None, :] - upto[:, None], 0.0))
 
 
 def _across(starts: Sequence[int], num_layers: int) -> Array:
-    """Infinite where a stage would go across a layer that must begin one."""
+    """Infinite where a stage would contain a layer that must begin a stage."""
     found = np.zeros((num_layers + 1,) * 2)
     for start in starts:
         found[:start, start + 1 :] = inf
@@ -315,15 +316,15 @@ def _across(starts: Sequence[int], num_layers: int) -> Array:
 
 
 def _maxima(values: Sequence[float]) -> Array:
-    """The most of values[i:j]; 0 where there is nothing."""
+    """Maxima of values[i:j]; 0 for empty ranges."""
     found = np.zeros((len(values) + 1,) * 2)
     found[:-1, 1:] = np.triu(np.broadcast_to(np.array(values, dtype=float), (len(values),) * 2))
     return np.maximum.accumulate(found, axis=1)
 
 
 def _twice_and_once(ties: Sequence[Tie], num_layers: int) -> tuple[Array, Array]:
-    """Bytes that a stage's layers count more than once, and seconds once a step because of layers cut apart (charged to
-    the stage that has the first of them but not all)."""
+    """Bytes of tied layers that a stage counts more than once, and seconds once per step for ties between stages
+    (charged to the stage that has the first of the layers but not all)."""
     firsts, nexts = np.arange(num_layers + 1)[:, None], np.arange(num_layers + 1)[None, :]
     twice, once = np.zeros((num_layers + 1,) * 2), np.zeros((num_layers + 1,) * 2)
     for tie in ties:
@@ -334,7 +335,7 @@ def _twice_and_once(ties: Sequence[Tie], num_layers: int) -> tuple[Array, Array]
 
 
 def _priced(tables: _Tables, kinds: Sequence[int], starts: Sequence[int]) -> Cut:
-    """*kinds* are those of the stages, by position in ``tables``."""
+    """Evaluate a partition; *kinds* are the positions of its stages' groups in ``tables``."""
     parts = list(pairwise((*starts, tables.problem.num_layers)))
     seconds = [float(tables.seconds[kind][part]) for kind, part in zip(kinds, parts, strict=True)]
     for stage, (source, target) in enumerate(pairwise(kinds)):
@@ -357,15 +358,15 @@ def _priced(tables: _Tables, kinds: Sequence[int], starts: Sequence[int]) -> Cut
 
 _Counts = tuple[int, ...]
 _Kinds = Callable[[int, _Counts], Sequence[int]]
-"""The kinds that the stage may have which is that many from the end, when so many of each kind come after it."""
+"""Kinds allowed at the given distance to the end, by the number of later stages of each kind."""
 
 _Weight = Callable[[int, int, int], Array]
-"""The weight of every possible stage (of the window of its depth), by its kind, the kind after it (-1: it is the last)
-and its depth from the end; infinite where it is not allowed."""
+"""Weight of every possible stage (in the window of its depth) by its kind, the kind of the next stage (-1: none) and
+its depth from the end; infinite where it is not allowed."""
 
 
 class _Cell(NamedTuple):
-    """The best ways to cut what is left, by the first layer that is left; and the stage after the first of them."""
+    """Best partitions of the remaining layers, by their first layer, and the next stage's start."""
 
     values: Array
     next_kinds: np.ndarray[Any, np.dtype[np.int64]]
@@ -375,7 +376,7 @@ class _Cell(NamedTuple):
 def _solve(
     tables: _Tables, kinds: _Kinds, weight: _Weight, *, combine: Callable[[Array, Array], Array]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Kinds and starts of the stages whose combined weight is least; None if every way has an infinite one.
+    """Return kinds and starts of the stages with the least combined weight; None if every combination is infinite.
 
     The stage at *depth* from the end starts in a window of L - P + 1 layers, since every stage has one.
     """
@@ -420,14 +421,14 @@ def _solve(
 
 
 def _best(tables: _Tables, objective: Objective, kinds: _Kinds) -> Cut | None:
-    """The best cut over the orders that *kinds* allows; None if none fits."""
+    """Return the best partition over the orders that *kinds* allows; None if none fits."""
     micro_batches = tables.problem.micro_batches
     slowest = _solve(tables, kinds, _weights(tables, inf), combine=np.maximum)
     if slowest is None:
         return None
 
     def least_sum(bound: float) -> Cut | None:
-        """The cut of the least sum whose stages take at most *bound*."""
+        """Return the partition with the least sum whose stages take at most *bound*."""
         found = _solve(tables, kinds, _weights(tables, bound, once=True), combine=np.add)
         return None if found is None else _priced(tables, *found)
 
@@ -445,13 +446,13 @@ def _best(tables: _Tables, objective: Objective, kinds: _Kinds) -> Cut | None:
         best = min(best, found, key=lambda cut: cut.step_seconds)
         rest = found.step_seconds - (micro_batches - 1) * max(found.seconds)
         if (micro_batches - 1) * floor + rest >= best.step_seconds * (1 - GAP):
-            break  # what is left has no smaller sum, and a slowest stage of at least the floor
+            break  # the remaining partitions have no smaller sum, and a slowest stage of at least the floor
         bound = max(found.seconds) * (1 - GAP)
     return best
 
 
 def _weights(tables: _Tables, bound: float, *, once: bool = False) -> _Weight:
-    """Seconds of stages that fit and take at most *bound*; what comes once a step is added if *once*."""
+    """Seconds of stages that fit and take at most *bound*, plus the seconds once per step if *once*."""
 
     def weight(kind: int, next_kind: int, depth: int) -> Array:
         seconds = tables.costs(kind, next_kind, depth)
@@ -462,7 +463,7 @@ def _weights(tables: _Tables, bound: float, *, once: bool = False) -> _Weight:
 
 
 def _climbed(problem: CutProblem, objective: Objective, remedies: Iterable[tuple[str, CutProblem]]) -> Cut:
-    """The best of a few orders, improved by swaps of neighbours as long as one helps."""
+    """Return the best of a few orders, improved by swaps of neighbours."""
 
     def tried(groups: Sequence[Group]) -> Cut | None:
         tables = _Tables(replace(problem, groups=tuple(groups)))
@@ -496,7 +497,8 @@ def _climbed(problem: CutProblem, objective: Objective, remedies: Iterable[tuple
 
 
 def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -> str:
-    """Which stage lacks how much in the cut that fills memory most evenly, and which changes would do."""
+    """The error for an infeasible partition: the stage that lacks memory in the most even partition, and changes that
+    would fit."""
     evenest = evenest_cut(problem)
     stage, need = _fullest(evenest)
     group = evenest.groups[stage]
@@ -515,10 +517,10 @@ def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -
 
 
 def evenest_cut(problem: CutProblem) -> Cut:
-    """The cut in the given order whose fullest stage has the smallest ratio of need to capacity, fitting or not.
+    """The partition in the given order with the smallest maximal ratio of bytes to capacity, fitting or not.
 
     Raises:
-        InfeasibleError: a figure is not finite.
+        InfeasibleError: a number is not finite.
     """
     tables = _Tables(problem)
     order = tuple(tables.kinds.index(group) for group in problem.groups)

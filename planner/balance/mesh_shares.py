@@ -1,11 +1,11 @@
-"""Shares along the axes of a stage's mesh: rows for each slice of a ``replicate`` axis, and units (heads, columns,
-experts) for each slice of a ``split`` axis.
+"""Shares along the axes of a stage's mesh: rows for each position of a ``replicate`` axis, and units (heads, columns,
+experts) for each position of a ``split`` axis.
 
-Objective: the least time of the slowest device for a micro-batch. Constraints: whole units that sum to the axis's;
-every device holds its part; one vector of shares for an axis, the same in all slices of the others, as a plan has them.
-With one axis this is `fastest_shares`, exact. With several it is solved axis by axis, each exactly with the others held
-fixed, until nothing improves, starting from even shares, from shares by speed and from shares by memory: a heuristic,
-never slower than even shares that fit. This file knows numbers only.
+Objective: the least time of the slowest device for a micro-batch. Constraints: whole units that sum to the axis's
+total; every device fits in memory; one vector of shares per axis, equal at all positions of the other axes, as in a
+plan. With one axis this is `fastest_shares`, exact. Several axes are solved one after the other, each exactly with the
+others fixed, until none improves, starting from even shares, from shares by speed and from shares by memory: a
+heuristic, never slower than even shares that fit. This module knows numbers only.
 
 (Which group of devices runs which of several given stages is answered by `whale.planner.balance.cuts.fastest_order`,
 each stage being a chain's single layer.)
@@ -27,12 +27,12 @@ from whale.planner.balance.shares import Move, Worker, fastest_shares
 __all__ = ["AxisToShare", "MeshDevice", "MeshShares", "mesh_shares"]
 
 MAX_ROUNDS = 20
-"""Of all axes; each round must improve, and few do."""
+"""Limit on rounds over all axes; each round must improve, and few do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisToShare:
-    """An axis of the mesh: its slices, and the units of what is split along it (a ``replicate`` axis divides rows)."""
+    """An axis of the mesh: its size, and the units of a split (a ``replicate`` axis divides rows)."""
 
     name: str
     size: int
@@ -41,12 +41,12 @@ class AxisToShare:
 
     @property
     def minimum(self) -> int:
-        """Units that each slice gets at least: a slice may have no rows, but must hold something of what is split."""
+        """Smallest share: a replica may have no rows, but every shard of a split has a unit."""
         return 1 if self.role == "split" else 0
 
     @property
     def unit(self) -> str:
-        """For messages."""
+        """The unit in error messages."""
         return "rows" if self.role == "replicate" else f"units of axis {self.name!r}"
 
 
@@ -56,10 +56,9 @@ class MeshDevice:
 
     Attributes:
         name: for messages.
-        seconds: of a micro-batch by its rows and by the fraction of what is split that the device holds; must not fall
-            with either.
-        bytes: that it needs; affine in each.
-        capacity_bytes: that it has.
+        seconds: of a micro-batch by its rows and by the device's fraction of the split; must not decrease with either.
+        bytes: by rows and fraction; affine in each.
+        capacity_bytes: its memory.
     """
 
     name: str
@@ -70,7 +69,7 @@ class MeshDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShares:
-    """Units of each slice, axis by axis; what memory moved, axis by axis; seconds of the slowest device."""
+    """Shares along each axis, moves because of memory along each axis, and seconds of the slowest device."""
 
     units: tuple[tuple[int, ...], ...]
     moves: tuple[tuple[Move, ...], ...]
@@ -78,15 +77,15 @@ class MeshShares:
 
 
 def mesh_shares(axes: Sequence[AxisToShare], devices: Sequence[MeshDevice], *, rows: int) -> MeshShares:
-    """Shares along all axes.
+    """Return shares along all axes.
 
     Args:
         axes: outermost first.
         devices: row-major over the axes.
-        rows: of the micro-batch, all devices together.
+        rows: of the micro-batch, over all devices.
 
     Raises:
-        InfeasibleError: the mesh does not hold it: which devices lack how much.
+        InfeasibleError: the mesh has too little memory; the message says which devices lack how much.
 
     >>> def card(speed): return MeshDevice(name="card", seconds=lambda rows, fraction: rows * fraction / speed)
     >>> data = AxisToShare(name="replicate", size=2, role="replicate")
@@ -116,7 +115,7 @@ class _Mesh:
     rows: int
 
     def starts(self) -> Iterator[list[tuple[int, ...]]]:
-        """Even shares; in proportion to the sums of the slices' speeds at even shares; and of their memory."""
+        """Initial shares: even, in proportion to the speeds at even shares, and in proportion to memory."""
         even = [(1.0,) * axis.size for axis in self.axes]
         yield self._rounded(even)
         units = self._rounded(even)
@@ -130,7 +129,7 @@ class _Mesh:
         return [shares(axis.units, own, minimum=axis.minimum) for axis, own in zip(self.axes, weights, strict=True)]
 
     def slices(self, index: int) -> list[list[int]]:
-        """Positions of the devices in each slice of an axis."""
+        """Positions of the devices at each position of an axis."""
         found: list[list[int]] = [[] for _ in range(self.axes[index].size)]
         for position, coordinates in enumerate(self._coordinates()):
             found[coordinates[index]].append(position)
@@ -140,7 +139,7 @@ class _Mesh:
         return list(product(*(range(axis.size) for axis in self.axes)))
 
     def parts(self, units: Sequence[Sequence[int]], apart: int = -1) -> list[tuple[float, float]]:
-        """Rows and fraction of each device by the shares of all axes but *apart*."""
+        """Rows and fraction of each device by the shares of all axes except *apart*."""
         found = []
         for coordinates in self._coordinates():
             rows, fraction = float(self.rows), 1.0
@@ -174,7 +173,7 @@ class _Mesh:
         return MeshShares(units=tuple(units), moves=tuple(moves), seconds=self.seconds(units))
 
     def _workers(self, index: int, units: Sequence[Sequence[int]]) -> list[Worker]:
-        """The slices of an axis, each as slow as its slowest device and as full as its fullest."""
+        """The positions of an axis as workers, each as slow as its slowest device and as full as its fullest."""
         axis, others = self.axes[index], self.parts(units, apart=index)
 
         def worker(members: list[int]) -> Worker:

@@ -1,19 +1,17 @@
-"""Shares of a batch, or of a sharded dim, among unlike devices: the quickest that fits in their memory.
+"""Shares of a batch, or of a sharded dim, on mixed devices: the fastest shares that fit in memory.
 
-Objective: the least time of the slowest device, min max t_i(k_i).
-Constraints: whole shares that sum to the total, and fixed_i + slope_i k_i <= capacity_i. `fastest_shares` is exact and
-is what the planner uses. `proportional_shares` is Algorithm 1 of the Whale paper (USENIX ATC 2022): shares in
-proportion to speed, then what does not fit is moved, device by device, each time to whoever would be done first. It is
-the reference that the exact shares are measured against, and gives the paper's own numbers.
+Objective: the least time of the slowest device, min max t_i(k_i). Constraints: whole shares that sum to the total, and
+fixed_i + slope_i k_i <= capacity_i. `fastest_shares` is exact; the planner uses it. `proportional_shares` is Algorithm
+1 of the Whale paper (USENIX ATC 2022): shares in proportion to speed, then units that do not fit are moved, device by
+device, to the device that finishes first. It reproduces the paper's numbers and is the baseline of `fastest_shares`.
 
-Where they differ: a step takes as long as its slowest device, and neither largest remainder nor moving a whole excess
-to one device minimises that. On speeds 15.7, 15.7, 9.3, 9.3 with 256 rows, of which the first device holds 77, the
-paper's shares 77, 83, 48, 48 end after 5.287, the exact 77, 82, 49, 48 after 5.269; with memory for all, 80, 80, 48, 48
-end after 5.161 and 81, 81, 47, 47 after 5.159. The difference is never more than a row of the slowest device when
-nothing binds.
+They differ because a step takes as long as its slowest device, and neither largest remainder nor moving a whole excess
+to one device minimizes that. On speeds 15.7, 15.7, 9.3, 9.3 with 256 rows, of which the first device holds 77, the
+paper's shares 77, 83, 48, 48 take 5.287, the exact 77, 82, 49, 48 take 5.269; with memory for all, 80, 80, 48, 48 take
+5.161 and 81, 81, 47, 47 take 5.159. Without memory limits the difference is at most one row of the slowest device.
 
-The state of training (weights, gradients, optimizer) need not be divided as the work is: `state_shares` divides it by
-free memory (Cephalo). This file knows numbers only: no model, no cluster.
+The training state (weights, gradients, optimizer) may be divided differently from the work: `state_shares` divides it
+by free memory (Cephalo). This module knows numbers only: no model, no cluster.
 """
 
 from __future__ import annotations
@@ -35,20 +33,21 @@ __all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares", "proportional
 
 _NOTHING = Affine(0, 0)
 MOST_ONE_BY_ONE = 1024
-"""Up to so many units are given out one by one, with the running maximum of times that fall. To know where times fall
-each would be asked for; of more units it is taken that they do not, and where they do, shares come near the best."""
+"""Number of units that are assigned one by one, with the running maximum of times that decrease. Detecting a decrease
+needs the time of every unit; above this number times are assumed not to decrease, and where they do, shares are near
+the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """What takes a share: a device, or several that work as one.
+    """A device, or several that work as one, that takes a share.
 
     Attributes:
         name: for messages.
-        seconds: that so many units take, measured or modelled. Where a curve falls, its running maximum counts: nobody
-            is done sooner with more to do.
-        memory: bytes for so many units: what is there anyway, and what each unit adds.
-        capacity_bytes: what it may use.
+        seconds: time of a number of units, measured or modelled. Where a curve decreases, its running maximum counts:
+            more work never finishes earlier.
+        memory: bytes of a number of units: a fixed part, and a part for each unit.
+        capacity_bytes: memory that it may use.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Worker:
     capacity_bytes: float = inf
 
     def limit(self, total: int) -> int:
-        """The most units of *total* that its memory holds; -1 if not even none fit.
+        """Most units of *total* that fit in its memory; -1 if not even 0 fit.
 
         >>> Worker(name="card", seconds=float, memory=Affine(2e9, 0.18e9), capacity_bytes=16e9).limit(256)
         77
@@ -74,7 +73,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Units that memory took from one worker (by position) and that another does instead, and why."""
+    """Units moved from a worker (by position) without memory to another, and the reason."""
 
     giver: int
     taker: int
@@ -84,13 +83,13 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Who does how much.
+    """Shares of all workers.
 
     Attributes:
         units: of each worker.
-        by_speed: what they would be if memory were no limit.
-        moves: from there to ``units``.
-        seconds: until the slowest is done.
+        by_speed: the shares without memory limits.
+        moves: from ``by_speed`` to ``units``.
+        seconds: time of the slowest worker.
     """
 
     units: tuple[int, ...]
@@ -101,7 +100,7 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that the caller could make if the shares do not fit: the total and the workers as they would be then.
+    """A change that could make the shares fit, with the changed total and workers.
 
     ``change`` completes the sentence "it would fit with ...", such as ``4 micro-batches``.
     """
@@ -114,22 +113,23 @@ class Remedy:
 def fastest_shares(
     total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Iterable[Remedy] = ()
 ) -> Shares:
-    """The shares with which the slowest worker is done first.
+    """Return the shares with the least time of the slowest worker.
 
-    Units are given out one by one, each to whoever would then be done first, ties to the lower index. For times that
-    do not fall with the share that is optimal, and it makes shares monotone: a faster worker never gets less, neither
-    than a slower one with as much memory, nor than it got before it was made faster. Never slower than the even split,
-    if that fits. Exact; O(total log n) times are asked for, of many units O(n log^2 total).
+    Units are assigned one by one, each to the worker that would finish it first; ties go to the lower index. If times
+    do not decrease with the share this is optimal and monotone: a faster worker never gets fewer units than a slower
+    one with as much memory, nor than it had before it became faster. It is never slower than an even split that fits.
+    Exact; evaluates O(total log n) times, or O(n log^2 total) for many units.
 
     Args:
-        total: units to give away.
+        total: units to assign.
         workers: at least one.
-        minimum: that each must get (a sharded dim needs 1).
-        unit: what is divided, for messages.
-        remedies: to be weighed in the error, and not looked at otherwise.
+        minimum: of each worker (a sharded dim needs 1).
+        unit: name of a unit, for messages.
+        remedies: evaluated in the error message only.
 
     Raises:
-        InfeasibleError: the memory of all holds less than the total: who lacks how much, and what would help.
+        InfeasibleError: the total does not fit; the message says which worker lacks how much, and which changes would
+            fit.
 
     >>> fast = Worker(name="V100:0", seconds=lambda rows: rows / 15.7, memory=Affine(2, 0.3), capacity_bytes=16)
     >>> slow = Worker(name="P100:1", seconds=lambda rows: rows / 9.3, memory=Affine(2, 0.3), capacity_bytes=32)
@@ -219,7 +219,8 @@ def state_shares(total: int, free: Sequence[int]) -> tuple[int, ...]:
 
 
 def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> tuple[int, ...]:
-    """Give each *minimum* units and every other to the worker that would then be done first, within its limit."""
+    """Give each worker *minimum* units and assign the others to the worker that would finish first, within its
+    limit."""
     units = [minimum] * len(workers)
     if total - minimum * len(workers) > MOST_ONE_BY_ONE:
         units = _surely_first(total, workers, limits, minimum)
@@ -240,11 +241,11 @@ def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], mi
 
 
 def _surely_first(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> list[int]:
-    """What `_first_done` gives each worker before the last few units, without giving out one by one.
+    """Compute the shares of `_first_done` before the last few units by bisection.
 
-    One by one, units go in the order of when they are done, ties to the lower index. So a unit is given out if no more
-    than *total* come before it, which is looked at for the middle of all that is undecided: a quarter of that is then
-    decided. O(n log^2 total) prices.
+    Units are assigned in the order of their finishing times, ties to the lower index. So a unit is assigned if at most
+    *total* units precede it. Testing the middle of the undecided units decides a quarter of them. Evaluates O(n log^2
+    total) times.
     """
     seconds = [cache(worker.seconds) for worker in workers]
     given, possible = [minimum] * len(workers), list(limits)
@@ -269,7 +270,7 @@ def _surely_first(total: int, workers: Sequence[Worker], limits: Sequence[int], 
 
 
 def _done_by(seconds: Callable[[int], float], moment: float, inclusive: bool, least: int, most: int) -> int:
-    """How many units, of *least* that are to *most*, are done before a moment, or with *inclusive* by then."""
+    """Number of units between *least* and *most* that finish before a moment, or with *inclusive* by then."""
     while least < most:
         middle = (least + most) // 2 + 1
         if seconds(middle) < moment or (inclusive and seconds(middle) == moment):
@@ -287,7 +288,7 @@ def _shares(
 
 
 def _moves(before: Sequence[int], after: Sequence[int], workers: Sequence[Worker], unit: str) -> tuple[Move, ...]:
-    """What leads from *before* to *after*: the first who gives to the first who takes."""
+    """Moves that lead from *before* to *after*: the first giver to the first taker."""
     gives = [[index, b - a] for index, (b, a) in enumerate(zip(before, after, strict=True)) if b > a]
     takes = [[index, a - b] for index, (b, a) in enumerate(zip(before, after, strict=True)) if a > b]
     moves: list[Move] = []
@@ -311,7 +312,7 @@ def _reason(worker: Worker, limit: int, unit: str) -> str:
 
 
 def _limits(total: int, workers: Sequence[Worker], minimum: int, unit: str, remedies: Iterable[Remedy]) -> list[int]:
-    """The most units that each worker holds, if that is enough for the total."""
+    """Most units that fit on each worker, if they suffice for the total."""
     if total < 0 or minimum < 0 or not workers:
         raise UsageError(
             f"{total} {unit} among {len(workers)} devices, at least {minimum} each: give at least one device, and "
@@ -331,7 +332,7 @@ def _limits(total: int, workers: Sequence[Worker], minimum: int, unit: str, reme
 def _shortage(
     total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int, unit: str, remedies: Iterable[Remedy]
 ) -> str:
-    """Who lacks how much memory, and what would help, by how much."""
+    """The error if the total does not fit: which worker lacks how much, and which changes would fit."""
     wanted = [minimum] * len(workers)
     held = sum(max(limit, 0) for limit in limits)
     if min(limits) < minimum:
@@ -355,7 +356,7 @@ def _shortage(
 
 
 def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:
-    """Whether it fits after the change, and what the fullest worker would need then."""
+    """Whether the total fits after the change, and the bytes of the fullest worker then."""
     limits = [worker.limit(remedy.total) for worker in remedy.workers]
     fitting = min(limits) >= minimum and sum(limits) >= remedy.total
     units = _first_done(remedy.total, remedy.workers, limits if fitting else [remedy.total] * len(limits), minimum)
@@ -365,7 +366,7 @@ def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:
 
 
 def _fullest(workers: Sequence[Worker], units: Sequence[int]) -> tuple[float, int]:
-    """The bytes and the position of the worker whose need is the largest part of its capacity."""
+    """Bytes and position of the worker with the largest ratio of bytes to capacity."""
     needs = [worker.memory(share) for worker, share in zip(workers, units, strict=True)]
     index = max(range(len(needs)), key=lambda index: (needs[index] / workers[index].capacity_bytes, -index))
     return needs[index], index

@@ -172,7 +172,7 @@ def _workload(stages: Stages, cuts: tuple[range, ...], replicas: list[int], cost
         here, there = index % depth, (index + 1) % depth
         transfers = []
         for kind, replica in enumerate(replicas):
-            size = round(costs[index, replica].output / given.tensor)
+            size = round(costs[index, replica].output / (given.tensor if _divided(given) else 1))
             pair = rank(kind, here), rank(kind, there)
             transfers.append(Transfer(source=pair[0], target=pair[1], bytes=size))
             for (source, target), (a, b) in ((pair, (here, there)), (pair[::-1], (there, here))):
@@ -201,21 +201,28 @@ def _workload(stages: Stages, cuts: tuple[range, ...], replicas: list[int], cost
         update=tuple(update),
         overhead=step_overhead(types),
         overlap_slowdown=overlap_slowdown(types),
+        blocking_transfers=given.virtual_stages == 1,
     )
+
+
+def _divided(given: Configuration) -> bool:
+    """Whether each rank of a tensor group sends its part to the next stage: where the group divides what crosses, and
+    in Megatron's interleaved schedule, which scatters and gathers it. Else one rank's message has all of it."""
+    return bool(given.sequence_parallel) or given.virtual_stages > 1
 
 
 def _link(stages: Stages, source: int, target: int, here: int, there: int, replica: int, num_bytes: int) -> LinkTime:
     """Between neighbours of a pipeline: each device of the tensor group sends its part to its peer, all at once, and
-    the parts are gathered where they arrive."""
+    the parts are gathered where they arrive; or one sends the whole."""
     layout, given = stages.layout, stages.layout.configuration
     a, b = layout.rank(stage=here, replica=replica), layout.rank(stage=there, replica=replica)
     node = layout.cluster.node_of(a)
     sharing = 1
-    if layout.cluster.node_of(b) is not node and node.inter is not None:
+    if _divided(given) and layout.cluster.node_of(b) is not node and node.inter is not None:
         sharing = max(1, len(layout.devices_of(here, replica)) // node.inter.num_adapters)
     cost = send(stages.topology, a, b, max(1, num_bytes), sharing=sharing)
     latency = cost.latency
-    if given.tensor > 1 and num_bytes and not given.sequence_parallel:
+    if given.tensor > 1 and num_bytes and _divided(given) and not given.sequence_parallel:
         group = layout.tensor_group(there, replica)
         latency += stages.price(
             "all_gather", group, num_bytes * given.tensor, stages.topology.sharing(group, layout.data)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from whale.ir.cluster import DeviceType
@@ -19,6 +20,7 @@ from whale.planner.cost.configuration import Layout
 from whale.planner.cost.layers import Collective, LayerSeconds, attention_is_fused, layer_seconds, variant_of
 from whale.planner.cost.memory import StateBytes, gradient_bytes, kept_bytes, state_bytes, working_bytes
 from whale.planner.cost.precision import Precision, precision_named
+from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
 from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
 
@@ -28,9 +30,9 @@ BACKWARD_OVERLAP = 0.4
 """Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
 of the input is reduced while they run): calibrated on layer_times.csv."""
 
-OVERLAP_SHARE = 0.29
-"""Share of collectives over the data group that computation hides while both run (ZeRO 2 and 3): prefetching has
-limits, and both slow each other down. Calibrated on the FSDP rows of published_calibration.csv."""
+SHARDED_SLOWDOWN = 0.7
+"""How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
+the shorter of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +92,23 @@ class Stages:
         devices = {self.layout.cluster.devices[rank].type for rank in self.layout.devices_of(stage, replica)}
         forward = backward = weights = communication = kept = 0.0
         measured = True
+        by_kind: dict[int, tuple[float, float]] = {}
         for kind, count in kinds.items():
             spent = [self._layer(kind, device, rows) for device in devices]
             slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
             exposed = self._exposed(self.profile.kinds[kind], slowest, stage, replica, rows)
+            by_kind[kind] = slowest.forward + exposed[0], slowest.backward + exposed[1]
             forward += count * (slowest.forward + exposed[0])
             backward += count * (slowest.backward + exposed[1])
             weights += count * slowest.weights
             communication += count * sum(exposed)
             kept += count * max(self._kept(kind, device, rows) for device in devices)
             measured = measured and slowest.measured
-        gathered = self._gathered(layers, stage)
-        if gathered is not None:
-            forward, forward_exposed = _beside(forward, gathered[0])
-            backward, backward_exposed = _beside(backward, gathered[1])
-            communication += forward_exposed + backward_exposed
+        if given.zero >= 2 and len(self.layout.data_group(stage)) > 1:
+            units = self._units(layers, stage, by_kind)
+            ahead, back = sharded_seconds(units, regather=self._regathers, slowdown=SHARDED_SLOWDOWN)
+            communication += ahead - forward + back - backward
+            forward, backward = ahead, back
         last = self.profile.kinds[self.profile.layers[layers[-1]]]
         return StageCost(
             forward=forward,
@@ -245,23 +249,45 @@ class Stages:
                 )
         return total
 
-    def _gathered(self, layers: range, stage: int) -> tuple[float, float] | None:
-        """Seconds of the collectives over the data group that every micro-batch has: weights to be gathered in the
-        forward and again in the backward (ZeRO 3), gradients to be reduced (ZeRO 2 and 3). In a pipeline both happen
-        once a step: stages keep weights and gradients whole from one micro-batch to the next."""
+    @property
+    def _regathers(self) -> bool:
+        """Whether weights are gathered again for the backward; in a pipeline they stay whole for the step."""
         given = self.layout.configuration
+        return given.zero == 3 and given.pipeline == 1
+
+    def _units(self, layers: range, stage: int, seconds: dict[int, tuple[float, float]]) -> list[ShardedUnit]:
+        """What is gathered at a time: each block, and the layers before, between and after blocks together.
+
+        Where weights are not gathered for every micro-batch (ZeRO 2, pipelines), and gradients in a pipeline not
+        reduced with every one, a micro-batch has its share of what the step has.
+        """
+        given, count = self.layout.configuration, self.layout.num_micro_batches
         group = self.layout.data_group(stage)
-        if given.zero < 2 or len(group) == 1:
-            return None
-        dense, experts = self.parameters(layers)
         size = min(2, self.precision.element_bytes) if self.precision.mixed else self.precision.element_bytes
         sharing = self.topology.sharing(group, given.tensor)
-        num_bytes = (dense + experts) * size
-        gather = self.price("all_gather", group, num_bytes, sharing)
-        reduce = self.price("reduce_scatter", group, num_bytes, sharing)
-        if given.pipeline > 1:
-            return gather / self.layout.num_micro_batches, reduce / self.layout.num_micro_batches
-        return (gather, gather + reduce) if given.zero == 3 else (gather / self.layout.num_micro_batches, reduce)
+        gathers = 1.0 if self._regathers else 1 / count
+        reduces = 1 / count if given.pipeline > 1 else 1.0
+        found = []
+        for together, run in groupby(layers, key=lambda index: self._unit_of(index)):
+            members = list(run)
+            num = len(members) if together >= 0 else 1
+            num_bytes = sum(self.parameters(members)) / num * size
+            ahead, back = (sum(seconds[self.profile.layers[index]][way] for index in members) / num for way in (0, 1))
+            found.append(
+                ShardedUnit(
+                    forward=ahead,
+                    backward=back,
+                    gather=gathers * self.price("all_gather", group, num_bytes, sharing),
+                    reduce=reduces * self.price("reduce_scatter", group, num_bytes, sharing),
+                    num=num,
+                )
+            )
+        return found
+
+    def _unit_of(self, index: int) -> int:
+        """The kind of a block; below zero for a layer that is none."""
+        kind = self.profile.layers[index]
+        return kind if self._recomputes(kind) else -1
 
 
 def exposed_seconds(
@@ -279,12 +305,6 @@ def exposed_seconds(
         max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
         max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),
     )
-
-
-def _beside(compute: float, communication: float) -> tuple[float, float]:
-    """Seconds of computation with collectives beside it, and those of them that the collectives add."""
-    total = compute + communication - OVERLAP_SHARE * min(compute, communication)
-    return total, total - compute
 
 
 def _parameters(kind: LayerKind, layout: Layout) -> tuple[float, float]:

@@ -1,5 +1,5 @@
-"""The report about a plan: one page of HTML with its pictures, made of what the plan says and of nothing else.
+"""The report about a plan: one HTML page with pictures, made from the plan alone.
 
-One file a view, each a pure function from data to markup; `page` puts them together. Nothing here decides or prices
-anything, and no text of a plan, a cluster or a record reaches the page unescaped.
+Each file is a view: a pure function from data to markup; `page` joins them. The report decides and prices nothing, and
+escapes all text of a plan, a cluster or a record.
 """

@@ -1,6 +1,6 @@
-"""What is alike is shown once: a picture of four thousand devices has as many rows as there are different ones.
+"""Grouping of equal items, so that a picture of four thousand devices has only as many rows as differ.
 
-Knows neither devices nor pictures.
+It knows neither devices nor pictures.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Alike(Generic[T]):
-    """Things of which one is shown.
+    """A group of items, of which one is shown.
 
     Attributes:
-        shown: one of them; of things that only resemble each other the heaviest.
-        members: all of them, in their order.
-        equal: whether they are the same in all that is shown.
+        shown: the item that is drawn; the heaviest of items that are only similar.
+        members: all items, in order.
+        equal: whether they are equal in everything that is drawn.
     """
 
     shown: T
@@ -37,11 +37,11 @@ def alike(
     weight: Callable[[T], float],
     most: int,
 ) -> tuple[tuple[Alike[T], ...], int]:
-    """Group things so that at most ``most`` groups are left, and count the things that are in none of them.
+    """Group items into at most ``most`` groups, and count the items in none of them.
 
-    Things that are ``equal`` share a group; where that makes too many groups, all that are ``similar``; where those
-    are too many, only the groups with the heaviest things stay. The order is that of each group's first thing. Linear,
-    but for a sort of the groups.
+    Items that are ``equal`` share a group; if there are too many groups, so do items that are ``similar``; if there are
+    still too many, only the groups with the heaviest items remain. Groups are in the order of their first items.
+    Linear, except for a sort of the groups.
 
     >>> words = ["aa", "ab", "aa", "b"]
     >>> groups, left = alike(words, equal=str, similar=lambda word: word[0], weight=len, most=2)

@@ -1,9 +1,9 @@
-"""The colours of a report: the same thing has the same colour in every picture.
+"""The colours of a report; an item has the same colour in every picture.
 
-Kinds of work and parts of memory have those of Okabe and Ito, "Color Universal Design" (2008,
-https://jfly.uni-koeln.de/color/), which people with any colour-vision deficiency tell apart. Stages have an order, and
-so colours in an order: cividis, whose lightness ascends evenly for everyone (Nuñez, Anderton and Renslow, PLoS ONE
-13(7), 2018; the five anchors are those of the R package viridisLite). Knows no picture.
+Kinds of work and categories of memory use the palette of Okabe and Ito, "Color Universal Design" (2008,
+https://jfly.uni-koeln.de/color/), which is safe for colour-vision deficiencies. Stages are ordered and use cividis,
+whose lightness increases uniformly (Nuñez, Anderton and Renslow, PLoS ONE 13(7), 2018; the five anchors are those of
+the R package viridisLite). It knows no picture.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SKY, BLUE, GREEN, ORANGE = "#56b4e9", "#0072b2", "#009e73", "#e69f00"
 PURPLE, YELLOW, VERMILION = "#cc79a7", "#f0e442", "#d55e00"
 
 PAINT = {
-    # Tasks and the memory that belongs to them: forward and what it keeps, backward and gradients, weights.
+    # Tasks and their memory: forward and saved activations, backward and gradients, weights.
     "forward": SKY,
     "activations": SKY,
     "backward": BLUE,
@@ -28,13 +28,13 @@ PAINT = {
     "workspace": YELLOW,
     "framework": "#8b929c",
 }
-"""Colours by the name of a CSS class, on a light page and on a dark one."""
+"""Colours by CSS class, on a light page and on a dark one."""
 
 _CIVIDIS = ((0x00, 0x20, 0x4D), (0x41, 0x4D, 0x6B), (0x7C, 0x7B, 0x78), (0xBC, 0xAF, 0x6F), (0xFF, 0xEA, 0x46))
 
 
 def stage_colour(index: int, count: int) -> str:
-    """The colour of a stage of ``count``.
+    """The colour of a stage out of ``count``.
 
     >>> stage_colour(0, 3), stage_colour(2, 3), stage_colour(0, 1)
     ('#00204d', '#ffea46', '#7c7b78')
@@ -49,7 +49,7 @@ def stage_colour(index: int, count: int) -> str:
 
 
 def text_on(colour: str) -> str:
-    """Black or white, whichever has more contrast on ``colour`` by the formula of WCAG 2.2.
+    """Black or white, whichever has more contrast with ``colour`` by the formula of WCAG 2.2.
 
     >>> text_on("#ffea46"), text_on("#00204d")
     ('#000', '#fff')

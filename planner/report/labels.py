@@ -1,4 +1,4 @@
-"""Names for a reader: of ranks, stages, device types and bytes. Knows what a plan says and no picture."""
+"""Text labels of ranks, stages, device types and bytes. It knows plans and no picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def types_of(plan: Plan, cluster: Cluster | None) -> Mapping[int, str]:
-    """The device type of each rank, as far as the cluster, the plan or its prediction say it."""
+    """The device type of each rank, from the cluster, the plan or its prediction."""
     if cluster is not None:
         return {device.rank: device.type.name for device in cluster.devices}
     if plan.cluster is not None and plan.cluster.devices:
@@ -26,7 +26,7 @@ def types_of(plan: Plan, cluster: Cluster | None) -> Mapping[int, str]:
 
 
 def type_of_name(device: str, rank: int) -> str:
-    """The type in the name of a device, which ends with its rank.
+    """The type in a device name, which ends with its rank.
 
     >>> type_of_name("A100:3", 3), type_of_name("left:2", 3)
     ('A100', 'left:2')
@@ -48,7 +48,7 @@ def stages_of(stages: Iterable[Sequence[int]]) -> Mapping[int, tuple[int, ...]]:
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """Name stages.
+    """Label stages.
 
     >>> stages_text((2,)), stages_text((0, 4)), stages_text(())
     ('stage 2', 'stages 0, 4', 'no stage')
@@ -59,7 +59,7 @@ def stages_text(stages: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
-    """Name ranks, in at most so many characters after the word.
+    """Label ranks, with at most ``most`` characters after the word.
 
     >>> ranks_text((3,)), ranks_text((0, 1, 2, 8))
     ('rank 3', 'ranks 0-2, 8')
@@ -69,7 +69,7 @@ def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Write bytes for a reader, in GiB; what is less than a hundredth of one in MiB.
+    """Format bytes in GiB, or in MiB below a hundredth of a GiB.
 
     >>> bytes_text(61.25 * 2**30), bytes_text(2**29), bytes_text(3 * 2**20)
     ('61.2 GiB', '0.50 GiB', '3.0 MiB')

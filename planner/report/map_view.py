@@ -1,6 +1,6 @@
-"""The plan on the machines: every node a box, in it its devices, painted by stage, with position and share.
+"""The map: devices in their nodes, coloured by stage, with their mesh position and share.
 
-Nodes that are used alike are drawn once. Knows a plan and a cluster, and neither times nor memory.
+Equal nodes are drawn once. It knows a plan and a cluster, and neither times nor memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["map_view", "places_of", "stage_table"]
 
 MOST_NODES = 48
 MOST_DEVICES = 16
-"""In a node; with more than these, devices that are used alike are drawn once."""
+"""Devices of a node above which equal devices are drawn once."""
 MOST_STAGES = 128
 
 _WIDTH, _GAP, _TOP = 960.0, 10.0, 30.0
@@ -30,14 +30,14 @@ _BOX, _BOX_HEIGHT, _BOX_GAP = 108.0, 46.0, 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What one rank does: its stages; of the first of them the position along each axis and its shares.
+    """The role of one rank: its stages, and in the first of them its position along each axis and its shares.
 
     Attributes:
         stages: indices.
-        position: such as ``("r", 1, 2)``: replica 1 of 2; ``t`` is a part of a split.
+        position: such as ``("r", 1, 2)``: replica 1 of 2; ``t`` is a shard of a split.
         rows: the share of a micro-batch.
-        count: rows of a micro-batch, where they are whole and known.
-        part: the share of operators that are split.
+        count: rows of a micro-batch, if whole and known.
+        part: the fraction of a split.
     """
 
     stages: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class _Device:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """All that is drawn of it but its rank and which replica it is."""
+        """Everything drawn except its rank and the index of its replica."""
         parts = tuple(one for one in self.place.position if one[0] == "t")
         return self.type, self.place.stages, parts, self.place.rows, self.place.part
 
@@ -67,7 +67,7 @@ class _Node:
 
 
 def places_of(plan: Plan, stages: Sequence[Sequence[int]]) -> Mapping[int, Place]:
-    """What each rank does, as the plan says it; ``stages`` are the ranks of each stage where it names none.
+    """Return the role of each rank in the plan; ``stages`` are the ranks of each stage if the plan has none.
 
     >>> from whale.ir.plan import PlanAxis
     >>> axis = PlanAxis(name="replicate", size=2, role="replicate", shares=(3, 1))
@@ -108,13 +108,13 @@ def _place(stage: PlanStage, index: int, position: int, rows: int | None) -> Pla
 
 
 def map_view(plan: Plan, stages: Sequence[Sequence[int]], types: Mapping[int, str], cluster: Cluster | None) -> Markup:
-    """Draw the devices by node, or by type where no cluster says which node they are in.
+    """Draw the devices by node, or by type without a cluster.
 
     Args:
-        plan: that is drawn.
-        stages: the ranks of each stage, where the plan itself names none.
-        types: device types by rank, where they are known.
-        cluster: whose nodes these are.
+        plan: to draw.
+        stages: the ranks of each stage, if the plan has none.
+        types: device types by rank, if known.
+        cluster: with the nodes.
     """
     places = places_of(plan, stages)
     num_stages = len(plan.stages or stages)
@@ -173,7 +173,7 @@ def _nodes(
 
 
 def _boxes_of(node: _Node) -> tuple[Alike[_Device], ...]:
-    """The devices to draw: each, or each kind where there are many."""
+    """The devices to draw: all, or one of each kind if there are many."""
     many = len(node.devices) > MOST_DEVICES
     groups, _ = alike(
         node.devices,
@@ -200,11 +200,11 @@ def _node(
     more = f" and {count - 20} more" if count > 20 else ""
     types = ", ".join(dict.fromkeys(device.type for device in node.devices))
     below = f"{len(node.devices)} devices" if types in ("", node.name) else types
-    kind = "" if count == 1 else f"; {count} {'alike' if group.equal else 'that resemble each other'}"
+    kind = "" if count == 1 else f"; {count} {'equal' if group.equal else 'similar'}"
     said = element("title", f"{names}{more}: {len(node.devices)} devices, {short(types, 100)}{kind}")
     title = short(node.name, int(width / 6.5) - (22 if count > 1 else 4))
     if count > 1:
-        title += f" and {count - 1} more alike" if group.equal else f" and {count - 1} like it"
+        title += f" and {count - 1} more equal" if group.equal else f" and {count - 1} similar"
     parts = [
         element("rect", said, class_="node", x=x + 0.5, y=y + 0.5, width=width - 1, height=height - 1, rx=6),
         element("text", title, x=x + 8, y=y + 13, class_="strong"),
@@ -242,7 +242,7 @@ def _device(box: Alike[_Device], num_stages: int, x: float, y: float, one_of_man
 
 
 def _share(place: Place) -> str:
-    """Tensor part and share, as short as they go."""
+    """Shard and share, abbreviated."""
     parts = [f"t{at}/{size}" for letter, at, size in place.position if letter == "t"]
     if (
         place.part < 1
@@ -269,7 +269,7 @@ def _about(box: Alike[_Device]) -> str:
 
 
 def stage_table(plan: Plan, stages: Sequence[Sequence[int]], types: Mapping[int, str]) -> Markup:
-    """The stages in words: what they compute, where and how."""
+    """The stages in a table: layers, devices and mesh."""
     planned = plan.stages or [PlanStage(ranks=tuple(ranks)) for ranks in stages]
     keys = [key for key, texts in plan.annotations.items() if texts[0].startswith("stage")]
     named = len(keys) == len(planned)

@@ -1,6 +1,6 @@
-"""HTML and SVG as text. Whatever is not `Markup` is escaped, so that no name in a plan can become markup.
+"""HTML and SVG as text. Everything that is not `Markup` is escaped, so that no name in a plan can become markup.
 
-Knows elements and numbers, and no picture.
+It knows elements and numbers, and no picture.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _WITHOUT_CONTENT = frozenset(("circle", "line", "meta", "path", "rect", "use"))
 
 
 class Markup(str):
-    """Text that is markup already. What is made of it by ordinary string operations is plain text again."""
+    """Text that is already markup. Ordinary string operations on it return plain text."""
 
     __slots__ = ()
 
 
 def element(name: str, /, *children: str, **attributes: str | float | None) -> Markup:
-    """An element with its children; plain text is escaped, and attributes that are None are left out.
+    """An element with children; plain text is escaped, and attributes that are None are omitted.
 
-    Underscores in names of attributes stand for hyphens; one at the end is dropped.
+    Underscores in attribute names become hyphens; a trailing one is dropped.
 
     >>> element("text", "a < b", x=1.25, text_anchor="end", class_="label")
     '<text x="1.2" text-anchor="end" class="label">a &lt; b</text>'
@@ -38,7 +38,7 @@ def element(name: str, /, *children: str, **attributes: str | float | None) -> M
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """Parts one after the other, plain ones escaped.
+    """Concatenate parts; plain text is escaped.
 
     >>> join([element("b", "1"), " < 2"])
     '<b>1</b> &lt; 2'
@@ -51,7 +51,7 @@ def _attribute(value: str | float) -> str:
 
 
 def _printable(text: str) -> str:
-    """Characters that nobody sees, such as those that turn the direction of writing, become visible."""
+    """Make invisible characters visible, such as those that change the writing direction."""
     if text.isprintable():
         return text
     return "".join(
@@ -61,7 +61,7 @@ def _printable(text: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a coordinate, to a tenth.
+    """Format a coordinate to a tenth.
 
     >>> number(2.0), number(0.26), number(-0.01)
     ('2', '0.3', '0')
@@ -70,7 +70,7 @@ def number(value: float) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """The text, with its end cut off where it is longer than ``most`` characters.
+    """The text, truncated to ``most`` characters.
 
     >>> short("A100-SXM4-80GB", 8)
     'A100-SX…'
@@ -79,7 +79,7 @@ def short(text: str, most: int) -> str:
 
 
 def picture(name: str, title: str, description: str, width: float, height: float, *parts: str) -> Markup:
-    """An SVG that says in words what it shows; ``name`` is its own on a page."""
+    """An SVG with a text description; ``name`` is its id, unique on a page."""
     return element(
         "svg",
         element("title", title, id=f"{name}-title"),
@@ -94,7 +94,7 @@ def picture(name: str, title: str, description: str, width: float, height: float
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> Markup:
-    """A table; the columns at the positions ``numbers`` are aligned to the right, and long texts get room."""
+    """A table; columns at the positions ``numbers`` are right-aligned, and long texts are wrapped."""
     kinds = ["number" if position in numbers else None for position in range(len(head))]
     titles = [element("th", title, scope="col", class_=kind) for title, kind in zip(head, kinds, strict=True)]
     body = [

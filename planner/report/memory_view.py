@@ -1,4 +1,4 @@
-"""What fills the memory of every device at the peak of a step, against what it has. Knows no plan and no timeline."""
+"""Peak memory of every device by category, with its capacity. It knows no plan and no timeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.planner.report.markup import Markup, element, picture, short
 __all__ = ["LEGEND", "fullness", "memory_view"]
 
 LEGEND = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "framework")
-"""Parts of memory, from left to right; each is the name of the class that paints it."""
+"""Categories of memory, from left to right; each is the name of its CSS class."""
 
 MOST_ROWS = 64
 
@@ -24,7 +24,7 @@ _GIB = 2**30
 
 
 def fullness(device: DeviceMemory) -> float:
-    """The share of its capacity that a device needs."""
+    """Peak memory as a fraction of the capacity."""
     return device.total / device.capacity if device.capacity else float(device.total > 0)
 
 
@@ -62,7 +62,7 @@ def memory_view(memory: Sequence[DeviceMemory], stages: Mapping[int, tuple[int, 
         f"{len(groups)} bars for {len(memory)} devices. Rank {full.rank} is the fullest: {bytes_text(full.total)} of "
         f"{bytes_text(full.capacity)}, {fullness(full):.0%}."
     )
-    return picture("memory", "What fills the memory of each device", description, _WIDTH, height, *drawn)
+    return picture("memory", "Peak memory of each device", description, _WIDTH, height, *drawn)
 
 
 def _axis(largest: float, unit: float, height: float) -> Markup:
@@ -87,7 +87,7 @@ def _bar(
     if stages:
         colour = stage_colour(stages[0], num_stages)
         yield element("rect", x=2, y=top, width=6, height=_ROW, fill=colour, class_="swatch")
-    many = "" if count == 1 else f"{count} alike" if group.equal else f"fullest of {count}"
+    many = "" if count == 1 else f"{count} equal" if group.equal else f"fullest of {count}"
     yield element("text", short(f"{stages_text(stages)} · {ranks_text(ranks, 12)}", 31), x=14, y=top + 7.5)
     yield element("text", " ".join(filter(None, (short(type_, 20), many))), x=14, y=top + 18.5, class_="quiet")
     x = _LEFT

@@ -1,7 +1,8 @@
-"""The report as one page: a head with what matters most, then the views.
+"""The report as one page: a summary, then the views.
 
-It opens from a file, asks the network for nothing and runs no script: its policy forbids both. Large plans take no more
-than a megabyte, as every view shows once what is alike. The same input gives the same bytes.
+The page opens from a file, loads nothing from the network and runs no script; its content security policy forbids both.
+Even large plans take at most a megabyte, because every view draws equal items once. The same input gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["report_page"]
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """A section of the page: its anchor, its title, and what is in it."""
+    """A section of the page: its anchor, title and content."""
 
     name: str
     title: str
@@ -46,11 +47,11 @@ def report_page(
     """Write the report about a plan, as HTML.
 
     Args:
-        plan: with its prediction and workload, or without; then the views that need them say how to get them.
+        plan: with prediction and workload; without them, the views that need them say how to get them.
         timeline: the simulation of the plan's workload.
         explanation: of the same workload.
-        cluster: whose nodes are drawn; the plan's own.
-        record: of the search that found the plan.
+        cluster: with the nodes; the plan's own cluster.
+        record: of the search that made the plan.
     """
     types = types_of(plan, cluster)
     stages = [stage.ranks for stage in plan.workload.stages] if plan.workload is not None else []
@@ -83,7 +84,7 @@ def report_page(
 
 
 def _head(title: str) -> Markup:
-    """The style is allowed by its hash; nothing else may be loaded, run or sent."""
+    """The content security policy: the style is allowed by its hash; nothing else may be loaded, run or sent."""
     digest = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return element(
@@ -103,7 +104,7 @@ def _section(view: _View) -> Markup:
 
 
 def _framed(name: str, drawing: Markup) -> Markup:
-    """A picture that is wider than a phone scrolls by itself."""
+    """A picture that scrolls by itself if it is wider than the screen."""
     return element("div", drawing, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 
@@ -138,11 +139,11 @@ def _notes(plan: Plan) -> Iterator[Markup]:
         text = "The plan was edited after its prediction was computed: times and memory are those of the old plan."
         yield element("p", text, class_="note")
     if plan.prediction is not None and not plan.prediction.fits:
-        yield element("p", "The plan does not fit in memory: see the bars that pass their line.", class_="note")
+        yield element("p", "The plan does not fit in memory: some bars exceed their line.", class_="note")
 
 
 def _figures(plan: Plan, timeline: Timeline | None) -> Markup:
-    """What matters most, in large."""
+    """The summary, in large type."""
     found: list[tuple[str, str, str]] = []
     prediction = plan.prediction
     if prediction is not None:
@@ -175,7 +176,7 @@ def _figures(plan: Plan, timeline: Timeline | None) -> Markup:
 def _timeline(plan: Plan, timeline: Timeline | None, types: Mapping[int, str]) -> _View:
     name, title = "timeline-view", "The step on every device"
     if timeline is None or plan.workload is None:
-        text = "The plan carries no workload to simulate: it was written by hand. 'whale plan' makes one that does."
+        text = "The plan was written by hand and has no workload to simulate. 'whale plan' makes plans with one."
         return _View(name=name, title=title, content=_missing(text))
     drawing = timeline_view.timeline_view(timeline, plan.workload, types)
     used = [
@@ -193,7 +194,7 @@ def _timeline(plan: Plan, timeline: Timeline | None, types: Mapping[int, str]) -
 def _memory(plan: Plan, stages: Mapping[int, tuple[int, ...]]) -> _View:
     name, title = "memory-view", "The memory of every device"
     if plan.prediction is None or not plan.prediction.memory:
-        text = "The plan carries no prediction of memory: 'whale plan' makes one that does."
+        text = "The plan has no prediction of memory. 'whale plan' makes plans with one."
         return _View(name=name, title=title, content=_missing(text))
     memory = plan.prediction.memory
     used = [(part, part) for part in memory_view.LEGEND if any(getattr(device, part) for device in memory)]
@@ -205,16 +206,16 @@ def _memory(plan: Plan, stages: Mapping[int, tuple[int, ...]]) -> _View:
 
 
 def _search(plan: Plan, record: SearchRecord | None) -> _View:
-    name, title = "search-view", "What the search looked at"
+    name, title = "search-view", "The candidates of the search"
     if record is None:
         text = (
-            "No record of a search was given. 'whale search --record search.json' writes one beside the plan; "
+            "There is no record of a search. 'whale search --record search.json' writes one beside the plan; "
             "'whale report plan.json --search search.json' draws it."
         )
         return _View(name=name, title=title, content=_missing(text))
     content = [element("p", search_view.summary(record))]
     if record.plan and record.plan != plan.digest():
-        text = "The record is of a search that found another plan, or the plan was edited since."
+        text = "The record is of a search for another plan, or the plan was edited afterwards."
         content.append(element("p", text, class_="note"))
     if record.points or record.candidates:
         content.append(_framed("picture of the search", search_view.search_view(record)))

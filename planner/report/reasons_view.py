@@ -1,4 +1,5 @@
-"""Why this plan: where its step goes, what bounds it, who waits for whom, and what would help. Knows no cluster."""
+"""The explanation of a plan as tables: the breakdown of its step, what limits it, which ranks wait for which, and what
+would help. It knows no cluster."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ __all__ = ["reasons_view"]
 
 _MEANINGS = {
     "compute": "tasks: operators",
-    "communication": "tasks: collectives inside of them",
-    "pipeline": "waiting for another stage to get there: the bubble",
-    "transfer": "waiting for a message that is on its way",
+    "communication": "tasks: collectives inside them",
+    "pipeline": "waiting for another stage: the bubble",
+    "transfer": "waiting for a message in flight",
     "stall": "waiting for slower devices in its group",
-    "reduction": "waiting for sums of gradients",
+    "reduction": "waiting for gradient reductions",
     "update": "the optimizer",
-    "overhead": "what belongs to nothing else",
+    "overhead": "everything else",
 }
 
 
 def reasons_view(found: Explanation, timeline: Timeline) -> Iterator[Markup]:
-    """A sentence and tables; ``found`` is of the same workload as ``timeline``."""
+    """A sentence and tables; ``found`` belongs to the same workload as ``timeline``."""
     yield element("p", f"{found.bound[:1].upper()}{found.bound[1:]}.")
     yield _breakdown(found, timeline)
     if found.waits:

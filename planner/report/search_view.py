@@ -1,6 +1,6 @@
-"""What the search looked at: time against memory, what fits and what does not, and the front between them.
+"""The candidates of a search: step time over memory, feasible and infeasible plans, and the Pareto front.
 
-Knows a record of a search and no plan.
+It knows a record of a search and no plan.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MOST_DOTS = 1_000
 MOST_CANDIDATES = 20
 MOST_DROPPED = 40
 LARGEST_MEMORY = 3.0
-"""Of the axis; what needs more is drawn at its end, and its title says how much it needs."""
+"""End of the memory axis; plans that need more are drawn there, and their titles have the number."""
 LARGEST_TIME = 20.0
-"""Of the axis, in times of the best; as above."""
+"""End of the time axis, in multiples of the best; as above."""
 
 _WIDTH, _HEIGHT = 960.0, 400.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 24.0, 30.0, 40.0
@@ -30,7 +30,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 24.0, 30.0, 40.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Dot:
-    """Points that lie within a few pixels of each other: the quickest of them, and how many there are."""
+    """Points within a few pixels of each other: the fastest of them, and their number."""
 
     point: RecordedPoint
     count: int
@@ -45,7 +45,7 @@ class _Scales:
 
 
 def front_of(points: Sequence[RecordedPoint]) -> tuple[RecordedPoint, ...]:
-    """The points that fit and of which no other is both quicker and smaller, quickest first.
+    """The Pareto front: feasible points that no other point beats in both time and memory, fastest first.
 
     >>> points = [RecordedPoint(seconds=s, memory=m, label="") for s, m in ((1.0, 0.9), (2.0, 0.95), (3.0, 0.4))]
     >>> [point.seconds for point in front_of(points)]
@@ -59,7 +59,7 @@ def front_of(points: Sequence[RecordedPoint]) -> tuple[RecordedPoint, ...]:
 
 
 def search_view(record: SearchRecord) -> Markup:
-    """Draw all points of a record; there must be a point or a candidate."""
+    """Draw all points of a record with at least one point or candidate."""
     own = [RecordedPoint(seconds=one.seconds, memory=one.memory, label=one.label) for one in record.candidates]
     points = [*record.points, *own]
     scales = _scales(points, record.bound_seconds)
@@ -73,8 +73,8 @@ def search_view(record: SearchRecord) -> Markup:
     ]
     fitting = sum(not point.reason for point in points)
     description = (
-        f"{fitting} points fit and {len(points) - fitting} do not; {len(front)} are on the front, of which no other "
-        f"point that fits is both quicker and smaller."
+        f"{fitting} points fit and {len(points) - fitting} do not; {len(front)} are on the "
+        f"Pareto front of time and memory."
     )
     if record.candidates:
         best = record.candidates[0]
@@ -83,7 +83,7 @@ def search_view(record: SearchRecord) -> Markup:
         )
     if record.bound_seconds:
         description += f" No plan can take less than {milliseconds(record.bound_seconds)}."
-    return picture("search", "What the search looked at", description, _WIDTH, _HEIGHT, *drawn)
+    return picture("search", "The candidates of the search", description, _WIDTH, _HEIGHT, *drawn)
 
 
 def _scales(points: Sequence[RecordedPoint], bound: float) -> _Scales:
@@ -132,7 +132,7 @@ def _axes(scales: _Scales, bound: float) -> Markup:
 
 
 def _dots(points: Sequence[RecordedPoint], scales: _Scales) -> list[_Dot]:
-    """Points by cells, which grow until there are few enough to draw."""
+    """Group points by cells, which grow until there are few enough to draw."""
     cell = 3.0
     while True:
         cells: dict[tuple[int, int], list[RecordedPoint]] = {}
@@ -177,7 +177,7 @@ def _front(front: Sequence[RecordedPoint], scales: _Scales) -> Iterator[Markup]:
 
 
 def _candidates(record: SearchRecord, scales: _Scales) -> Iterator[Markup]:
-    """The best, ringed; numbers as in the table, where they do not meet."""
+    """Draw the best candidates as rings, numbered as in the table where numbers do not overlap."""
     labels: list[tuple[float, float]] = []
     shown = list(enumerate(record.candidates[:MOST_CANDIDATES], 1))
     for place, one in reversed(shown):
@@ -192,7 +192,7 @@ def _candidates(record: SearchRecord, scales: _Scales) -> Iterator[Markup]:
 
 
 def candidate_table(record: SearchRecord) -> Markup:
-    """The best that were found, and why each lost."""
+    """The best candidates, and why each is slower than the best."""
     best = record.candidates[0].seconds
     rows = [
         [
@@ -208,12 +208,12 @@ def candidate_table(record: SearchRecord) -> Markup:
         ]
         for place, one in enumerate(record.candidates[:MOST_CANDIDATES], 1)
     ]
-    head = ["", "plan", "schedule", "step", "longer", "memory", "bubble", "MFU", "why not this one"]
+    head = ["", "plan", "schedule", "step", "longer", "memory", "bubble", "MFU", "why it is slower"]
     return table("The best candidates", head, rows, numbers=(3, 4, 5, 6, 7))
 
 
 def dropped_table(record: SearchRecord) -> Markup:
-    """What was dropped, the largest families first."""
+    """The excluded families, largest first."""
     dropped = sorted(record.dropped, key=lambda one: -one.count)
     rows = [[short(one.family, 80), short(one.reason, 160), f"{one.count:,}"] for one in dropped[:MOST_DROPPED]]
     more = sum(one.count for one in dropped[MOST_DROPPED:])
@@ -223,12 +223,12 @@ def dropped_table(record: SearchRecord) -> Markup:
 
 
 def summary(record: SearchRecord) -> str:
-    """How large the search was, and how far its answer is from the bound."""
+    """The size of the search, and the gap to the bound."""
     took = f" in {record.seconds:.1f} s" if record.seconds else ""
     said = [f"{record.tried:,} plans were priced{took}."]
     if record.candidates and record.exact:
         said.append("The best of them is proven to be the best of all.")
     elif record.candidates and record.bound_seconds:
         gap = record.candidates[0].seconds / record.bound_seconds - 1
-        said.append(f"The best is within {gap:.1%} of a bound that no plan can pass.")
+        said.append(f"The best is within {gap:.1%} of the lower bound.")
     return " ".join(said)

@@ -1,4 +1,4 @@
-"""How the page looks: on a light and on a dark screen, on a phone and on paper. Text only."""
+"""The style sheet of the page: light and dark themes, phones and paper. Text only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The step on every device: tasks, waiting, and below each row what travels beside them.
+"""The timeline: tasks and waits of every device, with p2p transfers and reductions below each row.
 
-While there are few tasks each one is a box with its times. Where there are more than a page can hold, the height of a
-colour in a row is its share of that moment. Knows no plan and no cluster.
+If there are few tasks, each is a box with its times. Otherwise the height of a colour in a row is its share of that
+moment. It knows no plan and no cluster.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ LEGEND = {
     "forward": "F: forward",
     "backward": "B: backward (I: of inputs only)",
     "weights": "W: backward of weights",
-    "communication": "communication: inside tasks; below a row, messages (upper line) and sums of gradients (lower)",
+    "communication": "communication: inside tasks; below a row, messages (upper line) and gradient reductions (lower)",
     "update": "update of parameters",
     "framework": "overhead",
     "awaited": "waiting for communication",
     "idle": "waiting for others",
 }
-"""What the colours of the rows mean, by the class that paints them."""
+"""Meaning of the colours of the rows, by CSS class."""
 
 MOST_ROWS = 64
 MOST_BOXES = 1_500
-"""With more tasks than that shares are drawn."""
+"""Number of tasks above which shares are drawn instead of boxes."""
 MOST_PIECES = 16_000
-"""Of shares, over all rows; so the picture stays under half a megabyte."""
+"""Number of columns of shares over all rows, so that the picture stays under half a megabyte."""
 
 _WIDTH, _LEFT, _PLOT = 960.0, 196.0, 692.0
 _TOP = 26.0
@@ -47,7 +47,7 @@ _CLASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights", "u
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What one rank does: one thing after another, and beside it."""
+    """The events of one rank: its tasks, and its messages and reductions."""
 
     rank: int
     stages: tuple[int, ...]
@@ -64,7 +64,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Heights of a row, of its two lines and of the gap below; and units of the picture in a second."""
+    """Heights of a row, of its two lines and of the gap below; and units of the picture per second."""
 
     row: float
     line: float
@@ -81,8 +81,8 @@ def timeline_view(timeline: Timeline, workload: Workload, types: Mapping[int, st
 
     Args:
         timeline: of ``workload``.
-        workload: says how much of a task is communication.
-        types: device types by rank, where they are known.
+        workload: has the share of communication in each task.
+        types: device types by rank, if known.
     """
     groups, left = _groups(timeline, workload, types)
     step = timeline.step_seconds
@@ -119,7 +119,7 @@ def timeline_view(timeline: Timeline, workload: Workload, types: Mapping[int, st
     )
     if not boxes:
         description += " The height of a colour is its share of that moment."
-    return picture("timeline", "What each device does during a step", description, _WIDTH, height, *drawn)
+    return picture("timeline", "Timeline of each device during a step", description, _WIDTH, height, *drawn)
 
 
 def _groups(timeline: Timeline, workload: Workload, types: Mapping[int, str]) -> tuple[tuple[Alike[_Row], ...], int]:
@@ -154,7 +154,7 @@ def _groups(timeline: Timeline, workload: Workload, types: Mapping[int, str]) ->
 
 
 def _communication(workload: Workload) -> Mapping[tuple[int, int], float]:
-    """The share of collectives in the tasks of a stage on a rank."""
+    """Fraction of collectives in the tasks of a stage on a rank."""
     found = {}
     for index, stage in enumerate(workload.stages):
         for position, spent in enumerate(stage.communication):
@@ -180,7 +180,7 @@ def _label(group: Alike[_Row], top: float, sizes: _Sizes, num_stages: int) -> It
     if shown.stages:
         colour = stage_colour(shown.stages[0], num_stages)
         yield element("rect", x=2, y=top, width=6, height=sizes.row + 2 * sizes.line, fill=colour, class_="swatch")
-    many = "" if len(ranks) == 1 else f"{len(ranks)} alike" if group.equal else f"busiest of {len(ranks)}"
+    many = "" if len(ranks) == 1 else f"{len(ranks)} equal" if group.equal else f"busiest of {len(ranks)}"
     first = f"{stages_text(shown.stages)} · {ranks_text(ranks, 12)}"
     if sizes.row == _WIDE[0]:
         yield element("text", short(first, 31), x=14, y=top + 9)
@@ -212,7 +212,7 @@ def _class(event: Event) -> str:
 
 
 def _boxes(row: _Row, top: float, sizes: _Sizes, inside: Mapping[tuple[int, int], float]) -> Iterator[Markup]:
-    """A box for each task, with its communication at the bottom and, where there is room, its micro-batch."""
+    """Draw a box for each task, with its communication at the bottom and, if there is room, its micro-batch."""
     for event in row.work:
         x, width = _LEFT + event.start * sizes.unit, event.seconds * sizes.unit
         if width < 0.05:
@@ -245,7 +245,7 @@ def _says(event: Event) -> str:
 
 
 def _shares(row: _Row, top: float, sizes: _Sizes, inside: Mapping[tuple[int, int], float], columns: int) -> Markup:
-    """Columns of colours stacked by their share; neighbours with equal shares are one piece."""
+    """Draw columns of colours stacked by their share; equal neighbouring columns are one piece."""
     filled = _filled(row, sizes, inside, columns)
     width = _PLOT / columns
     paths: dict[str, list[str]] = {}
@@ -263,7 +263,7 @@ def _shares(row: _Row, top: float, sizes: _Sizes, inside: Mapping[tuple[int, int
 
 
 def _filled(row: _Row, sizes: _Sizes, inside: Mapping[tuple[int, int], float], columns: int) -> list[dict[str, float]]:
-    """For each column how much of it each class takes; plain waiting takes what is left."""
+    """Share of each class in each column; plain waits take the rest."""
     filled: list[dict[str, float]] = [{} for _ in range(columns)]
     scale = sizes.unit * columns / _PLOT
     for event in row.work:
@@ -283,7 +283,7 @@ def _filled(row: _Row, sizes: _Sizes, inside: Mapping[tuple[int, int], float], c
 
 
 def _levels(own: Mapping[str, float]) -> tuple[tuple[str, int], ...]:
-    """Shares in eighths, from the bottom, in the order of the legend; they never sum to more than there is."""
+    """Shares in eighths, from the bottom, in the order of the legend; their sum never exceeds the column."""
     found, total, done = [], 0.0, 0
     for name in LEGEND:
         total += own.get(name, 0.0)
@@ -298,7 +298,7 @@ def _levels(own: Mapping[str, float]) -> tuple[tuple[str, int], ...]:
 
 
 def _lines(row: _Row, top: float, sizes: _Sizes) -> Iterator[Markup]:
-    """Messages and sums of gradients, as two thin lines."""
+    """Draw messages and gradient reductions as two thin lines."""
     for position, (what, events) in enumerate((("messages", row.messages), ("sums of gradients", row.sums))):
         spans = _merged(events, 0.7 / sizes.unit if sizes.unit else 0.0)
         if spans:
@@ -311,7 +311,7 @@ def _lines(row: _Row, top: float, sizes: _Sizes) -> Iterator[Markup]:
 
 
 def _merged(events: Sequence[Event], gap: float) -> Iterable[tuple[float, float]]:
-    """The times covered by events, joined where less than ``gap`` is between them."""
+    """The times covered by events, joined over gaps of less than ``gap``."""
     spans: list[list[float]] = []
     for event in sorted(events, key=lambda event: event.start):
         if spans and event.start <= spans[-1][1] + gap:

@@ -1,1 +1,1 @@
-"""Orders of a pipeline's tasks."""
+"""Pipeline schedules: orders of forward and backward tasks."""

@@ -1,7 +1,7 @@
-"""How many micro-batches a schedule keeps in flight: what decides the memory of activations.
+"""Micro-batches in flight on each stage under a schedule, which determine the memory of saved activations.
 
-A micro-batch is in flight on a stage from its forward to the end of its backward. Everything that sizes activations
-reads it here. It knows neither times nor bytes.
+A micro-batch is in flight on a stage from its forward to the end of its backward. All code that sizes activations uses
+this function. This module knows neither times nor bytes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["in_flight"]
 
 
 def in_flight(schedule: str, num_stages: int, stage: int, micro_batches: int) -> int:
-    """Return how many micro-batches *stage* keeps at a time, at most.
+    """Return the largest number of micro-batches in flight on *stage*.
 
-    GPipe keeps all, 1F1B as many as stages follow, itself included. For other schedules it is counted in the order
-    that they have when every stage has its own devices and a backward takes two forwards.
+    GPipe has all of them in flight, 1F1B one for each stage from this one to the last. For other schedules the number
+    is counted in the order for one device per stage and backwards twice as long as forwards.
 
     >>> [in_flight("1f1b", 4, stage, 8) for stage in range(4)]
     [4, 3, 2, 1]
@@ -34,6 +34,6 @@ def in_flight(schedule: str, num_stages: int, stage: int, micro_batches: int) ->
 
 @lru_cache(maxsize=256)
 def _counted(schedule: str, num_stages: int, micro_batches: int) -> tuple[int, ...]:
-    """By stage; with four micro-batches for each stage every schedule is past its warm-up."""
+    """Count by stage; with four micro-batches per stage every schedule is past its warm-up."""
     peaks = peak_in_flight(schedule_order(schedule, num_stages, micro_batches))
     return tuple(peaks[stage] for stage in range(num_stages))

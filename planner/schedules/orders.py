@@ -1,11 +1,10 @@
-"""Orders of a pipeline's tasks: GPipe, 1F1B, interleaved, zero-bubble, and greedy with the costs of unequal stages.
+"""Pipeline schedules as task orders: GPipe, 1F1B, interleaved, zero-bubble, and greedy for stages of different times.
 
-All of them are one list scheduler over *lines*: a line is a sequence of tasks whose order is decided, and the
-scheduler repeatedly starts the task, among the heads of all lines, that can start earliest. The classical schedules
-have one line for each stage or device; the greedy one has a line for each stage and kind, and limits on how far
-forwards run ahead. So every order is topological by construction, and none depends on stages being equal or having
-devices of their own. Time here only decides who goes first; what a step costs is the simulator's business. This file
-knows no torch and no ranks' programs.
+All schedules use one list scheduler over *lines*. A line is a sequence of tasks in a fixed order; the scheduler
+repeatedly starts the task, among the heads of all lines, that can start earliest. The classical schedules have one line
+per stage or device. The greedy schedule has a line per stage and kind, and a limit on how far forwards run ahead. So
+every order is topological by construction, and stages may differ in time and share devices. Times here decide only the
+order; the simulator computes the step time. This module knows neither torch nor the programs of ranks.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ SCHEDULES = (
     "zero_bubble_2p",
     "greedy",
 )
-"""The names that `schedule_order` knows. Of the zero-bubble ones (`whale.planner.schedules.zero_bubble`) the first is
-H1 of its paper; 1p and 2p search an order for the given times that keeps at most P, or 2 P, micro-batches on each of P
+"""The names that `schedule_order` accepts. ``zero_bubble`` is H1 of the paper (`whale.planner.schedules.zero_bubble`);
+1p and 2p search for an order with the given times and at most P, or 2 P, micro-batches in flight on each of P
 stages."""
 
 FITTED = ("1f1b_deep", "zero_bubble_1p", "zero_bubble_2p", "greedy")
-"""Those whose order depends on how long tasks take; the others have a fixed form."""
+"""Schedules whose order depends on task times; the others have a fixed form."""
 
 
 def schedule_order(
@@ -62,15 +61,15 @@ def schedule_order(
     seconds: Seconds | None = None,
     hop_seconds: float | None = None,
 ) -> Order:
-    """Return the order that the schedule called ``name`` gives.
+    """Return the task order of the schedule called ``name``.
 
     Args:
         name: one of `SCHEDULES`.
-        num_stages: stages of the pipeline; for ``interleaved`` all of them, not those of one device.
-        micro_batches: at least 1; fewer than stages is allowed, and leaves devices idle.
-        devices_of_stage: the devices that each stage occupies; without it every stage has one of its own.
-        seconds: how long a task takes; used by those of `FITTED`. By default a backward takes two forwards.
-        hop_seconds: how long a value takes from one stage to the next; used by the same but ``greedy``.
+        num_stages: stages of the pipeline; for ``interleaved`` the stages of all devices together.
+        micro_batches: at least 1; fewer than stages is allowed and leaves devices idle.
+        devices_of_stage: the devices of each stage; by default every stage has its own device.
+        seconds: time of a task, for schedules in `FITTED`. By default a backward takes two forwards.
+        hop_seconds: p2p time of a value from one stage to the next, for schedules in `FITTED` except ``greedy``.
 
     Raises:
         UsageError: unknown name, less than one stage or micro-batch, or devices that do not fit the schedule.
@@ -112,7 +111,7 @@ def schedule_order(
 
 
 def gpipe(micro_batches: int, devices_of_stage: Devices) -> Order:
-    """All forwards, then all backwards: every stage keeps the activations of all micro-batches."""
+    """All forwards, then all backwards: every micro-batch is in flight on every stage."""
     count = range(micro_batches)
     lines = [
         [Task("F", stage, m) for m in count] + [Task("B", stage, m) for m in count]
@@ -122,10 +121,10 @@ def gpipe(micro_batches: int, devices_of_stage: Devices) -> Order:
 
 
 def one_f_one_b(micro_batches: int, devices_of_stage: Devices, extra: Sequence[int] = ()) -> Order:
-    """Stage s of P starts with P - s forwards, then alternates: it keeps at most P - s micro-batches.
+    """1F1B: stage s of P starts with P - s forwards, then alternates, with at most P - s micro-batches in flight.
 
-    Takes as long as GPipe, (M + P - 1)(f + b) with no communication. Where hops are slow, ``extra`` warm-up forwards
-    for each stage (`extra_warm_ups`) hide them, for that many micro-batches of memory.
+    The step takes as long as with GPipe, (M + P - 1)(f + b) without communication. Where p2p transfers are slow,
+    ``extra`` warm-up forwards for each stage (`extra_warm_ups`) hide them, with that many more micro-batches in flight.
     """
     lines = []
     num_stages = len(devices_of_stage)
@@ -141,11 +140,11 @@ def one_f_one_b(micro_batches: int, devices_of_stage: Devices, extra: Sequence[i
 
 
 def extra_warm_ups(num_stages: int, seconds: Seconds, hop_seconds: float | None = None) -> list[int]:
-    """Return how many more warm-up forwards each stage of 1F1B needs so that hops do not stop it.
+    """Return the extra warm-up forwards of each 1F1B stage that hide p2p transfers.
 
-    Between a stage's forward and its backward of the same micro-batch lie two hops for each stage after it; every
-    further micro-batch in flight covers the time of one, that of the slowest stage. Where the hop's time is not known:
-    one more on each stage but the last.
+    Between a stage's forward and its backward of the same micro-batch lie two p2p transfers for each later stage. Every
+    additional micro-batch in flight covers the time of one micro-batch on the slowest stage. If the p2p time is
+    unknown, each stage except the last gets one extra forward.
 
     >>> extra_warm_ups(4, lambda task: 2 if task.kind == "B" else 1, 0.5)
     [1, 1, 1, 0]
@@ -158,11 +157,11 @@ def extra_warm_ups(num_stages: int, seconds: Seconds, hop_seconds: float | None 
 
 
 def interleaved(micro_batches: int, devices_of_stage: Devices) -> Order:
-    """Stages dealt round to P device sets, V each: the bubble of 1F1B divided by V.
+    """Interleaved 1F1B: stages assigned round-robin to P device sets, V each, with 1/V of the bubble of 1F1B.
 
-    A set carries P micro-batches through all of its stages before it takes the next P, as Megatron-LM does (Narayanan
-    et al., SC 2021, section 2.2.2): (M V + P - 1)(f + b) for stages of f and b, if M is a multiple of P. Otherwise
-    the order for the next multiple is made and the micro-batches that do not exist are left out.
+    A device set runs P micro-batches through all of its stages before the next P, as Megatron-LM does (Narayanan et
+    al., SC 2021, section 2.2.2): (M V + P - 1)(f + b) for stages of f and b, if M is a multiple of P. Otherwise the
+    order is made for the next multiple, and the micro-batches that do not exist are removed.
 
     Raises:
         UsageError: stage s is not on the devices of stage s % P.
@@ -171,7 +170,7 @@ def interleaved(micro_batches: int, devices_of_stage: Devices) -> Order:
     chunks, rest = divmod(len(devices_of_stage), num_sets)
     if rest or any(devices != devices_of_stage[stage % num_sets] for stage, devices in enumerate(devices_of_stage)):
         raise UsageError(
-            "schedule 'interleaved' needs stages dealt round-robin to equal device sets, stage s on the devices of "
+            "schedule 'interleaved' needs stages assigned round-robin to equal device sets, stage s on the devices of "
             f"stage s % {num_sets}, not {[sorted(devices) for devices in devices_of_stage]}; use '1f1b' or 'greedy'"
         )
     padded = -(-micro_batches // num_sets) * num_sets
@@ -200,16 +199,16 @@ def greedy(
     seconds: Seconds,
     in_flight: Sequence[int] | None = None,
 ) -> Order:
-    """Start whatever can start earliest, backward before forward, within a limit of micro-batches in flight.
+    """Greedy order: start the task that can start earliest, backwards first, within a limit of micro-batches in flight.
 
-    For stages of unequal time and for device sets that overlap, where no closed form is known. Not optimal: it looks
-    one task ahead.
+    It suits stages of different times and overlapping device sets, for which no closed form is known. It is not
+    optimal: it looks one task ahead.
 
     Args:
-        micro_batches: how many.
-        devices_of_stage: the devices that each stage occupies; sets may overlap.
-        seconds: how long each F and B takes.
-        in_flight: the most micro-batches a stage may keep, 1 or more; P - s, as 1F1B, if not given.
+        micro_batches: number of micro-batches.
+        devices_of_stage: the devices of each stage; sets may overlap.
+        seconds: time of each F and B.
+        in_flight: limit of micro-batches in flight for each stage, 1 or more; by default P - s, as in 1F1B.
     """
     stages = range(len(devices_of_stage))
     lines = [[Task(kind, stage, m) for m in range(micro_batches)] for stage in stages for kind in ("B", "F")]
@@ -222,7 +221,7 @@ def greedy(
 def list_schedule(
     lines: Sequence[Line], devices_of_stage: Devices, seconds: Seconds, in_flight: Sequence[int] | None = None
 ) -> Order:
-    """Merge lines into one order: repeatedly start the head that can start earliest; of several, the backward of the
+    """Merge lines into one order: repeatedly start the head that can start earliest; ties go to the backward of the
     last stage.
 
     A head waits for what it needs (`_needs`), for its devices, and, if it is an F, for its stage to have fewer than
@@ -233,19 +232,19 @@ def list_schedule(
     Complexity: O(n log l) for n tasks in l lines.
 
     Raises:
-        ScheduleError: the lines wait for each other; the message has their heads.
+        ScheduleError: the lines wait for each other; the message lists their heads.
     """
     last = len(devices_of_stage) - 1
     free = dict.fromkeys(frozenset().union(*devices_of_stage), 0.0)
     finish: dict[Task, float] = {}
     held = [0] * (last + 1)
     positions = [0] * len(lines)
-    waiting: dict[Task | int, list[int]] = {}  # what a line's head waits for: a task, or a stage's micro-batch to end
+    waiting: dict[Task | int, list[int]] = {}  # by what a line's head waits for: a task or a stage
     heap: list[tuple[float, int, int, Task, int]] = []
     order: list[Task] = []
 
     def offer(line: int) -> None:
-        """Put the head of ``line`` on the heap, or with the one thing it waits for."""
+        """Push the head of ``line`` on the heap, or register it with the one thing it waits for."""
         if positions[line] == len(lines[line]):
             return
         task = lines[line][positions[line]]
@@ -299,5 +298,5 @@ def _needs(task: Task, last: int) -> tuple[Task, ...]:
 
 
 def _typical(task: Task) -> float:
-    """Return the usual proportion: a backward is two forwards, half for the inputs and half for the weights."""
+    """Return the typical relative time: a backward is two forwards, half for inputs and half for weights."""
     return 2.0 if task.kind == "B" else 1.0

@@ -1,8 +1,8 @@
-"""Zero-bubble orders: a backward in two parts, of which the weights' part fills what would be idle.
+"""Zero-bubble schedules: the backward has two parts, and the weight-gradient part fills the bubble.
 
-The hand-made schedules H1 and H2, and the search that fits one to unlike stages, to slow hops and to a limit of memory:
-Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism" (ICLR 2024), sections 2 and 3. Here are lines of tasks, one
-for each stage; `whale.planner.schedules.orders` merges them. This file knows no devices.
+This module has the hand-made schedules H1 and H2, and the search that adapts a schedule to stages of different times,
+slow p2p transfers and a memory limit: Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism" (ICLR 2024), sections
+2 and 3. It returns lines of tasks, one per stage; `whale.planner.schedules.orders` merges them. It knows no devices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Seconds = Callable[[Task], float]
 def hand_made(num_stages: int, micro_batches: int, depth: int) -> list[Line]:
     """Return the lines of H1 (``depth`` 1) or H2 (``depth`` 2).
 
-    Before its first backward, stage s of P runs as many forwards as its distance to the end times ``depth``, and one;
-    it holds ``depth`` x s weight parts back for the end. So every stage keeps at most ``depth`` x (P - 1) + 1
-    micro-batches. For f = i = w = 1 a stage works without a pause after its first forward, in H2 to its end.
+    Before its first backward, stage s of P runs its distance to the end times ``depth``, plus one, forwards; it delays
+    ``depth`` x s weight gradients to the end. So every stage has at most ``depth`` x (P - 1) + 1 micro-batches in
+    flight. For f = i = w = 1 a stage works without a pause after its first forward, in H2 to its end.
     """
     lines = []
     for stage in range(num_stages):
@@ -51,31 +51,31 @@ def searched(
     limit: float,
     weights_share: float = 1.0,
 ) -> list[Line]:
-    """Return the best lines that the heuristic of the paper finds: ZB-1p with a ``limit`` of P, ZB-2p with 2 P.
+    """Return the best lines of the paper's heuristic: ZB-1p with a ``limit`` of P, ZB-2p with 2 P.
 
-    Objective: the shortest longest stage, from the start of its first task to the end of its last (stages may begin
-    the next step when they are done). Constraint: no stage holds more than ``limit``. Heuristic: it builds all stages
-    side by side, micro-batch by micro-batch. Before the first backward, as many forwards as fit into the wait; then
-    one forward and one backward in turn, with weight parts where a stage would wait, as long as that makes no stage
-    the worst; or where memory runs out. Three choices that cannot be told beforehand are tried both ways, and the
-    best of the eight is kept, the first of equals.
+    Objective: minimize the longest stage, from the start of its first task to the end of its last (a stage may begin
+    the next step when it has finished). Constraint: no stage exceeds ``limit``. Heuristic: it builds all stages
+    together, one micro-batch at a time. Before the first backward it runs as many forwards as fit into the wait; then
+    it alternates forwards and backwards. It inserts weight gradients where a stage would wait, as long as that does not
+    make the stage the longest, and where memory runs out. Three choices that depend on the rest of the schedule are
+    tried both ways; the best of the eight results is returned, the first of equal ones.
 
     Complexity: 8 x O(P M). Not optimal.
 
     Args:
-        num_stages: P; each has devices of its own.
+        num_stages: P; each has its own devices.
         micro_batches: M.
-        seconds: how long each F, I and W takes.
-        hop_seconds: how long a value takes from one stage to the next.
-        limit: of what a stage holds at one time, counted in micro-batches, at least 1.
-        weights_share: of what a micro-batch keeps after its F, the part that its W needs; the rest is given back by
-            the I. The executor gives it back with the W only: 1.
+        seconds: time of each F, I and W.
+        hop_seconds: p2p time of a value from one stage to the next.
+        limit: memory limit of a stage in micro-batches, at least 1.
+        weights_share: fraction of a micro-batch's saved activations that its W needs; the rest is freed by
+            the I. The executor frees everything with the W: 1.
 
     Raises:
         InfeasibleError: a stage cannot hold one micro-batch.
     """
     if limit < 1:
-        raise InfeasibleError(f"a pipeline keeps at least 1 micro-batch on each stage, but the limit is {limit}")
+        raise InfeasibleError(f"a stage has at least 1 micro-batch in flight, but the limit is {limit}")
     best: _Search | None = None
     for options in product((True, False), repeat=3):
         search = _Search(num_stages, micro_batches, seconds, hop_seconds, limit, weights_share, *options)
@@ -87,7 +87,7 @@ def searched(
 
 
 class _Stage:
-    """One stage's line as it grows."""
+    """The line of one stage while it is built."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -97,7 +97,7 @@ class _Stage:
         self.begin = 0.0  # of the first task
         self.clock = 0.0
         self.idle = 0.0  # since the first task
-        self.held = 0.0  # micro-batches
+        self.in_flight = 0.0  # micro-batches
 
     def pending_weights(self) -> int:
         return self.count["I"] - self.count["W"]
@@ -121,7 +121,7 @@ class _Search:
         self.seconds = seconds
         self.hop = hop_seconds
         self.limit = limit
-        self.holds: dict[Kind, float] = {"F": 1.0, "I": weights_share - 1.0, "W": -weights_share}
+        self.change: dict[Kind, float] = {"F": 1.0, "I": weights_share - 1.0, "W": -weights_share}
         self.delay_first_backward = delay_first_backward
         self.backward_first = backward_first
         self.fill_small_gaps = fill_small_gaps
@@ -146,7 +146,7 @@ class _Search:
             self._put_weights(stage)
 
     def _warm_up(self) -> None:
-        """Each stage's forwards up to its first backward, and that backward."""
+        """Schedule each stage's forwards up to its first backward, and that backward."""
         for stage in self.stages:
             self._put("F", stage)
         more = self._forwards_that_fit()
@@ -157,11 +157,12 @@ class _Search:
             self._put("I", stage)
 
     def _forwards_that_fit(self) -> list[int]:
-        """How many forwards after the first each stage can do while it waits for its first gradient."""
+        """Return the number of forwards after the first that each stage can run while it waits for its first
+        gradient."""
         more = [0] * len(self.stages)
-        gradient = 0.0  # when the stage after has its first backward done
+        gradient = 0.0  # end of the first backward of the next stage
         for stage in reversed(self.stages):
-            number, clock, held = 0, stage.clock, stage.held
+            number, clock, held = 0, stage.clock, stage.in_flight
             arrival = gradient + self.hop if stage is not self.stages[-1] else clock
             while stage.count["F"] + number < self.micro_batches and held + 1 <= self.limit:
                 forward = self._cost("F", stage, number)
@@ -176,14 +177,15 @@ class _Search:
         return more
 
     def _wanted_forwards(self) -> list[bool]:
-        """Which stages run a forward in this round: those that have one left, unless a backward should go first."""
+        """Return which stages run a forward in this round: those with forwards left, unless a backward should go
+        first."""
         wanted = [stage.count["F"] < self.micro_batches and not self._skips(stage) for stage in self.stages]
         for index in reversed(range(len(wanted) - 1)):
             wanted[index] = wanted[index] and wanted[index + 1]
         return wanted
 
     def _skips(self, stage: _Stage) -> bool:
-        """Whether a stage that is two forwards ahead of the next leaves this round's out, to be ready for its I."""
+        """Whether a stage two forwards ahead of the next one skips this round, to be ready for its I."""
         if not self.backward_first or stage is self.stages[-1]:
             return False
         following = self.stages[stage.index + 1]
@@ -201,11 +203,11 @@ class _Search:
     # Pieces
 
     def _cost(self, kind: Kind, stage: _Stage, offset: int = 0) -> float:
-        """Seconds of the stage's next task of a kind, or of one after it."""
+        """Seconds of the stage's next task of a kind, or of a later one."""
         return self.seconds(Task(kind, stage.index, stage.count[kind] + offset))
 
     def _arrival(self, kind: Kind, stage: _Stage) -> float:
-        """When what the stage's next F or I reads is there."""
+        """Arrival time of the input of the stage's next F or I."""
         index = stage.index + (-1 if kind == "F" else 1)
         if not 0 <= index < len(self.stages):
             return 0.0
@@ -219,7 +221,7 @@ class _Search:
         else:
             stage.begin = start
         stage.clock = stage.ends[task] = start + self.seconds(task)
-        stage.held += self.holds[kind]
+        stage.in_flight += self.change[kind]
         stage.count[kind] += 1
         stage.line.append(task)
 
@@ -228,10 +230,10 @@ class _Search:
             self._put("W", stage)
 
     def _weights_for_room(self, stage: _Stage) -> int:
-        """How many weight parts free the memory of one more forward."""
-        held, number = stage.held, 0
+        """Number of weight-gradient tasks that free the memory of one more forward."""
+        held, number = stage.in_flight, 0
         while held + 1 > self.limit and number < stage.pending_weights():
-            held += self.holds["W"]
+            held += self.change["W"]
             number += 1
         return number
 
@@ -249,5 +251,5 @@ class _Search:
             self._put("W", stage)
 
     def _spare(self, stage: _Stage) -> float:
-        """How much longer the stage may wait before it is the one that waits most."""
+        """Seconds that the stage may wait before it becomes the stage that waits most."""
         return max(other.idle for other in self.stages) - stage.idle

@@ -1,12 +1,11 @@
-"""The discrete-event core of the simulator: ranks walk through their programs while messages and reductions move.
+"""The discrete-event engine of the simulator: ranks execute their programs while messages and reductions progress.
 
-It does what `whale.runtime.executor` and `whale.runtime.reduce` do, with clocks instead of tensors: receives are
-posted ahead, sends are waited for only when they lag, a task waits for what it consumes and for the ranks that it
-shares collectives with, buckets of gradients start in one order on all ranks as soon as they are ready. Messages
-between the same two ranks follow each other; messages that name a common resource get equal parts of it. Time is
-exact up to floating point and ties are broken by the order of ranks, so the same input gives the same timeline.
-What takes longer never makes a step shorter, except where messages share a resource or reductions slow tasks down:
-there a message that comes later may leave the link to one that matters more, as it may in reality.
+It follows `whale.runtime.executor` and `whale.runtime.reduce`, with clocks instead of tensors: receives are posted
+ahead, sends block only if they lag, a task waits for its inputs and for the ranks of its collectives, and gradient
+buckets start in one order on all ranks as soon as they are ready. Messages between the same two ranks stay in order;
+messages that share a resource get equal parts of it. Time is exact up to floating point and ties are broken by rank, so
+the same input gives the same timeline. A longer task never makes a step shorter, except where messages share a resource
+or reductions slow tasks down: there a later message may leave the link to one that matters more, as in reality.
 
 Complexity: O(n log n) for n instructions, times the number of messages that share a resource at one time. It knows
 neither plans nor how programs are made.
@@ -34,13 +33,13 @@ def run_programs(
     bytes_of: Callable[[int, Send], float],
     loads: Loads | None = None,
 ) -> Timeline:
-    """Run the programs of all ranks with the prices of ``workload``, and ``bytes_of(rank, send)`` for messages.
+    """Run the programs of all ranks with the times of ``workload`` and ``bytes_of(rank, send)`` for messages.
 
-    *loads* says of links that stand for several how many of them share a resource.
+    *loads* has the number of links that a folded link represents on each shared resource.
 
     Raises:
-        UsageError: the workload has no price for something that a program does; names it.
-        ScheduleError: the programs wait for each other; names what each rank waits for.
+        UsageError: the workload has no time for an instruction of a program, which the message names.
+        ScheduleError: deadlock; the message says what each rank waits for.
     """
     return _Engine(programs, edges, workload, bytes_of, loads or {}).run()
 
@@ -61,8 +60,8 @@ class _Engine:
         self.sequence = 0
         self.events: list[Event] = []
         self.users: dict[str, dict[Message, None]] = {}  # messages that move through a resource
-        self.load: dict[str, int] = {}  # how many they are, with those that they stand for
-        self.changed: dict[str, None] = {}  # resources that messages have begun to use at this moment, or left
+        self.load: dict[str, int] = {}  # their number, including those that they represent
+        self.changed: dict[str, None] = {}  # resources that messages started or stopped using at this moment
         self.in_flight: dict[int, int] = {}
 
     # The clock
@@ -89,7 +88,7 @@ class _Engine:
         heapq.heappush(self.heap, (time, self.sequence, handler, subject, subject.version))
 
     def _reserve(self) -> int:
-        """Return the position of an event that is written when it ends, so that others can refer to it before."""
+        """Reserve the position of an event that is written when it ends, so that others can refer to it earlier."""
         self.events.append(_RESERVED)
         return len(self.events) - 1
 
@@ -100,7 +99,7 @@ class _Engine:
     # Tasks
 
     def _reach(self, rank: RankState, now: float) -> None:
-        """Come to the next task, or to the end of the program."""
+        """Advance to the next task, or to the end of the program."""
         rank.free = now
         if rank.next_task == len(rank.tasks):
             rank.at_end = True
@@ -124,7 +123,7 @@ class _Engine:
             self._unblocked(rank, now, None)
 
     def _post(self, rank: RankState, task: PricedTask, now: float) -> None:
-        """Post the receives that come before the task, and later ones while the credit lasts."""
+        """Post the receives before the task, and later ones while the credit lasts."""
         while rank.posted < len(rank.receives):
             if rank.posted >= task.first_receives and len(rank.outstanding) >= rank.credit:
                 break
@@ -137,7 +136,7 @@ class _Engine:
         rank.outstanding.difference_update(task.keys)
 
     def _unblocked(self, rank: RankState, now: float, message: Message | None) -> None:
-        """Everything is there; ``message`` was the last, if the rank had to wait."""
+        """Continue after the last input has arrived; ``message`` is that input, if the rank had to wait."""
         rank.after = rank.last_event
         rank.waits = []
         if now > rank.free and message is not None:
@@ -157,7 +156,7 @@ class _Engine:
             return
         group.arrived.append(rank.index)
         if len(group.arrived) < group.size:
-            rank.start = now  # since when it waits for its group
+            rank.start = now  # start of its wait for its group
             return
         for index in group.arrived:
             member = self.ranks[index]
@@ -168,7 +167,7 @@ class _Engine:
             self._begin(self.ranks[index], self.ranks[index].tasks[self.ranks[index].next_task], now)
 
     def _wait_for_peer(self, rank: RankState, peer: RankState, start: float, now: float) -> None:
-        """A rank waits for another of its group: for the reasons of that one's waits, else because it is slower."""
+        """Attribute a wait for a group member to the reasons of that member's waits, otherwise to a stall."""
         for begin, end, reason, other in peer.waits:
             begin, end = max(begin, start), min(end, now)
             if begin < end:
@@ -194,14 +193,14 @@ class _Engine:
             self.in_flight[task.stage] = max(self.in_flight.get(task.stage, 0), count)
         task.event = self._reserve()
         if task.price[2]:
-            rank.memory.append((now, rank.held + task.price[2]))
+            rank.memory.append((now, rank.live_bytes + task.price[2]))
         self._schedule(rank, task)
 
     def _speed(self, rank: RankState) -> float:
         return 1.0 if rank.reducing is None else 1 / (1 + rank.reducing)
 
     def _schedule(self, rank: RankState, task: PricedTask) -> None:
-        """Set the clock for the next milestone of the running task, or for its end."""
+        """Schedule the next milestone of the running task, or its end."""
         until = task.price[0]
         if rank.milestone < len(task.milestones):
             until *= task.milestones[rank.milestone][0]
@@ -228,7 +227,7 @@ class _Engine:
         self.events[task.event] = event
         rank.last_event = task.event
         seconds, communication, _, _ = task.price
-        slowed = max(0.0, now - rank.start - seconds) if rank.slowed else 0.0  # rounding may make it less, as below
+        slowed = max(0.0, now - rank.start - seconds) if rank.slowed else 0.0  # rounding may make it negative, as below
         rank.parts["reduction"] += slowed
         rank.parts["communication"] += communication
         rank.parts["compute"] += max(0.0, now - rank.start - slowed - communication)
@@ -250,14 +249,14 @@ class _Engine:
                 self._leave(member, member.tasks[member.next_task], now)
 
     def _leave(self, rank: RankState, task: PricedTask, now: float) -> None:
-        """Do what follows a task, and come to the next."""
+        """Finish a task: free memory, issue its messages, and advance."""
         if task.kind == "F":
-            rank.held += task.price[3]
+            rank.live_bytes += task.price[3]
         for stage in task.frees:
-            rank.held -= rank.kept[stage]
+            rank.live_bytes -= rank.saved_bytes[stage]
             rank.in_flight[stage] -= 1
-        if rank.held != rank.memory[-1][1]:
-            rank.memory.append((now, rank.held))
+        if rank.live_bytes != rank.memory[-1][1]:
+            rank.memory.append((now, rank.live_bytes))
         rank.next_task += 1
         rank.outstanding.update(task.copies)
         for message in task.outputs:
@@ -270,7 +269,7 @@ class _Engine:
     # Messages
 
     def _move(self, link: Link, now: float) -> None:
-        """Start the link's first message if both ends are there."""
+        """Start the link's first message if sender and receiver are ready."""
         if not link.queue:
             return
         message = link.queue[0]
@@ -289,9 +288,9 @@ class _Engine:
             self.changed[resource] = None
 
     def _share(self, now: float) -> None:
-        """Give every message that uses what has changed its part from now on.
+        """Update the bandwidth of every message on the changed resources.
 
-        Once for all that happens at one moment: of ranks that work together all messages begin, and many end, at once.
+        This runs once per moment: all messages of ranks that work together begin, and many end, at the same time.
         """
         load = self.load
         for message in {message: None for resource in self.changed for message in self.users[resource]}:
@@ -307,7 +306,7 @@ class _Engine:
         self.changed.clear()
 
     def _sent(self, message: Message, now: float) -> None:
-        """The last byte has left: the next message may follow; this one arrives after the latency."""
+        """The last byte has left: start the next message; this one arrives after the latency."""
         link = message.link
         message.version += 1
         message.sent = True
@@ -332,7 +331,7 @@ class _Engine:
             self._arrived(message, now)
 
     def _cause(self, message: Message) -> int:
-        """Return the event that let a message start when it did."""
+        """Return the event that determined when a message started."""
         issued, posted, previous = message.issued or 0.0, message.posted or 0.0, message.link.last
         if previous is not None and message.started is not None and message.started > max(issued, posted):
             return previous.event
@@ -351,7 +350,7 @@ class _Engine:
     # Reductions and the end of the step
 
     def _launch(self, rank: RankState, now: float) -> None:
-        """Start the rank's buckets in their order, up to the first that is not ready."""
+        """Launch the rank's buckets in order, up to the first that is not ready."""
         while rank.launched < len(rank.buckets) and rank.buckets[rank.launched].index in rank.ready:
             bucket = rank.buckets[rank.launched]
             rank.launched += 1
@@ -360,7 +359,7 @@ class _Engine:
             self._reduce(bucket, now)
 
     def _reduce(self, bucket: Bucket, now: float) -> None:
-        """Let a bucket run if it is launched everywhere and the next of each of its ranks."""
+        """Start a bucket if all of its ranks have launched it and it is next on each of them."""
         members = [self.ranks[rank] for rank in bucket.ranks]
         if bucket.start is not None or bucket.launched < len(members):
             return
@@ -373,13 +372,13 @@ class _Engine:
         self._set_pace(bucket, now)
 
     def _set_pace(self, bucket: Bucket, now: float) -> None:
-        """Set the clock for the end of a reduction, which takes longer while any of its ranks computes."""
-        bucket.left = max(0.0, bucket.left - (now - bucket.since) * bucket.pace)
+        """Schedule the end of a reduction, which takes longer while any of its ranks computes."""
+        bucket.left = max(0.0, bucket.left - (now - bucket.since) * bucket.speed)
         bucket.since = now
         computes = bucket.stretch and any(self.ranks[rank].running for rank in bucket.ranks)
-        bucket.pace = 1 / (1 + bucket.stretch) if computes else 1.0
+        bucket.speed = 1 / (1 + bucket.stretch) if computes else 1.0
         bucket.version += 1
-        self._at(now + bucket.left / bucket.pace, self._reduced, bucket)
+        self._at(now + bucket.left / bucket.speed, self._reduced, bucket)
 
     def _computes(self, rank: RankState, computes: bool, now: float) -> None:
         rank.running = computes
@@ -391,7 +390,7 @@ class _Engine:
         bucket.version += 1
         members = [self.ranks[rank] for rank in bucket.ranks]
         start, (launched, _, after) = bucket.start or 0.0, bucket.last
-        if start > launched:  # it had to wait for another bucket of one of its ranks
+        if start > launched:  # it waited for another bucket of one of its ranks
             before = [rank.buckets[rank.reduced - 1] for rank in members if rank.reduced]
             after = max(before, key=lambda other: other.end).event
         for rank in members:
@@ -407,7 +406,7 @@ class _Engine:
                 self._finish(rank, now)
 
     def _set_reducing(self, rank: RankState, reducing: float | None, now: float) -> None:
-        """Slow the running task down, or let it go on at full speed."""
+        """Slow the running task down, or restore its full speed."""
         if rank.running:
             rank.done += (now - rank.since) * self._speed(rank)
             rank.since = now
@@ -418,7 +417,7 @@ class _Engine:
             self._schedule(rank, rank.tasks[rank.next_task])
 
     def _finish(self, rank: RankState, now: float) -> None:
-        """All tasks are done and all sends: once the reductions are too, update the parameters."""
+        """Update the parameters after all tasks, sends and reductions of the rank."""
         if rank.reduced < len(rank.buckets):
             return
         rank.finished = True

@@ -1,6 +1,6 @@
-"""A timeline as text: a line for each rank, in which a letter is what the rank does most of that time.
+"""A timeline as text: one line per rank; each letter is the task that fills most of its column.
 
-For a reader at a terminal of any width. It knows no files and no terminal.
+It serves terminals of any width and knows neither files nor terminals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LEGEND = "F forward, B backward (I of inputs, W of weights), R reduction, U upda
 
 
 def gantt(timeline: Timeline, width: int = 100) -> str:
-    """Draw the ranks' work over time in lines of at most ``width`` characters; neighbours that look alike share one.
+    """Draw the ranks' work over time in lines of at most ``width`` characters; equal neighbouring ranks share a line.
 
     >>> from whale.ir.workload import StageWork, Workload
     >>> from whale.planner.simulation.simulate import simulate
@@ -38,7 +38,7 @@ def gantt(timeline: Timeline, width: int = 100) -> str:
 
 
 def _row(events: list[Event], step_seconds: float, columns: int) -> str:
-    """Return the letter that fills most of each column; of equals, the one that comes first."""
+    """Return the letter that fills most of each column; ties go to the first."""
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
     scale = columns / step_seconds if step_seconds else 0.0
     for event in events:
@@ -61,7 +61,7 @@ def _letter(event: Event) -> str:
 
 
 def breakdown_table(timeline: Timeline) -> str:
-    """Return where the time goes, of the rank that ends last and of all ranks on average."""
+    """Return the breakdown of the rank that ends last and the average over all ranks."""
     count = len(timeline.ranks)
     rows = [("", f"rank {timeline.last_rank}", "", "all ranks", "")]
     for part in PARTS:
@@ -82,7 +82,7 @@ def breakdown_table(timeline: Timeline) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Write a time for a reader.
+    """Format a time.
 
     >>> milliseconds(0.0123456), milliseconds(12.3456), milliseconds(0.0000123)
     ('12.35 ms', '12345.60 ms', '0.0123 ms')

@@ -1,6 +1,6 @@
-"""Programs with prices: the tasks of each rank, with the messages that they consume and make, as the engine runs them.
+"""Programs with times: the tasks of each rank with the messages that they consume and produce, as input of the engine.
 
-The records here are also the engine's state: they are made for one simulation and forgotten with it. It knows no clock.
+The records are also the mutable state of the engine, made for a single simulation. This module knows no clock.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from whale.planner.simulation.timeline import PARTS, Part
 __all__ = ["Bucket", "Group", "Link", "Loads", "Message", "PricedPrograms", "PricedTask", "RankState", "price_programs"]
 
 Key = tuple[int, str, int]
-"""A tensor that arrives: edge, direction, micro-batch."""
+"""Key of a received tensor: edge, direction, micro-batch."""
 
 Interval = tuple[float, float, Part, int]
 """Start, end, reason and the rank that is waited for."""
 
 Price = tuple[float, float, int, int]
-"""Of a task: seconds, those of them that are communication, bytes while it runs, bytes that it leaves."""
+"""Cost of a task: seconds, seconds of communication among them, bytes while it runs, bytes of saved activations after
+it."""
 
 Loads = Mapping[tuple[int, int], Mapping[str, int]]
-"""Of a link that stands for several, by resource: how many of them share it."""
+"""For a folded link and each resource: the number of links that share it."""
 
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """The way from one rank to another, with the messages that wait for it."""
+    """The link from one rank to another, with its queue of messages."""
 
     time: LinkTime
-    loads: Mapping[str, int]  # by resource, as many messages as one of this link stands for
+    loads: Mapping[str, int]  # by resource, the number of messages that one of this link represents
     queue: deque[Message] = field(default_factory=deque)  # issued, in order; the first may be moving
-    last: Message | None = None  # that has moved
+    last: Message | None = None  # the last message that has been sent
 
 
 @dataclass(eq=False, slots=True)
 class Message:
-    """What one rank sends to another once, with what has become of it."""
+    """One message between two ranks, with its state."""
 
     link: Link
     bytes: float
@@ -68,21 +69,21 @@ class Message:
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """A reduction of gradients, with what has become of it."""
+    """A gradient reduction, with its state."""
 
     index: int
     seconds: float
     ready: float
     stages: frozenset[int]
-    slowdown: dict[int, float]  # by rank: of computation beside it
-    stretch: float  # how much longer it takes while a rank computes
+    slowdown: dict[int, float]  # by rank: slowdown of overlapped computation
+    stretch: float  # slowdown of the reduction while a rank computes
     ranks: list[int] = field(default_factory=list)
     launched: int = 0
     last: tuple[float, int, int] = (0.0, -1, -1)  # when, on which rank and after which event it could start
     start: float | None = None
-    left: float = 0.0  # seconds on a free network, from *since* on
+    left: float = 0.0  # remaining seconds on a free network, from *since* on
     since: float = 0.0
-    pace: float = 1.0
+    speed: float = 1.0
     end: float = 0.0
     event: int = -1  # of one of its ranks
     version: int = 0
@@ -90,18 +91,18 @@ class Bucket:
 
 @dataclass(eq=False, slots=True)
 class PricedTask:
-    """A task on one rank, and what comes before and after it there."""
+    """A task on one rank, with its messages before and after."""
 
     kind: Kind
     stage: int
     micro_batch: int
     price: Price
-    keys: list[Key]  # what it consumes
+    keys: list[Key]  # its inputs
     inputs: list[Message]
     first_receives: int  # receives before it in the program
     outputs: list[Message]
     copies: tuple[Key, ...] = ()
-    milestones: tuple[tuple[float, Bucket], ...] = ()  # how much of it must be done for a bucket to be ready
+    milestones: tuple[tuple[float, Bucket], ...] = ()  # fraction of the task after which a bucket is ready
     frees: tuple[int, ...] = ()  # stages
     event: int = -1
 
@@ -117,27 +118,27 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class RankState:
-    """A rank: its tasks, and where it is in them."""
+    """The state of a rank: its tasks and its position in them."""
 
     index: int
     tasks: list[PricedTask]
     receives: list[Message]
     buckets: list[Bucket]
-    credit: int  # values that may be on their way before the program asks for them
+    credit: int  # values that may be in flight before the program asks for them
     window: int  # tasks after which a send must be done
-    kept: dict[int, int]  # bytes of a micro-batch, by stage
+    saved_bytes: dict[int, int]  # bytes of saved activations of a micro-batch, by stage
     next_task: int = 0
     posted: int = 0
     outstanding: set[Key] = field(default_factory=set)
     sends: deque[Message] = field(default_factory=deque)
     blockers: int = 0
-    free: float = 0.0  # since when it does nothing
+    free: float = 0.0  # start of its idle time
     last_event: int = -1
     after: int = -1
     waits: list[Interval] = field(default_factory=list)
     # the running task
     running: bool = False
-    slowed: bool = False  # by a reduction beside it
+    slowed: bool = False  # by an overlapped reduction
     start: float = 0.0
     own_end: float = 0.0
     done: float = 0.0
@@ -148,19 +149,19 @@ class RankState:
     ready: set[int] = field(default_factory=set)
     launched: int = 0
     reduced: int = 0
-    reducing: float | None = None  # by how much what runs beside a reduction is slowed down, while one runs
+    reducing: float | None = None  # slowdown of overlapped work, while a reduction runs
     at_end: bool = False
     finished: bool = False
     # results
     parts: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    held: int = 0
+    live_bytes: int = 0
     memory: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     in_flight: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedPrograms:
-    """What the engine runs; ``groups`` by stage and rank."""
+    """The input of the engine; ``groups`` by stage and rank."""
 
     ranks: dict[int, RankState]
     groups: dict[tuple[int, int], Group]
@@ -173,10 +174,10 @@ def price_programs(
     bytes_of: Callable[[int, Send], float],
     loads: Loads,
 ) -> PricedPrograms:
-    """Price the programs of all ranks, in time linear in their size.
+    """Add times to the programs of all ranks; linear in their size.
 
     Raises:
-        UsageError: the workload has no price for something that a program does; names it.
+        UsageError: the workload has no time for an instruction of a program, which the message names.
         ScheduleError: ranks do not send what others receive.
     """
     return _Pricing(programs, edges, workload, bytes_of, loads).result()
@@ -271,6 +272,8 @@ class _Pricing:
         ahead = self.workload.runs_ahead
         credit = len(receives) if ahead else max(2, most)
         window = 2 if ahead else 2 * credit + 2  # the executor's credit on CUDA is 0
+        if self.workload.blocking_transfers:
+            window = 0
         kept_bytes = {stage: prices["F"][3] for stage, prices in self.prices[rank].items()}
         return RankState(rank, tasks, receives, buckets, credit, window, kept_bytes)
 
@@ -284,7 +287,7 @@ class _Pricing:
         keys = [(edge, "forward" if kind == "F" else "backward", micro_batch) for edge in edges]
         inputs = [message for key in keys for message in arriving.pop(key, ())]
         price = self.prices[rank][stage][kind]
-        if micro_batch == self.workload.micro_batches - 1:  # its memory is taken as that of a full one
+        if micro_batch == self.workload.micro_batches - 1:  # its memory counts as that of a full micro-batch
             seconds, communication, *sizes = price
             share = self.workload.last_share
             price = (seconds * share, communication * share, *sizes)  # type: ignore[assignment]
@@ -310,7 +313,7 @@ class _Pricing:
 
 
 def _slowdowns(workload: Workload, reduction: Reduction) -> dict[int, float]:
-    """By how much computation on each rank is slowed down beside a reduction."""
+    """Slowdown of computation on each rank during a reduction."""
     each = reduction.slowdown or (workload.overlap_slowdown,) * len(reduction.ranks)
     return dict(zip(reduction.ranks, each, strict=True))
 

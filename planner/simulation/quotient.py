@@ -1,18 +1,18 @@
-"""Ranks that do the same at the same times: one of them stands for all, so thousands are simulated as a few are.
+"""Folding of equal ranks: one rank of each kind is simulated for all ranks of the kind.
 
-Two ranks are alike if their tasks have equal prices and they exchange equal messages with, work together with and sum
-gradients with ranks that are alike in turn. This is the coarsest equitable partition of the ranks, found by colour
-refinement: all that is alike by itself gets one colour, and is told apart by the colours around it until that changes
-nothing. Ranks of one colour are in the same state at all times of a simulation, since all that lets one of them go on
-comes to the others at the same time; messages that share an adapter are counted with those of the ranks that are left
-out. So the step of the quotient is that of the whole, to the last bit; where messages share an adapter, up to rounding
-(of those that end together the whole rounds each one's last moment apart).
+Two ranks are equal if their tasks have equal times, and if their peers in messages, groups and gradient reductions are
+equal in the same sense. This is the coarsest equitable partition of the ranks, computed by colour refinement: ranks
+with equal times start with one colour, and the colours of their neighbours split colours until nothing changes. Ranks
+of one colour are in the same state at all times of a simulation, because every event that unblocks one of them happens
+to the others at the same time. Messages that share an adapter count the messages of the omitted ranks. So the folded
+step equals the full step exactly; if messages share an adapter, up to rounding (the full simulation rounds the end of
+each of several simultaneous messages).
 
-Where a quotient would need two different links between the same two ranks, or one from a rank to itself, the ranks
-are kept apart. Complexity: linear in the size of the workload, times the rounds: as many as it takes for a difference
-to be seen from everywhere that it tells apart, as a rule four or five. It knows neither time nor devices.
+If folding would put two different links between the same two ranks, or a link from a rank to itself, the ranks stay
+separate. Complexity: linear in the size of the workload, times the number of rounds, usually four or five. This module
+knows neither the clock nor devices.
 
-Source: A. Cardon, M. Crochemore, "Partitioning a graph in O(|A| log |V|)" (1982), for the partition; its quicker
+Source: A. Cardon, M. Crochemore, "Partitioning a graph in O(|A| log |V|)" (1982), for the partition; its faster
 algorithm is not needed here.
 """
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _NUMBERS = (
     "forward", "backward", "weights", "communication", "kept_bytes", "forward_peak_bytes", "backward_peak_bytes"
 )  # fmt: skip
-"""Of a stage, with an entry for each rank or none."""
+"""Fields of a stage with one entry per rank, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Quotient:
     """A workload with one rank of each kind.
 
     Attributes:
-        workload: the lowest rank of each kind stands for it; numbers of ranks are the whole's.
-        members: by the rank that stands for them, all ranks of the kind, ascending.
-        loads: of a link, by resource: how many links like it share the resource.
+        workload: the lowest rank of each kind represents it; ranks keep their original numbers.
+        members: all ranks of a kind, ascending, by the rank that represents them.
+        loads: for each link and resource, how many equal links share the resource.
     """
 
     workload: Workload
@@ -52,7 +52,7 @@ class Quotient:
 
 
 def quotient(workload: Workload) -> Quotient:
-    """The quotient of a workload that does not contradict itself (`whale.planner.simulation.simulate.check_workload`).
+    """Fold the equal ranks of a consistent workload (`whale.planner.simulation.simulate.check_workload`).
 
     >>> stage = StageWork(ranks=(0, 1, 2), forward=(1, 1, 2), backward=(2, 2, 2), weights=(1,) * 3, kept_bytes=(0,) * 3)
     >>> found = quotient(Workload(world_size=3, micro_batches=4, stages=(stage,)))
@@ -68,14 +68,14 @@ def quotient(workload: Workload) -> Quotient:
 
 
 def _numbered(keys: Mapping[T, Hashable]) -> dict[T, int]:
-    """Equal keys get equal numbers."""
+    """Number the keys; equal keys get equal numbers."""
     known: dict[Hashable, int] = {}
     return {item: known.setdefault(key, len(known)) for item, key in keys.items()}
 
 
 @dataclass(frozen=True)
 class _Colours:
-    """Numbers that are equal for what is alike: ranks, links, resources, and sets of ranks that sum gradients."""
+    """Colours of ranks, links, resources and reduction groups; equal items have equal colours."""
 
     ranks: dict[int, int]
     links: dict[Pair, int]
@@ -83,25 +83,25 @@ class _Colours:
     sums: dict[int, int]
 
     def count(self) -> list[int]:
-        """How many there are of each."""
+        """Number of colours of each."""
         return [len(set(colours.values())) for colours in (self.ranks, self.links, self.resources, self.sums)]
 
 
 class _Structure:
-    """Who has to do with whom in a workload.
+    """Adjacency of the ranks of a workload: messages, groups and reductions.
 
     Attributes:
-        own: what a rank does, as far as it concerns it alone.
-        sizes: of all transfers, by boundary, direction, source and target.
-        carried: what goes over a link.
-        times: of a link; None where the workload has none.
+        own: times of a rank's tasks, its copies and the order of its reductions.
+        sizes: bytes of all transfers, by boundary, direction, source and target.
+        carried: the transfers over each link.
+        times: `LinkTime` of a link, or None if the workload has none.
         leaving, entering: links of a rank, in the order of its program.
         users: links that share a resource.
-        groups: of a rank, those in which its tasks wait for others.
-        sums: by a set of ranks, the reductions over it. The others know a set by its number, its place in here.
-        terms: of a set, what its reductions are.
-        sets: of a rank, the sets that it is in.
-        place: which of its sets a set is to a rank, and how much that rank is slowed down in it.
+        groups: groups of each rank in which its tasks wait for others.
+        sums: reductions by their set of ranks. The other attributes refer to a set by its position here.
+        terms: labels of the reductions of each set.
+        sets: sets of each rank.
+        place: for each set and rank, the set's position among the rank's sets, and the slowdown of the rank in it.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -158,7 +158,7 @@ class _Structure:
         }
 
     def refined(self, ranks: dict[int, int]) -> _Colours:
-        """Tell ranks apart by what is around them, until nothing more is."""
+        """Refine the colours of ranks by their neighbours until nothing changes."""
         before = _Colours(ranks, {}, dict.fromkeys(self.users, 0), {})
         while True:
             after = self._round(before)
@@ -201,9 +201,9 @@ class _Structure:
         )
 
     def indistinct(self, colours: _Colours) -> set[int]:
-        """The colours between which the quotient would have two links where it can have one.
+        """Return the colours whose folding would need two links where there can be one.
 
-        Where processes do not run ahead, receives are posted by a credit of values: then every message counts.
+        If processes do not run ahead, receives are posted by a credit of values, so every message counts.
         """
         found: set[int] = set()
         between: dict[Pair, int] = {}
@@ -232,7 +232,7 @@ def _sizes(workload: Workload) -> dict[tuple[int, str, int, int], int]:
 
 
 def _numbers_of_ranks(workload: Workload) -> dict[int, tuple[Any, ...]]:
-    """What the tasks of each rank cost, stage by stage, and its update."""
+    """Task times of each rank, stage by stage, and its update."""
     found: dict[int, list[Any]] = {rank: [] for rank in sorted({r for s in workload.stages for r in s.ranks})}
     for index, stage in enumerate(workload.stages):
         numbers = [getattr(stage, name) or (0,) * len(stage.ranks) for name in _NUMBERS]
@@ -306,7 +306,7 @@ def _boundary(structure: _Structure, index: int, boundary: Boundary, stand_in: M
 
 
 def _reductions(structure: _Structure, colours: _Colours, stand_in: Mapping[int, int]) -> Iterable[Reduction]:
-    """Of sets that are alike the first."""
+    """Yield the first reduction of each set of equal reductions."""
     chosen: dict[int, tuple[int, ...]] = {}
     colour_of = {ranks: colours.sums[number] for number, ranks in enumerate(structure.sums)}
     for ranks, colour in colour_of.items():
@@ -323,7 +323,7 @@ def _reductions(structure: _Structure, colours: _Colours, stand_in: Mapping[int,
 def _links(
     structure: _Structure, colours: _Colours, stand_in: Mapping[int, int]
 ) -> tuple[tuple[LinkTime, ...], dict[Pair, dict[str, int]]]:
-    """The links, on resources that stand for those like them, and by how many links like it each of these is used."""
+    """Return the folded links, with representative resources, and the number of equal links on each resource."""
     names: dict[int, str] = {}
     for name, colour in colours.resources.items():
         names.setdefault(colour, name)

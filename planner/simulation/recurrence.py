@@ -1,10 +1,11 @@
-"""How long a step takes when it is too long to simulate event by event: the same waits as a recurrence.
+"""Step time of a pipeline by a recurrence, for steps that are too long to simulate event by event.
 
-Every task of a pipeline starts when its rank is free and what it consumes has arrived; a message leaves when it is made
-and its link is free. Over the fixed order of a schedule that gives every start in one pass. Once the pipeline is full
-each further micro-batch takes as long as the one before, so of a long step only as many are gone through as fill it,
-and some more; what is between them goes on. What the simulator knows besides (a sender that waits for a slow message,
-reductions that slow tasks down) does not occur here or is nothing beside a step. It knows workloads, and no plans.
+Every task starts when its rank is free and its inputs have arrived; a message leaves when its task ends and its link is
+free. Over the fixed order of a schedule this gives every start in one pass. Once the pipeline is full, each further
+micro-batch takes as long as the one before. So only as many micro-batches are evaluated as fill the pipeline, plus some
+more, and the rest are extrapolated. Effects that only the simulator models (a sender that waits for a slow message,
+reductions that slow tasks down) do not occur here or are negligible in long steps. This module knows workloads and no
+plans.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 SETTLING = 12
-"""Micro-batches more than a pipeline has stages, after which it goes on evenly; where messages are slow that may be as
-many micro-batches at a time as are in flight, so what goes on is measured over a number that many divide."""
+"""Micro-batches beyond the number of stages after which the pipeline is periodic. With slow messages the period may be
+as many micro-batches as are in flight, so the rate is measured over a number with many divisors."""
 
 
 class Timing(NamedTuple):
-    """How long a step takes.
+    """Time of a long step.
 
     Attributes:
         seconds: of the step.
         breakdown: of the rank that ends last, by the parts of `whale.ir.workload.Prediction`.
-        bubble: the share of all ranks' time in which they wait for other stages.
+        bubble: fraction of all ranks' time in which they wait for other stages.
     """
 
     seconds: float
@@ -43,17 +44,17 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, timeline: Timeline) -> Timing:
-        """The timing of a simulated step."""
+        """Summarize a simulated step."""
         parts = {str(part): spent for part, spent in timeline.breakdown.items()}
         return cls(timeline.step_seconds, parts, min(1.0, timeline.bubble))
 
 
 class Slot(NamedTuple):
-    """What stages do in one of the slots into which a step is divided as if every task took as long as any other.
+    """The tasks of all stages in one slot; a step is divided into slots as if all tasks took equal time.
 
     Attributes:
-        forwards, backwards: stages that do one.
-        last_forward, last_backward: the stage among them that does its last one, if it is among them.
+        forwards, backwards: stages that run one.
+        last_forward, last_backward: the stage among them that runs its last one, if any.
     """
 
     forwards: range
@@ -63,8 +64,8 @@ class Slot(NamedTuple):
 
 
 def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slot]:
-    """All slots of a step. A micro-batch is handed from a stage to the next one from one slot to the next, so that what
-    a stage does depends on what its neighbour and itself did in slots before.
+    """Yield all slots of a step. A micro-batch moves from stage to stage in consecutive slots, so that a stage depends
+    only on earlier slots of its neighbours and of itself.
 
     >>> done = [(slot.forwards, slot.backwards) for slot in slots_of(2, 3, "1f1b")]
     >>> "".join("F" if 0 in forwards else "B" for forwards, backwards in done if 0 in forwards or 0 in backwards)
@@ -84,19 +85,19 @@ def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slo
 
 
 def long_timing(workload: Workload) -> Timing:
-    """A step of a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each: all ranks of a slot at once, in
+    """Evaluate a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each: all ranks of a slot together, in
     O(stages) slots at most."""
     return _Pass(workload, min(workload.micro_batches, len(workload.stages) + 2 * SETTLING)).step()
 
 
 class _Inputs(NamedTuple):
-    """Of each rank (by its place) one message that it waits for before a task.
+    """One message for each rank (by position) that it waits for before a task.
 
     Attributes:
-        made: where the end of the task that sends it is, from the rank's own row in all ends by slot.
-        latency: of the link; minus infinity where a rank waits for no such message.
-        seconds: on the link.
-        free: when the link is free again.
+        made: position of the end of the sending task, relative to the rank's own row in all ends by slot.
+        latency: of the link; minus infinity if a rank waits for no such message.
+        seconds: transfer time on the link.
+        free: time at which the link is free again.
     """
 
     made: Integers
@@ -106,10 +107,10 @@ class _Inputs(NamedTuple):
 
 
 class _Pass:
-    """The first *count* micro-batches and the end of a step; what is between goes on as it was.
+    """Evaluate the first *count* micro-batches and the end of a step, and extrapolate those between.
 
-    Ranks have places so that those of the stages of a slot are next to each other. Of arrays with two rows the first is
-    of backwards and the second of forwards, or of waits for others and for messages.
+    Ranks of consecutive stages have consecutive positions. In arrays with two rows, the first is of backwards and the
+    second of forwards, or of waits for other ranks and for messages.
     """
 
     def __init__(self, workload: Workload, count: int) -> None:
@@ -132,14 +133,15 @@ class _Pass:
         self.ends = np.zeros((2, len(self.slots), num))
         self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
         self.inputs = [self._inputs(ahead) for ahead in (False, True)]
+        self.sending = np.array([self._sending(ahead) for ahead in (False, True)])
 
     def _inputs(self, ahead: bool) -> list[_Inputs]:
-        """The first message that each rank waits for, the second, and so on."""
+        """Return the first message that each rank waits for, the second, and so on."""
         num, place = len(self.ranks), {rank: index for index, rank in enumerate(self.ranks)}
         links = {(link.source, link.target): link for link in self.workload.links}
         of_ranks: list[list[tuple[int, float, float]]] = [[] for _ in self.ranks]
         for boundary in self.workload.boundaries:
-            slots = boundary.target_stage - boundary.source_stage  # from the task that sends to the one that waits
+            slots = boundary.target_stage - boundary.source_stage  # from the sending task to the waiting one
             for one in boundary.forward if ahead else boundary.backward:
                 link = links[one.source, one.target]
                 given = place[one.source] - slots * num, link.latency, one.bytes / link.bandwidth
@@ -149,6 +151,19 @@ class _Pass:
             every = [own[number] if number < len(own) else (0, -inf, 0.0) for own in of_ranks]
             made, latency, seconds = (np.array(values) for values in zip(*every, strict=True))
             found.append(_Inputs(made, latency, seconds, np.zeros(num)))
+        return found
+
+    def _sending(self, ahead: bool) -> Array:
+        """Seconds in which each rank waits for its sends after a task."""
+        found = np.zeros(len(self.ranks))
+        if not self.workload.blocking_transfers:
+            return found
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        links = {(link.source, link.target): link for link in self.workload.links}
+        for boundary in self.workload.boundaries:
+            for one in boundary.forward if ahead else boundary.backward:
+                own = place[one.source]
+                found[own] = max(found[own], one.bytes / links[one.source, one.target].bandwidth)
         return found
 
     def step(self) -> Timing:
@@ -165,7 +180,7 @@ class _Pass:
         return self._ended()
 
     def _run(self, slot: int, ahead: bool, stages: range, last: int) -> None:
-        """A forward or a backward on each rank of some stages, once what it consumes is there; that of the *last* stage
+        """Run a forward or a backward on each rank of some stages once its inputs have arrived; the *last* stage's one
         has fewer rows."""
         if not stages:
             return
@@ -185,17 +200,20 @@ class _Pass:
         self.waited[0, own] += issued - free
         self.waited[1, own] += begin - issued
         done = begin + share * self.seconds[int(ahead), own]
-        self.free[own] = ends[slot, own] = done
+        ends[slot, own] = done
+        sending = share * self.sending[int(ahead), own]
+        self.free[own] = done + sending
+        self.waited[1, own] += sending
         if not ahead:
             self.waits[slot, :, own] = self.waited[:, own]
 
     def _slot(self, ahead: bool, stage: int, micro_batch: int) -> int:
-        """In which a stage does a task of a micro-batch."""
+        """Yield the stages in which a rank runs a task of a micro-batch."""
         first = stage if ahead else self.slots[0].last_backward - stage - self.each * (self.count - 1)
         return first + self.each * micro_batch
 
     def _go_on(self, own: slice, times: float, period: float, waits: Array) -> None:
-        """So many micro-batches more, one each period; ranks wait as they did between two backwards."""
+        """Extrapolate a number of micro-batches, one per period; ranks wait as they did between two backwards."""
         more = times * np.maximum(0.0, period - self.seconds[:, own].sum(axis=0))
         whole = waits.sum(axis=0)
         share = np.divide(waits[0], whole, out=np.ones_like(whole), where=whole > 0)
@@ -203,8 +221,8 @@ class _Pass:
         self.free[own] += times * period
 
     def _period(self) -> float:
-        """What a micro-batch takes once the pipeline is full: at the last stage, which no end of a step has touched;
-        with ``gpipe`` forwards there, and then backwards at the first."""
+        """Time of a micro-batch once the pipeline is full, measured at the last stage, away from both ends of the step;
+        with ``gpipe`` forwards there, and then backwards at the first stage."""
 
         def spent(stage: int, ahead: bool) -> float:
             slots = [self._slot(ahead, stage, self.count - 2 - back) for back in (0, SETTLING)]
@@ -217,7 +235,7 @@ class _Pass:
         return spent(depth - 1, False)
 
     def _ended(self) -> Timing:
-        """The sums of gradients, one after the other on each rank, and the update."""
+        """Add the gradient reductions, one after the other on each rank, and the update."""
         free = dict(zip(self.ranks, self.free.tolist(), strict=True))
         ready = dict(free)
         waiting, summed = dict.fromkeys(ready, 0.0), dict.fromkeys(ready, 0.0)

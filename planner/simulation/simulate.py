@@ -1,4 +1,4 @@
-"""Simulate a training step: the programs that the executor would run, with the times of a `Workload`.
+"""The simulator of a training step: it runs the executor's programs with the times of a `Workload`.
 
 `simulate` makes the programs itself, from the workload's schedule, `simulate_alike` only those of ranks that differ;
 `simulate_programs` takes those of a compiled model. All give the same `Timeline`. This file knows neither devices nor
@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 MOST_TASKS = 4_000_000
-"""Of a step that is simulated: some minutes, and some GiB."""
+"""Largest number of tasks in a simulation: some minutes and some GiB."""
 
 
 def simulate(workload: Workload, *, order: Order | None = None) -> Timeline:
     """Simulate a step of ``workload``, with its schedule or in a given ``order``.
 
     Raises:
-        UsageError: the workload contradicts itself, its schedule does not fit its stages (names the stage or rank), or
-            it has more tasks than can be gone through.
+        UsageError: the workload is inconsistent, its schedule does not fit its stages (names the stage or rank), or it
+            has too many tasks to simulate.
 
     >>> from whale.ir.workload import StageWork
     >>> stage = StageWork(ranks=(0,), forward=(1.0,), backward=(2.0,), weights=(1.0,), kept_bytes=(100,))
@@ -54,10 +54,10 @@ def simulate(workload: Workload, *, order: Order | None = None) -> Timeline:
 
 
 def simulate_alike(workload: Workload) -> Timeline:
-    """Simulate a step through one rank of each kind of ranks that do the same at the same times.
+    """Simulate a step with one rank of each kind of equal ranks.
 
-    What `simulate` says, without the events of ranks that others stand for (``members`` of the timeline), and as quick
-    for thousands of ranks as for a few.
+    The result is that of `simulate` without the events of ranks that others represent (``members`` of the timeline),
+    and takes as long for thousands of ranks as for a few.
 
     >>> from whale.ir.workload import StageWork
     >>> count = 4096
@@ -122,7 +122,7 @@ def simulate_programs(
 
 
 def order_of(workload: Workload) -> Order:
-    """Return the order that the workload's schedule gives for its stages, times and devices."""
+    """Return the task order of the workload's schedule for its stages, times and devices."""
     devices = [frozenset(stage.ranks) for stage in workload.stages]
     return schedule_order(
         workload.schedule,
@@ -135,7 +135,7 @@ def order_of(workload: Workload) -> Order:
 
 
 def task_seconds(workload: Workload) -> Callable[[Task], float]:
-    """Return how long each task takes on the slowest of its ranks."""
+    """Return the time of each task on the slowest of its ranks."""
     times: dict[tuple[str, int], float] = {}
     for index, stage in enumerate(workload.stages):
         inputs = [backward - weights for backward, weights in zip(stage.backward, stage.weights, strict=True)]
@@ -145,7 +145,7 @@ def task_seconds(workload: Workload) -> Callable[[Task], float]:
 
 
 def hop_seconds(workload: Workload) -> float:
-    """Return how long the slowest message between stages takes on links that nothing else uses."""
+    """Return the p2p time of the slowest message between stages on idle links."""
     links = {(link.source, link.target): link for link in workload.links}
     transfers = [transfer for boundary in workload.boundaries for transfer in (*boundary.forward, *boundary.backward)]
     times = [0.0]
@@ -157,7 +157,7 @@ def hop_seconds(workload: Workload) -> float:
 
 
 def programs_of(workload: Workload) -> tuple[list[StageSpec], list[Edge], list[ReduceSpec]]:
-    """Return the stages, edges and buckets of a workload, to be projected.
+    """Return the stages, edges and buckets of a workload, as inputs of the projection to programs.
 
     A value has one element for each transfer, so that transfers of no bytes are messages too.
     """
@@ -198,7 +198,7 @@ def _edge(index: int, boundary: Boundary, workload: Workload) -> Edge:
 
 
 def check_workload(workload: Workload) -> None:
-    """Check that the lists of a workload agree with each other and that its ranks and stages exist.
+    """Check that the lists of a workload are consistent and that its ranks and stages exist.
 
     Raises:
         UsageError: the first contradiction.

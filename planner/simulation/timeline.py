@@ -1,4 +1,4 @@
-"""What a simulated step looks like: every event of every rank, where each rank's time goes, and what bounds the step.
+"""Timeline of a simulated step: the events of every rank, the breakdown of each rank's time, and the critical path.
 
 Data and views of it only: `whale.planner.simulation.simulate` makes it; the trace, the Gantt chart and the reports
 read it. It knows no prices and no programs.
@@ -26,7 +26,7 @@ PARTS: tuple[Part, ...] = (
     "update",
     "overhead",
 )
-"""Where time goes, as `whale.ir.workload.Prediction` says."""
+"""Parts of a breakdown, as in `whale.ir.workload.Prediction`."""
 
 
 class Event(NamedTuple):
@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Duration in seconds."""
         return self.end - self.start
 
     def __str__(self) -> str:
@@ -80,16 +80,15 @@ class Timeline:
     """A simulated step.
 
     Attributes:
-        events: of all ranks, in the order in which the simulation came to know them; an event refers to others by
-            their position here.
+        events: of all ranks, in the order of the simulation; an event refers to others by their position here.
         step_seconds: from the first event to the end of the last.
-        last_rank: the rank that ends last; of several, the lowest.
-        breakdowns: for every rank, seconds by part; those of a rank sum to ``step_seconds``. A rank that ends before
-            the last waits for other stages (``pipeline``) until then.
-        memory: for every rank, (seconds, bytes) wherever the bytes of activations change, the needs of the running
-            task included.
-        in_flight: for every stage, the most micro-batches that it keeps at one time.
-        members: for every rank that stands for ranks like it, these and itself; empty where each stands for itself.
+        last_rank: the rank that ends last; the lowest of several.
+        breakdowns: seconds by part for every rank; the parts of a rank sum to ``step_seconds``. A rank that ends before
+            the last one waits for other stages (``pipeline``) until then.
+        memory: for every rank, (seconds, bytes) at every change of the bytes of activations, including the buffers of
+            the running task.
+        in_flight: for every stage, the most micro-batches in flight.
+        members: the ranks that a folded rank represents, including itself; empty if no ranks are folded.
     """
 
     events: tuple[Event, ...] = field(repr=False)
@@ -107,12 +106,12 @@ class Timeline:
 
     @property
     def breakdown(self) -> Mapping[Part, float]:
-        """Where the time of the rank that ends last goes."""
+        """The breakdown of the rank that ends last."""
         return self.breakdowns[self.last_rank]
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait for other stages or for what those send."""
+        """Fraction of all ranks' time in which they wait for other stages or for their messages."""
         if not self.step_seconds:
             return 0.0
         counts = {rank: len(self.members.get(rank, (rank,))) for rank in self.breakdowns}

@@ -1,8 +1,7 @@
-"""A timeline as a trace for ui.perfetto.dev and chrome://tracing: a process for each rank, a thread for each stream.
+"""A timeline as a trace for ui.perfetto.dev and chrome://tracing: one process per rank, one thread per stream.
 
-The format is the JSON of Chrome's "Trace Event Format": times are in microseconds, here to the nanosecond. Messages
-that a rank sends, or receives, at the same time are on threads of their own, so events of a thread never overlap. It
-knows no prices and no terminal.
+The format is JSON of Chrome's "Trace Event Format", with times in microseconds to the nanosecond. Concurrent messages
+of a rank are on separate threads, so events of a thread never overlap. This module knows no prices and no terminal.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _LANES = 1000  # thread numbers for each stream
 def trace_of(timeline: Timeline) -> dict[str, Any]:
     """Return the trace as a value that JSON can hold.
 
-    Tasks are named as in ``2F0`` (stage, kind, micro-batch), waits by their reason; arrows go from a send to its
-    receive; the counter ``activations`` has the bytes that a rank keeps.
+    Tasks are named like ``2F0`` (stage, kind, micro-batch) and waits by their reason; arrows connect a send with its
+    receive; the counter ``activations`` has the bytes of a rank's saved activations.
     """
     events: list[dict[str, Any]] = []
-    messages: Counter[str] = Counter()  # ends of messages that are alike, in order
+    messages: Counter[str] = Counter()  # ends of equal messages, in order
     for rank in timeline.ranks:
         own = timeline.of_rank(rank)
         events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
@@ -47,7 +46,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
 
 
 def _threads(events: tuple[Event, ...]) -> Iterator[tuple[int, Event]]:
-    """Give each event a thread of its stream that is free when it starts, the first that is."""
+    """Assign each event to the first free thread of its stream."""
     ends: dict[int, list[tuple[float, int]]] = {stream: [] for stream in range(len(_STREAMS))}
     free: dict[int, list[int]] = {stream: [] for stream in ends}
     used = dict.fromkeys(ends, 0)
@@ -77,7 +76,8 @@ def _slice(event: Event, rank: int, thread: int) -> dict[str, Any]:
 
 
 def _flow(event: Event, rank: int, thread: int, messages: Counter[str]) -> dict[str, Any]:
-    """Return one end of a message's arrow; both ends name it alike, as messages between two ranks keep their order."""
+    """Return one end of a message's arrow; both ends have the same name, because messages between two ranks stay in
+    order."""
     source, target = (rank, event.peer) if event.kind == "send" else (event.peer, rank)
     key = f"{event.stage}m{event.micro_batch} {source}-{target}"
     messages[event.kind + key] += 1

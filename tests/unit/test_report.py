@@ -220,7 +220,7 @@ def test_devices_with_equal_bars_share_one() -> None:
     assert memory is not None
     page = Page(memory_view(memory.memory, dict.fromkeys(range(8), (0,)) | dict.fromkeys(range(8, 12), (1,))))
     assert len(page.of_class("limit")) == 2
-    assert f"{FAST} 8 alike" in page.words("text")
+    assert f"{FAST} 8 equal" in page.words("text")
 
 
 # --- the map ----------------------------------------------------------------------------------------------------------
@@ -236,10 +236,10 @@ def test_each_device_has_its_stage_position_and_share() -> None:
     assert {"rank 8", "rank 11", "5 rows", "t0/2 75% 4 rows"} <= set(page.words("text"))
 
 
-def test_nodes_that_are_used_alike_are_drawn_once() -> None:
+def test_equal_nodes_are_drawn_once() -> None:
     page = Page(map_view(mixed_plan(), (), {}, mixed_cluster()))
     assert len(page.of_class("node")) == 2
-    assert "left and 1 more alike" in page.words("text")
+    assert "left and 1 more equal" in page.words("text")
 
 
 def test_devices_without_a_stage_are_unused() -> None:

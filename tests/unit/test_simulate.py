@@ -253,6 +253,16 @@ def test_activations_are_kept_from_forward_to_backward_and_tasks_need_more_meanw
     assert timeline.in_flight == {0: 2}
 
 
+def test_where_transfers_block_a_rank_sends_before_it_goes_on() -> None:
+    workload = chain_workload(2, 2, size=1).model_copy(update={"blocking_transfers": True})
+    assert drawing_of(simulate(workload)) == parse_drawing("""
+        rank 0            |F0ttF1ppppttB0--ppttB1--|
+        1 receive from 0  |..a0..a1................|
+        0 receive from 1  |..........a0......a1....|
+        rank 1            |ppttF0B0--ttF1B1--ttpppp|
+    """)
+
+
 @pytest.mark.parametrize(("runs_ahead", "start"), [(True, 5), (False, 7)])
 def test_on_a_cpu_a_message_moves_when_its_receiver_gets_to_post_it(runs_ahead: bool, start: int) -> None:
     workload = chain_workload(2, 3, times=[(1.0, 1.0), (4.0, 4.0)], size=2).model_copy(

@@ -109,6 +109,8 @@ class Workload(Record):
         overlap_slowdown: how much longer computation takes while a collective runs beside it (0.1 is 10%).
         runs_ahead: whether the processes run ahead of their devices, as with CUDA, so that receives are posted long
             before they are needed; on a CPU the executor posts them between tasks, as far as its credit goes.
+        blocking_transfers: whether a rank waits for its sends before its next task, and posts a receive only when it
+            needs it, as Megatron-LM and DeepSpeed do; else messages travel while ranks compute, as in Whale's executor.
     """
 
     world_size: Annotated[int, Field(ge=1)]
@@ -123,6 +125,7 @@ class Workload(Record):
     overhead: Seconds = 0.0
     overlap_slowdown: Seconds = 0.0
     runs_ahead: bool = True
+    blocking_transfers: bool = False
 
 
 class DeviceMemory(Record):

@@ -1,0 +1,205 @@
+"""Leave one source out: how far off are predictions of runs from a source that no constant has seen?
+
+``python benchmarks/published.py --left-out`` prints it.
+
+The constants of the planner that published runs decide are listed in `CONSTANTS`, each with what is known of it without
+them: a rough value and how far it may be off. For every source (a paper or a repository) they are fitted again, from
+those rough values, to the runs of all other sources, and the source's runs are predicted with what that gives. Each
+run's interval comes from the errors that the other sources had in the same way, for its kind of run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from published_runs import Run
+
+from whale.planner.cost import layers, silicon, stage
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+STEP = 0.1
+"""By how much a constant is moved, in logarithms, to see what it does."""
+
+SCALE = 0.08
+"""Relative error beyond which a run counts less and less in a fit (Huber's loss)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A constant of the planner that published runs decide.
+
+    Attributes:
+        name: where it is.
+        rough: its value by what is known without these runs.
+        spread: how far off that may be, as a standard deviation of its logarithm.
+        get, put: read and replace it.
+    """
+
+    name: str
+    rough: float
+    spread: float
+    get: Callable[[], float]
+    put: Callable[[float], None]
+
+
+def _of_module(module: ModuleType, name: str, rough: float, spread: float) -> Constant:
+    return Constant(
+        name=f"{module.__name__.rsplit('.', 1)[-1]}.{name}",
+        rough=rough,
+        spread=spread,
+        get=lambda: float(getattr(module, name)),
+        put=lambda value: setattr(module, name, value),
+    )
+
+
+def _of_chips(family: str, name: str, rough: float, spread: float) -> Constant:
+    def put(value: float) -> None:
+        silicon._FAMILIES[family] = replace(silicon._FAMILIES[family], **{name: value})
+        silicon._silicon_named.cache_clear()
+
+    return Constant(
+        name=f"{family} {name}",
+        rough=rough,
+        spread=spread,
+        get=lambda: float(getattr(silicon._FAMILIES[family], name)),
+        put=put,
+    )
+
+
+def _of_stack(family: str, name: str, rough: float, spread: float) -> Constant:
+    def put(value: float) -> None:
+        silicon._EAGER[family][name] = value
+        silicon._silicon_named.cache_clear()
+
+    return Constant(
+        name=f"PyTorch's kernels on {family}: {name}",
+        rough=rough,
+        spread=spread,
+        get=lambda: float(silicon._EAGER[family][name]),
+        put=put,
+    )
+
+
+CONSTANTS = (
+    _of_chips("volta", "matmul", 0.75, 0.15),
+    _of_chips("ampere", "matmul", 0.75, 0.15),
+    _of_chips("hopper", "matmul", 0.7, 0.15),
+    _of_chips("ampere", "bandwidth", 0.8, 0.1),
+    _of_chips("hopper", "bandwidth", 0.8, 0.1),
+    _of_chips("ampere", "attention", 0.5, 0.25),
+    _of_chips("hopper", "attention", 0.5, 0.25),
+    _of_stack("hopper", "matmul", 0.9, 0.15),
+    _of_stack("hopper", "attention", 0.6, 0.25),
+    _of_module(layers, "COLLECTIVE_LAUNCH_SECONDS", 40e-6, 0.7),
+    _of_module(layers, "LOCKSTEP_SLOWDOWN", 1.2, 0.2),
+    _of_module(stage, "BACKWARD_OVERLAP", 0.4, 0.5),
+    _of_module(stage, "SHARDED_SLOWDOWN", 0.5, 0.5),
+)
+
+
+@contextmanager
+def constants_at(values: Mapping[str, float]) -> Iterator[None]:
+    """The planner with other constants."""
+    before = {one.name: one.get() for one in CONSTANTS}
+    try:
+        for one in CONSTANTS:
+            one.put(values.get(one.name, before[one.name]))
+        yield
+    finally:
+        for one in CONSTANTS:
+            one.put(before[one.name])
+
+
+def seconds_of(runs: Sequence[Run]) -> Array:
+    return np.array([run.predict().prediction.step_seconds for run in runs])
+
+
+def sensitivities(runs: Sequence[Run], at: Array) -> Array:
+    """Of every run's seconds to every constant, both in logarithms."""
+    found = []
+    for one in CONSTANTS:
+        with constants_at({one.name: one.get() * np.exp(STEP)}):
+            found.append(np.log(seconds_of(runs) / at) / STEP)
+    return np.array(found).T
+
+
+def fitted(errors: Array, slopes: Array, weights: Array) -> dict[str, float]:
+    """The constants that fit the runs best: least squares of the runs' errors, large ones damped, and of the distances
+    from the rough values, each by its spread.
+
+    *errors* are logarithms of predicted to measured seconds with the constants as they are.
+    """
+    now = np.log([one.get() / one.rough for one in CONSTANTS])
+    spread = np.array([one.spread for one in CONSTANTS])
+    moved = np.zeros(len(CONSTANTS))
+    for _ in range(50):
+        left = errors + slopes @ moved
+        damped = weights * np.minimum(1.0, SCALE / np.maximum(np.abs(left), 1e-12)) / SCALE**2
+        normal = slopes.T @ (damped[:, None] * slopes) + np.diag(1 / spread**2)
+        moved = -np.linalg.solve(normal, slopes.T @ (damped * errors) + now / spread**2)
+    return {one.name: one.get() * float(np.exp(step)) for one, step in zip(CONSTANTS, moved, strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A run that was predicted without its source."""
+
+    run: Run
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.seconds / self.run.seconds - 1
+
+
+def leave_out(runs: Sequence[Run]) -> tuple[list[LeftOut], dict[str, dict[str, float]]]:
+    """Every run predicted with constants that its source did not decide; and those constants, by source left out."""
+    measured = np.array([run.seconds for run in runs])
+    now = seconds_of(runs)
+    errors, slopes = np.log(now / measured), sensitivities(runs, now)
+    fits = {"nothing": fitted(errors, slopes, np.ones(len(runs)))}
+    found = []
+    for source in dict.fromkeys(run.source for run in runs):
+        kept = np.array([float(run.source != source) for run in runs])
+        fits[source] = fitted(errors, slopes, kept)
+        own = [run for run in runs if run.source == source]
+        with constants_at(fits[source]):
+            found += [LeftOut(run=run, seconds=float(s)) for run, s in zip(own, seconds_of(own), strict=True)]
+    return found, fits
+
+
+def table_of_constants(fits: Mapping[str, Mapping[str, float]]) -> str:
+    lines = [f"| constant | rough | as it is | {' | '.join(f'without {name}' for name in fits)} |"]
+    lines.append("|---" * (len(fits) + 3) + "|")
+    for one in CONSTANTS:
+        values = [one.rough, one.get(), *(fit[one.name] for fit in fits.values())]
+        lines.append(f"| {one.name} | {' | '.join(f'{value:.3g}' for value in values)} |")
+    return "\n".join(lines)
+
+
+def table_of_sources(found: Sequence[LeftOut]) -> str:
+    lines = [
+        "| source left out | runs | mean error | mean absolute error | nine in ten within |",
+        "|---|---|---|---|---|",
+    ]
+    for source in [*dict.fromkeys(one.run.source for one in found), "all"]:
+        errors = [one.error for one in found if source in (one.run.source, "all")]
+        sizes = sorted(map(abs, errors))
+        lines.append(
+            f"| {source} | {len(errors)} | {statistics.mean(errors):+.1%} | {statistics.mean(sizes):.1%} | "
+            f"{sizes[int(0.9 * len(sizes))]:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def report(runs: Sequence[Run]) -> str:
+    """Constants and errors, by source left out."""
+    found, fits = leave_out(runs)
+    return f"{table_of_constants(fits)}\n\n{table_of_sources(found)}"
