@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 
 from harness import report, table
 from hunt_cases import Problem, drawn
-from whale.planner.search.steps import in_flight
 
 from whale.cli.model_loader import load_model
 from whale.cli.search import _Model

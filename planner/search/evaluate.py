@@ -324,8 +324,9 @@ class _Plan:
                 yield Reduction(ranks=ranks, stages=(index,), bytes=round(whole), seconds=seconds)
         for readers, shared in apart:
             owners = self._owners(readers)
-            degree = min(self.stages[index].tensor for index in owners)
-            group = tuple(rank for index in owners for rank in self.stages[index].ranks[:: self.stages[index].tensor])
+            alike = len({(self.stages[index].rows, *self.stages[index].degrees) for index in owners}) == 1
+            degree = self.stages[owners[0]].tensor if alike or not prices.eager else 1  # else it is whole on each rank
+            group = tuple(rank for index in owners for rank in self.stages[index].ranks[::degree])
             seconds = prices.all_reduce(group, degree, shared / degree * size)
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
