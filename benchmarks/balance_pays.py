@@ -1,12 +1,13 @@
-"""Does balance pay? Four devices of speeds 2:2:1:1 on the testbed, shares by speed against even shares.
+"""Speed-up of balanced over even shares on four emulated devices of speeds 2:2:1:1.
 
     sudo python benchmarks/balance_pays.py              # about ten minutes, on a machine that does nothing else
     sudo python benchmarks/balance_pays.py --trial      # small models and quotas: only to see that it runs
 
-Both sides, and torch's own parallelism with even shares, take their steps in turn in the same processes; a gain is the
-median of the ratios within a turn. The ideal is what the shares alone give, without any communication: of the batch for
-data parallelism, of units for tensor parallelism, and for the pipeline the timeline of both cuts with the seconds that
-embedding, block and head took on each device just before. The balanced cut is the best of all cuts by that timeline.
+Both sides, and PyTorch's own parallelism with even shares, alternate step by step in the same processes; a gain is the
+median of the ratios within a round. The ideal follows from the shares alone, without communication: of the batch for
+data parallelism, of units for tensor parallelism, and for the pipeline the timeline of both cuts with the seconds of
+embedding, block and head measured on each device just before. The balanced cut is the best of all cuts by that
+timeline.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ TARGETS = {"data": 0.95, "pipeline": 0.90, "tensor": 0.90}
 HEAD = ("case", "balanced", "even", "gain", "ideal", "of the ideal", "target", "met", "torch, even", "gain over torch")
 SIDES = ("balanced", "even", "torch")
 ACTIVATION = "gelu"
-"""In one kernel: spelt out, a step waits for memory, which all emulated devices share."""
+"""Attention in one kernel; unfused, a step waits for memory bandwidth, which all emulated devices share."""
 
 Sides = dict[str, Callable[[], object]]
 
@@ -103,7 +104,7 @@ def row(case: str, found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """The median of the ratios within a turn."""
+    """The median of the ratios within a round."""
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
@@ -123,7 +124,7 @@ def on_a_rank(options: argparse.Namespace) -> None:
 
 
 def step_of(model: nn.Module, whole: dict[str, Tensor], *, balanced: bool, **options: Any) -> Callable[[], object]:
-    """A step of Whale: balanced knows the devices of the testbed, even takes them as equal."""
+    """A step of Whale: "balanced" knows the speeds of the devices, "even" assumes equal devices."""
     cluster = os.environ["CLUSTER"] if balanced else None
     parallel = whale.parallelize(model, whole, cluster=cluster, device="cpu", timeout_seconds=300, **options)
 
@@ -232,7 +233,7 @@ def ideal_seconds(cut: Sequence[int], times: Times, micro_batches: int) -> float
 
 
 def layer_times(model: nn.Module, part: dict[str, Tensor], seconds: float = 3.0) -> Times:
-    """Measure the kinds of layers on every rank at once, on a micro-batch, each for so many seconds."""
+    """Measure the kinds of layers on every rank at the same time, on a micro-batch, each for the given seconds."""
     whole = Part(copy.deepcopy(model), 0, len(model.transformer.h))
     tokens, block = part["input_ids"], whole.blocks[0]
     embedded = (whole.wte(tokens) + whole.wpe(torch.arange(tokens.shape[1]))).detach().requires_grad_()

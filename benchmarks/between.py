@@ -1,8 +1,8 @@
-"""Steps, and the layers and sums that they consist of, timed in turn in the same processes; and the bytes of a step.
+"""Alternating measurements of steps, of their layers and reductions, and of the bytes of a step, in the same processes.
 
-A machine that is shared, or whose host is, is faster or slower by 10 to 20% from one minute to the next. Layers and
-all-reduces that are measured between the steps meet the same minutes, so that a prediction from them can be held
-against the steps. For whoever has ranks that run steps; knows no models and no plans.
+A shared machine is faster or slower by 10 to 20% from one minute to the next. Layers and all-reduces that are measured
+between the steps run under the same conditions, so a prediction from them can be compared with the steps. Used by ranks
+that run steps; knows no models and no plans.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def time_in_turn(
     *,
     repeats: int,
 ) -> tuple[ModelProfile, dict[str, list[float]]]:
-    """Run steps and measure layers and all-reduces in turn, *repeats* times.
+    """Alternate steps with measurements of layers and all-reduces, *repeats* times.
 
     Returns *known* with these times in place of its own, and the seconds of every step; called by all ranks.
     """
@@ -64,7 +64,7 @@ def time_in_turn(
 
 
 def _company(item: profiling.Item, places: Sequence[profiling.Place]) -> list[profiling.Item]:
-    """The same on the other devices of that type, at the same time: in a step they all compute, and share memory."""
+    """Run the same layer on the other devices of the type: in a real step all compute and share memory bandwidth."""
     first = item.ranks[0]
     return [
         replace(item, ranks=(place.rank,), merged=lambda profile, value: profile)
@@ -93,8 +93,8 @@ def _step_item(world: World, name: str, step: Step, seconds: list[float]) -> pro
 
 
 def peak_of(step: Step, others: frozenset[int]) -> int:
-    """The most bytes of a step's tensors but for *others*; the less of two steps, for a thread of gloo may hold a
-    buffer a little longer."""
+    """Peak bytes of a step's tensors without *others*; the smaller of two steps, because a gloo thread may release a
+    buffer late."""
     step()
     gc.collect()
     peaks = []
@@ -107,6 +107,6 @@ def peak_of(step: Step, others: frozenset[int]) -> int:
 
 
 def noise(seconds: Sequence[float]) -> float:
-    """How far the medians of the first and of the second half lie apart."""
+    """Relative distance between the medians of the first and the second half."""
     halves = [statistics.median(half) for half in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :])]
     return abs(halves[0] / halves[1] - 1)

@@ -1,10 +1,10 @@
-"""How well does the model of communication tell the collectives that others have measured?
+"""Error of the communication model on published measurements of collectives.
 
     python benchmarks/collectives.py               # a table for each group of measurements
     python benchmarks/collectives.py --points      # every point
 
-Compares ``whale.planner.network.communication`` with every row of ``planner/data/network.csv`` that says on what it was
-measured. Nothing is measured here.
+Compares ``whale.planner.network.communication`` with every row of ``planner/data/network.csv`` that names its machine.
+The benchmark measures nothing itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Plans to hold a found plan against: the best of each single strategy, and random ones of the search's own space.
+"""Rival plans for a searched plan: the best of each single strategy, and random plans of the search space.
 
-For whoever has a profile, a cluster and a model to try plans on; runs nothing.
+Used with a profile, a cluster and a model; runs nothing itself.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from whale.commands.searching import Choice, Trial, compile_candidate, search_pl
 from whale.errors import UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, Degrees, Fixed, SearchSettings, StageChoice
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.prices import Prices
 
 SINGLE = ("data", "tensor", "pipeline")
 MOST_DRAWS = 2_000
-"""Of random plans; small clusters may have fewer that fit than are wanted."""
+"""Limit on random plans; on small clusters fewer may fit."""
 
 
 def searched(profile: ModelProfile, cluster: Cluster, batch: int, trial: Trial) -> dict[str, Choice]:
-    """The plan that the search finds, under ``found``, and the best of each single strategy that there is: all devices
-    as replicas, all as one tensor group, stages of one device each."""
+    """The searched plan, under ``found``, and the best plan of each single strategy: all devices as replicas, all as
+    one tensor group, stages of one device each."""
 
     def best(**narrowed: Any) -> Choice:
         settings = SearchSettings(eager=True, **narrowed)
@@ -56,13 +56,13 @@ def searched(profile: ModelProfile, cluster: Cluster, batch: int, trial: Trial) 
 def drawn(
     profile: ModelProfile, cluster: Cluster, batch: int, trial: Trial, known: dict[str, Choice], count: int
 ) -> list[Choice]:
-    """Random plans that compile and fit, none twice and none that is *known*, in the order of their predictions."""
-    prices = Prices.of(profile, cluster, eager=True, batch=batch)
+    """Distinct random plans that compile, fit and are not in *known*, in the order of their predictions."""
+    prices = CostModel.of(profile, cluster, batch=batch)
     seen: set[object] = {look(choice) for choice in known.values()}
     return sorted(islice(_random_plans(prices, trial, seen), count), key=lambda choice: choice.prediction.step_seconds)
 
 
-def _random_plans(prices: Prices, trial: Trial, seen: set[object]) -> Iterator[Choice]:
+def _random_plans(prices: CostModel, trial: Trial, seen: set[object]) -> Iterator[Choice]:
     numbers = random.Random(0)
     for _ in range(MOST_DRAWS):
         candidate = draw(prices, numbers)
@@ -75,9 +75,9 @@ def _random_plans(prices: Prices, trial: Trial, seen: set[object]) -> Iterator[C
             yield choice
 
 
-def draw(prices: Prices, numbers: random.Random) -> Candidate:
-    """Any plan on all devices: how many stages, which devices in each and in which mesh, where the cuts are, how many
-    micro-batches; rows are by speed."""
+def draw(prices: CostModel, numbers: random.Random) -> Candidate:
+    """A random plan on all devices: number of stages, devices and mesh of each, cuts, and micro-batches; rows are by
+    speed."""
     num_devices, num_layers, batch = len(prices.cluster.devices), len(prices.profile.layers), prices.batch
     order = numbers.sample(range(num_devices), num_devices)
     micro_batches = numbers.choice([count for count in range(1, batch + 1) if batch % count == 0])
@@ -99,7 +99,7 @@ def draw(prices: Prices, numbers: random.Random) -> Candidate:
 
 
 def look(choice: Choice) -> tuple[object, ...]:
-    """What tells plans apart."""
+    """Key that distinguishes plans."""
     return choice.candidate.stages, choice.candidate.micro_batches
 
 

@@ -1,4 +1,4 @@
-"""Is whale.replicate() as fast as torch's DistributedDataParallel? GPT-2, forward and backward, two ranks.
+"""Step time of whale.replicate() relative to PyTorch's DistributedDataParallel: GPT-2, forward and backward, two ranks.
 
 Both sides start with gradients of None and run without an optimizer. The loss of whale's step is the global one.
 """

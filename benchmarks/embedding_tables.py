@@ -1,11 +1,11 @@
-"""DLRM on two ranks: every table whole on one rank, against replicating all (torch's DDP), and against cutting tables
-by rows.
+"""DLRM on two ranks: one rank per embedding table, compared with replicated tables (PyTorch's DDP) and tables split by
+rows.
 
     python benchmarks/embedding_tables.py
 
-The steps of all sides alternate in the same processes. DDP sums the gradients of all tables over the ranks at every
-step; tables that are whole on a rank exchange the vectors that were looked up, and only the dense part's gradients are
-summed. Bytes are what ring and pairwise algorithms send, of both ranks together.
+The steps of all sides alternate in the same processes. DDP reduces the gradients of all tables in every step; tables
+with one rank each exchange the looked-up vectors, and only the gradients of the dense part are reduced. Bytes are those
+of ring and pairwise algorithms, of both ranks together.
 """
 
 from __future__ import annotations

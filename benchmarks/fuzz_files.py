@@ -1,10 +1,10 @@
-"""Does reading a file, whatever it holds, end in a value or in our own error?
+"""Fuzzing of the file readers: every text ends in a value or in an error of Whale.
 
     PYTHONPATH=. python benchmarks/fuzz_files.py --examples 10000
     PYTHONPATH=. python benchmarks/fuzz_files.py --examples 10000 --kind cluster --seed 7
 
-Makes so many hostile texts of every kind of file (``tests/hostile_files.py``), a quarter in each manner, and reads
-them. A failure is shown in its smallest form. Seconds are of the reading alone, without the making.
+Generates ``--examples`` malformed texts for every kind of file (``tests/hostile_files.py``), a quarter in each manner,
+and reads them. A failure is shown in its smallest form. Seconds are of the reading alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the benchmarks share: two gloo ranks, ways of doing one step side by side, and a table.
+"""Shared code of the benchmarks: two gloo ranks, alternating steps of several implementations, and a table.
 
-Steps of all sides alternate in the same processes, in changing order, so that whatever else the machine does falls on
-all. Only ratios mean something on a shared machine; the seconds are printed to show the scale.
+Steps of all sides alternate in the same processes, in changing order, so that other load of the machine affects all of
+them. Only ratios are meaningful on a shared machine; the seconds show the scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HARDWARE = "2-core-cpu-vm"
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case: medians of both sides, and the largest ratio that is wanted."""
+    """A measured case: medians of both sides, and the largest accepted ratio."""
 
     case: str
     whale: float
@@ -98,10 +98,10 @@ def over_ranks(number: float, op: dist.ReduceOp.RedOpType) -> float:
 def side_by_side(
     case: str, whale: Callable[[], object], plain: Callable[[], object], *, repeats: int, target: float
 ) -> Row:
-    """Time both in turn, the first of a pair changing; a ratio is the median of the ratios of pairs.
+    """Alternate both sides, in changing order; a ratio is the median of the ratios of pairs.
 
-    The time of a step is that of the slowest rank; its processor time is that of all ranks, which other work on the
-    machine disturbs less, and which leaves out waiting.
+    The time of a step is that of the slowest rank. Its processor time is that of all ranks; other load disturbs it
+    less, and it excludes waiting.
     """
     for _ in range(3):
         whale(), plain()
@@ -122,7 +122,7 @@ def side_by_side(
 
 
 def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step of each side, of the slowest rank; the side that begins a turn changes."""
+    """Seconds of each step of each side, of the slowest rank; the sides take turns to begin a round."""
     for side in sides.values():
         side()
     found: dict[str, list[float]] = {name: [] for name in sides}
@@ -142,7 +142,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(what: str, options: argparse.Namespace, text: str, command: str = "") -> None:
-    """Print a table on the first rank, and write it with what is needed to repeat it."""
+    """Print a table on the first rank, and write it with the command, hardware and versions."""
     if int(os.environ.get("RANK", "0")):
         return
     print(text, flush=True)

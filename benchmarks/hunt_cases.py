@@ -29,7 +29,7 @@ MOST_TYPES, MOST_NODES, MOST_DEVICES = 4, 16, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What ``whale search`` is asked for.
+    """A request to ``whale search``.
 
     Attributes:
         model: as ``--model`` takes it, with the *settings* of ``--set``.

@@ -1,5 +1,5 @@
-"""What do hybrids gain over data parallelism alone? Examples as they annotate themselves, two ranks, forward and
-backward, against torch's DistributedDataParallel of the same model, which replicates everything.
+"""Gains of hybrid over data parallelism: the annotated examples on two ranks, forward and backward, relative to
+PyTorch's DistributedDataParallel of the same model.
 
 Bytes are what a rank receives in a step. *Least* is what any implementation must move: of data parallelism the sum of
 all gradients; of a hybrid the sum of those that are replicated, and what its rows exchange with the part that is cut.
@@ -37,7 +37,7 @@ import classification_100k
 import moe
 
 RECEIVED_BYTES = 128
-"""Where ``tcpi_bytes_received``, 64 bits, stands in Linux's ``struct tcp_info`` (include/uapi/linux/tcp.h)."""
+"""Offset of the 64-bit ``tcpi_bytes_received`` in Linux's ``struct tcp_info`` (include/uapi/linux/tcp.h)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""The models of the benchmarks of predictions and of the search, annotated in every way that they run them; ``none``
-is for the search, which annotates them itself.
+"""Models of the prediction and search benchmarks, in all layouts that they run; ``none`` has no annotations, for the
+search.
 
 whale plan --model benchmarks/layouts.py:gpt --set layout=pp4 ...
 """

@@ -1,4 +1,4 @@
-"""Do 1, 2 and 4 ranks learn alike with the same global batch? Runs ``examples/mnist.py`` on each and draws the curves.
+"""Learning curves of ``examples/mnist.py`` on 1, 2 and 4 ranks with the same global batch.
 
 python benchmarks/learning_curves.py                # prints the largest difference
 python benchmarks/learning_curves.py --write        # and draws docs/images/learning_curves.svg
@@ -17,16 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "learning_curves.svg"
 RANKS = (1, 2, 4)
 PENS = {1: 'stroke="#9ec5fe" stroke-width="9"', 2: 'stroke="#0969da" stroke-width="4"', 4: 'stroke="#1f2328"'}
-"""From wide and pale to thin and dark, so that a curve does not hide those that it coincides with."""
+"""From wide and pale to thin and dark, so that equal curves stay visible."""
 
 WIDTH, HEIGHT, LEFT, TOP = 380, 240, 60, 64
-"""Of the area of a plot, and where the first one stands."""
+"""Size of the area of a plot, and position of the first one."""
 
 Curves = dict[str, list[float]]
 
 
 def run(ranks: int) -> Curves:
-    """The losses of each network of the example on so many ranks."""
+    """The losses of each network of the example on a number of ranks."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / "examples" / "mnist.py")]

@@ -1,6 +1,6 @@
-"""Counting the bytes of tensors that live: every storage there is at the start, and every one that operators make.
+"""Live bytes of tensors: every storage that exists at the start, and every one that operators allocate.
 
-Counted operator by operator, so what an operator holds within itself is not seen.
+Bytes are counted operator by operator; temporary buffers inside an operator are not included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def living() -> dict[int, Tensor]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that live: those there at the start, but for *others*, and those that operators make."""
+    """Counts live storages: those at the start, except *others*, and those that operators allocate."""
 
     def __init__(self, others: frozenset[int]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_of(step: Step, live: LiveBytes) -> int:
-    """The peak of a step after the first; the least of five, for a thread of gloo may hold a buffer a little longer."""
+    """Peak bytes of a step after the first; the smallest of five, because a gloo thread may release a buffer late."""
     step()
     gc.collect()
     peaks = []

@@ -1,4 +1,4 @@
-"""How long, and in how much memory, does one process compile GPT-3 175B for one of 1,024 ranks?
+"""Time and memory to compile GPT-3 175B in one process for one of 1,024 ranks.
 
     python benchmarks/lowering_175b.py                       # 96 layers, 8 stages x 16 replicas x 8-way split
     python benchmarks/lowering_175b.py --layers 24 --profile lowering.prof
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whale
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.runtime.random import Clock
 

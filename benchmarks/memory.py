@@ -1,4 +1,4 @@
-"""Does a rank need more memory for tensors than with torch's own parallelism? Two ranks, forward and backward.
+"""Tensor memory of a rank relative to PyTorch's own parallelism: two ranks, forward and backward.
 
 Live bytes are those of every tensor storage, with the parameters and what the other side keeps for itself. A step's
 peak is taken five times after the first step, and the least counts, because a thread of gloo may hold a buffer for some

@@ -1,4 +1,4 @@
-"""Is a pipeline of whale.stage() as fast as one written by hand with torch.distributed.pipelining? Two stages, 1F1B.
+"""Step time of whale.stage() relative to a hand-written pipeline with torch.distributed.pipelining: two stages, 1F1B.
 
 The torch side cuts GPT-2 into two modules of Hugging Face blocks, which use causal attention without a mask; the tied
 weight is not summed there. The loss is the mean of the micro-batches' losses on both sides.
@@ -24,7 +24,7 @@ MICRO_BATCHES = 8
 
 
 class Part(nn.Module):
-    """The blocks from *first* to *last*, with the embeddings before the first of all and the head after the last."""
+    """The blocks from *first* to *last*; the first stage includes the embeddings and the last one the head."""
 
     def __init__(self, model: nn.Module, first: int, last: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def by_hand(
     part: Callable[[nn.Module, int, int], nn.Module] = Part,
     loss: Callable[[Tensor, Tensor], Tensor] = next_token_loss,
 ):
-    """This rank's stage, of so many layers as *layers* says for its rank, and the schedule that runs it."""
+    """This rank's stage, with its number of layers from *layers*, and the schedule that runs it."""
     rank, ends = dist.get_rank(), list(accumulate(layers, initial=0))
     stage = PipelineStage(part(model, ends[rank], ends[rank + 1]), rank, len(layers), torch.device("cpu"))
     return stage.submod, Schedule1F1B(stage, micro_batches, loss_fn=loss)

@@ -1,4 +1,4 @@
-"""How long does it take to choose placements for a deep model, on 2 to 64 ranks?
+"""Time to choose placements for a deep model on 2 to 64 ranks.
 
     python benchmarks/placement.py                     # 48 layers; analysis and placement only, after one capture
     python benchmarks/placement.py --profile solve.prof

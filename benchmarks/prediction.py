@@ -1,5 +1,5 @@
-"""Does a step take what its plan predicts? Plans of a GPT and a ResNet on devices of two and three speeds and two rates
-of links, all on the testbed.
+"""Error of predicted step times: plans of a GPT and a ResNet on emulated devices of two and three speeds and two link
+rates.
 
     sudo python benchmarks/prediction.py --folder plans      # over an hour, on a machine that does nothing else
     sudo python benchmarks/prediction.py --trial             # small models and quotas: only to see that it runs
@@ -7,12 +7,12 @@ of links, all on the testbed.
 With ``--only`` and one folder it runs testbed by testbed: plans and results that the folder has are not made again.
 
 On each testbed ``whale profile`` measures devices, links and the models' layers, and ``whale plan`` makes the plans
-before any of them has run. Then the plans run as they are. The testbed's processors belong to a virtual machine, whose
-host gives them 10 to 20% more or less from one minute to the next; so layers and all-reduces are measured once more
-between the steps, in the same processes, and the prediction that counts is that of the same plan from these times. The
-one that the plan came with is beside it. A step is forward, backward and AdamW. Measured is the median; the noise is
-how far the medians of the first and of the second half of the steps lie apart. Bytes are those of every living tensor,
-counted operator by operator.
+before any of them has run. Then the plans run unchanged. The testbed's processors belong to a virtual machine, whose
+host gives them 10 to 20% more or less from one minute to the next. So layers and all-reduces are measured again between
+the steps, in the same processes, and the prediction from these times is the main result; the original prediction is
+listed too. A step is forward, backward and AdamW. The measured time is the median; the noise is the distance between
+the medians of the first and of the second half of the steps. Bytes are those of every live tensor, counted operator by
+operator.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Bed:
     rate: str
     cases: tuple[Case, ...]
     measured: tuple[tuple[str, str, str], ...]
-    """Of models the tensor degrees, and for those the rows of micro-batches that the plans may have."""
+    """Tensor degrees of each model, and the rows of micro-batches of its plans."""
 
     @property
     def title(self) -> str:
@@ -235,7 +235,7 @@ def _results(bed: Bed, kept: Mapping[str, Path]) -> list[tuple[Case, Mapping[str
 
 
 def measured_profile(folder: Path, bed: str, model: str) -> Path:
-    """Where the profile is that was measured between the steps."""
+    """Indices of the layers."""
     return folder / f"{bed}-{model}.between.profile.json"
 
 

@@ -1,4 +1,4 @@
-"""How long, and in how much memory, does one process profile very large models?
+"""Time and memory to profile models of 175 billion and of a trillion parameters in one process.
 
     python benchmarks/profile_175b.py             # GPT-3 175B: 96 layers, hidden 12288, at tensor degrees 1, 2, 4, 8
     python benchmarks/profile_175b.py --model moe # a mixture of 10^12 parameters: 24 layers of 960 experts

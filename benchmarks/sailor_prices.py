@@ -1,7 +1,7 @@
-"""Sailor's prices for Whale's search: what `sailor_scores.Strict` takes for a layer, a message, a reduction, a device.
+"""Sailor's cost formulas as costs of Whale's search, by `sailor_scores.Strict`.
 
-Only to compare: so that what is scored by those formulas was also searched by them. Messages cost as much, but the
-search hides them where Whale's executor would; plans are scored again.
+Used for comparison only, so that plans scored by these formulas were also searched by them. Messages cost the same, but
+the search overlaps them as Whale's executor does; plans are scored again afterwards.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from whale.ir.cluster import DeviceType
 from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.memory import StateBytes
 from whale.planner.cost.precision import precision_named
-from whale.planner.search.prices import Hop, Prices, TensorGroup
+from whale.planner.cost.stage import CostModel, Hop, TensorGroup
 
 UNKNOWN_SECONDS = 1e3
-"""Of a layer on rows that were not measured: more than any plan takes."""
+"""Cost of a layer on rows that were not measured: larger than any plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SailorPrices(Prices):
-    """Prices by the formulas ``rules``."""
+class SailorPrices(CostModel):
+    """Costs by the formulas ``rules``."""
 
     rules: Strict
 

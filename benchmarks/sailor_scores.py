@@ -1,4 +1,4 @@
-"""Seconds of a step by the formulas of Sailor's simulator, and by the same with what they leave out put right.
+"""Step time by the formulas of Sailor's simulator (`Strict`), and by a corrected version of them (`Physical`).
 
 A plan is a chain of stages whose data slices have rows of their own; Sailor's plans are those in which all have as
 many. A micro-batch on a stage takes as long as its slowest slice, and messages are not hidden::
@@ -34,9 +34,9 @@ ELEMENT_BYTES = 4
 STATE_BYTES = 24
 """For each parameter: weight, gradient, two moments of Adam, a communication buffer and DeepSpeed's copy, 4 each."""
 PROCESS_BYTES = {False: 2e9, True: 3e9}
-"""Of a process, alone or in a tensor group."""
+"""Bytes of a process, alone or in a tensor group."""
 BUCKET_BYTES = 500_000_000
-"""Of gradients that are reduced at a time (DeepSpeed's)."""
+"""Bytes of gradients that are reduced at a time (DeepSpeed's default)."""
 SMALLEST_BYTES = 50e3
 """Below which the fitted bandwidths fall to nothing, and under zero: smaller messages take as long."""
 MOST_CONNECTIONS = 4
@@ -63,7 +63,7 @@ class Stage:
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch."""
+        """Rows of a micro-batch."""
         return sum(one.rows for one in self.slices)
 
 
@@ -154,7 +154,7 @@ class Strict:
         )
 
     def _update(self, part: Slice) -> float:
-        """Of the whole model: that is what Sailor measured, whatever the layers of the stage."""
+        """Update time of the whole model, as Sailor measured it, for a stage of any layers."""
         kinds, degree = self.profile.layers, len(part.ranks)
         return max(
             sum(kinds.count(kind) * self.times(kind, name, degree, part.rows)[2] for kind in set(kinds))
@@ -204,7 +204,7 @@ class Strict:
     # Messages
 
     def _messages(self, stages: Sequence[Stage], rows: Sequence[Sequence[int]], source: int, target: int) -> float:
-        """What the slowest slice of a stage takes to send its rows to those of a neighbour that go on with them."""
+        """Time of the slowest replica of a stage to send its rows to the next stage's replicas."""
         senders, receivers = stages[source], stages[target]
         layer = self.sent_layer(senders, receivers)
         row_bytes = self.profile.kinds[self.profile.layers[layer]].output.total(1, ELEMENT_BYTES)

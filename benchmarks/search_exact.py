@@ -1,4 +1,4 @@
-"""How far from the best plan is the search beyond small cases? Random chains on unlike devices, each solved to its end.
+"""Distance of the search from the optimum on random chains and mixed devices, each case solved exactly.
 
     python benchmarks/search_exact.py --repeats 50 --write 2026-11-21
 

@@ -1,4 +1,4 @@
-"""Does the search take longer on larger clusters, or for deeper models?
+"""Search time over the number of devices and the depth of the model.
 
     python benchmarks/search_flat.py --write 2026-11-21
 
@@ -26,7 +26,7 @@ from whale.strategies.profile import profile_model
 
 NUM_DEVICES, NUM_BLOCKS = (128, 256, 512, 1024, 2048, 4096), (24, 48, 96, 192, 384)
 USUAL_DEVICES, USUAL_BLOCKS = 512, 96
-"""Of the cases in which the other number changes."""
+"""Median over the cases in which the other number changes."""
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "search_speed.svg"
 

@@ -45,11 +45,11 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.precision import BY_DTYPE
+from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, SearchSettings, StageChoice
-from whale.planner.search.evaluate import cost_of, score
+from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.prices import Prices
 
 SLIGHT, SEVERE = 0.01, 0.05
 """Parts of the found plan's step by which a rival wins."""
@@ -325,7 +325,7 @@ class _Makers:
     profile: ModelProfile
     cluster: Cluster
     batch: int
-    prices: Prices
+    prices: CostModel
     micro_batches: tuple[int, ...]
     layers: int
     starts: frozenset[int]
@@ -333,7 +333,7 @@ class _Makers:
     @classmethod
     def of(cls, profile: ModelProfile, cluster: Cluster, settings: SearchSettings, problem: Problem) -> _Makers:
         batch = problem.batch
-        prices = Prices.of(profile, cluster, precision=settings.precision, eager=True, batch=batch)
+        prices = CostModel.of(profile, cluster, precision=settings.precision, batch=batch)
         counts = [count for count in range(1, batch + 1) if batch % count == 0]
         counts = counts if settings.micro_batches is None else [settings.micro_batches]
         starts = frozenset(index for index, path in enumerate(profile.paths) if path)
@@ -390,7 +390,7 @@ class _Makers:
         for mesh in meshes:
             group = self._groups(mesh)[0]
             share = -(-rows // mesh.data)
-            costs = [cost_of(self.prices, range(layer, layer + 1), group, share, micro_batches) for layer in range(num)]
+            costs = [self.prices.stage([layer], group, share, micro_batches) for layer in range(num)]
             total = [0.0]
             for cost in costs:
                 total.append(total[-1] + cost.forward + cost.backward)

@@ -1,5 +1,5 @@
-"""Does the search pay? The plan that it finds for a GPT and a ResNet that nobody has annotated, on three testbeds of
-unlike devices, against every single strategy, against random plans, and against torch's own parallelism.
+"""Measured gain of searched plans for a GPT and a ResNet without annotations, on three emulated clusters of mixed
+devices, relative to every single strategy, random plans, and PyTorch's own parallelism.
 
     sudo python benchmarks/search_pays.py --folder pays      # on a machine that does nothing else
     sudo python benchmarks/search_pays.py --trial            # small models and quotas: only to see that it runs
@@ -7,17 +7,17 @@ unlike devices, against every single strategy, against random plans, and against
 ``whale profile`` measures the testbed; the search is that of ``whale search``. A single strategy is the best plan that
 the same search finds within it: all devices as replicas with rows by speed, all as one tensor group, or stages of one
 device each. Random plans are drawn from the search's space: stages, devices in any order, cuts, data x tensor meshes
-and micro-batches, with rows by speed; what does not compile or fit is drawn again. Of twenty those are run whose steps
-are predicted to take up to 1.25 times as long as the found plan's, the three best at least; the others are too slow to
-win, by prediction. Each is first timed once beside the found plan, and the two quickest stay. torch's
-DistributedDataParallel has equal rows, torch.distributed.pipelining equal numbers of blocks and as many micro-batches
-as the best pipeline; batch norm sees the whole batch in Whale, a rank's part in DistributedDataParallel. On four
-devices the ResNet has larger pictures (`layouts.resnet96`).
+and micro-batches, with rows by speed; plans that do not compile or fit are drawn again. Twenty are drawn; those with a
+predicted step of up to 1.25 times the searched plan's are run, at least the three best. Each is first timed once beside
+the searched plan, and the two fastest stay. PyTorch's DistributedDataParallel has equal rows,
+torch.distributed.pipelining equal numbers of blocks and as many micro-batches as the best pipeline; batch norm sees the
+whole batch in Whale, a rank's part in DistributedDataParallel. On four devices the ResNet has larger pictures
+(`layouts.resnet96`).
 
-All that stay take their steps in turn, with AdamW, in the same processes; a ratio is the median of those to the found
-plan's step in the same turn, and above 1 the found plan is quicker. Layers and sums are measured between the steps
-for the prediction, and the noise is told, as in benchmarks/prediction.py. The found plan holds if no ratio is below 1
-by more than the noise, which is the greater of the two sides' own.
+The steps of the remaining plans alternate, with AdamW, in the same processes. A ratio is the median of the ratios to
+the searched plan's step in the same round; above 1 the searched plan is faster. Layers and reductions are measured
+between the steps for the prediction, and the noise is reported, as in benchmarks/prediction.py. The searched plan holds
+if no ratio is below 1 by more than the noise, which is the larger of the two sides' noise.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RANDOM, FEWEST, FINALISTS = 20, 3, 2
 TOO_SLOW = 1.25
 ERROR = 0.05
 BLOCKS = 8
-"""Of all models, as torch's pipelining divides them."""
+"""For all models, as PyTorch's pipelining divides them."""
 MODELS = {"four": ("gpt", "resnet96"), "three": ("gpt", "resnet"), "two": ("gpt", "resnet")}
 PROFILE = 300
 """Seconds for ``whale profile``: some steps even of all rows on the slowest device."""
@@ -254,8 +254,8 @@ def on_a_rank(contest: Contest, repeats: int) -> None:
 
 
 def quickest(contest: Contest, found: Step, names: Sequence[str]) -> tuple[dict[str, float], dict[str, Step]]:
-    """Of each plan the ratio of a step to the found plan's next to it, and the steps of the quickest; the others are
-    dropped as they come, for their memory."""
+    """The ratio of each plan's step to the searched plan's adjacent step, and the steps of the fastest plans; the
+    others are dropped as they come, for their memory."""
     tried, kept = dict[str, float](), dict[str, Step]()
     for name in names:
         kept[name] = contest.step(name)
@@ -294,7 +294,7 @@ def with_update(module: nn.Module, run: Callable[[], object]) -> Step:
 
 
 def resnet_part(model: nn.Module, first: int, last: int) -> nn.Module:
-    """As `pipeline.Part` is of a GPT."""
+    """A stage of a ResNet, like `pipeline.Part` of a GPT."""
     blocks = [block for stage in model.resnet.encoder.stages for block in stage.layers]
     head = (model.resnet.pooler, model.classifier) if last == len(blocks) else ()
     return nn.Sequential(*((model.resnet.embedder,) if first == 0 else ()), *blocks[first:last], *head)
@@ -305,7 +305,7 @@ PARTS: dict[str, tuple[Callable[[nn.Module, int, int], nn.Module], Callable[[Ten
     "resnet": (resnet_part, F.cross_entropy),
     "resnet96": (resnet_part, F.cross_entropy),
 }
-"""Of each model what a stage of torch's pipelining is, and the loss."""
+"""The stage class of PyTorch's pipelining and the loss of each model."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How good are the plans of the search on the yardstick of others: OPT-350M on A100-40 and V100-16, batch 1024?
+"""Searched plans compared with Sailor's by Sailor's own formulas: OPT-350M on A100-40 and V100-16, batch 1024.
 
     python benchmarks/search_sailor.py [--seconds 10] [--write DATE]
 
@@ -16,8 +16,8 @@ force; *prototype* is a search over unlike pipelines side by side, which nothing
 linear program over all pipelines and shares of the batch, with the strict rule for reductions. The figures of the A100s
 alone come out of ``sailor_scores.py`` too (``tests/unit/test_sailor_scores.py``); the other plans are not at hand.
 
-Whale's own *bound* is that of its search, by the same prices but for messages, which it may hide; the *larger bound* is
-what the search finds where it may take some seconds more for it (``thorough``), which *search s* does not count.
+Whale's own *bound* is that of its search, by the same costs except for messages, which it may overlap; the *larger
+bound* takes the search some seconds more (``thorough``), which *search s* does not include.
 """
 
 from __future__ import annotations

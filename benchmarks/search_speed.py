@@ -1,4 +1,4 @@
-"""How long does the search take, and does that grow with the cluster or with the depth of the model?
+"""Search time for GPT-3 175B and larger models, and the time of whole ``whale search`` processes.
 
     python benchmarks/search_speed.py --write 2026-11-21
 
@@ -97,7 +97,7 @@ WHOLE_TARGET, WHOLE_MEMORY = 10.0, 2048 * MIB
 
 
 def deep(profile: ModelProfile, num_blocks: int) -> ModelProfile:
-    """The model with so many blocks."""
+    """The model with a number of blocks."""
     first, block, last = profile.layers[0], profile.layers[1], profile.layers[-1]
     paths = (profile.paths[0], *(f"layers.{index}" for index in range(num_blocks)), profile.paths[-1])
     layers = (first, *(block,) * num_blocks, last)
@@ -194,7 +194,7 @@ def shown(found: Found) -> str:
     best = found.best
     return (
         f"{len(best.stages)} stages, {best.micro_batches} micro-batches, {best.prediction.step_seconds:.2f} s, "
-        f"MFU {best.prediction.mfu:.0%}, {found.gap:.0%} above the bound, {found.tried} drafts"
+        f"MFU {best.prediction.mfu:.0%}, {found.gap:.0%} above the bound, {found.tried} partial plans"
     )
 
 

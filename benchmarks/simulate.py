@@ -1,8 +1,8 @@
-"""Do ranks take as long as the simulator says? Four ranks run real programs whose tasks only sleep.
+"""Error of the simulator on real programs whose tasks only sleep, on four ranks.
 
-The workload is known exactly, so what differs is the simulator's idea of the executor: what waits for what. Tasks do
-not use the processor, so the machine may be small, and are long, so that the executor's own work and other load of the
-machine count for little. Links are the loopback of the machine, taken as free.
+The workload is known exactly, so differences come from the simulator's model of the executor: what waits for what.
+Tasks do not use the processor, so the machine may be small. They are long, so that the executor's overhead and other
+load count for little. Links are the machine's loopback and count as infinitely fast.
 
     python benchmarks/simulate.py [--repeats 5] [--write DATE]
 """
@@ -41,7 +41,7 @@ MICRO_BATCHES = 8
 
 
 class Sleep(torch.autograd.Function):
-    """Identity whose backward takes so many seconds."""
+    """Identity whose backward takes the given seconds."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:

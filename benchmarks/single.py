@@ -1,4 +1,4 @@
-"""Does a step on one process cost more than the plain model's? GPT-2, forward and backward."""
+"""Step time of one process relative to the plain model: GPT-2, forward and backward."""
 
 from __future__ import annotations
 

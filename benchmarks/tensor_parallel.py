@@ -1,4 +1,4 @@
-"""Is whale.split() faster than DTensor's parallelize_module? Llama, forward and backward, two ranks.
+"""Step time of whale.split() relative to DTensor's parallelize_module: Llama, forward and backward, two ranks.
 
 The torch side has Megatron's plan: q, k, v, gate and up by columns, o and down by rows; embedding and head are whole.
 """

@@ -1,4 +1,4 @@
-"""How steady are the emulated devices, and what do messages take? Four devices of a half and a quarter of a core.
+"""Noise of emulated devices, and the cost of messages: four devices of a half and a quarter of a core.
 
     sudo python benchmarks/testbed_noise.py            # about three minutes, on a machine that does nothing else
 
@@ -90,7 +90,7 @@ def on_a_rank(repeats: int) -> None:
         dist.barrier()
         rates = windows(product, repeats) if who in (rank, None) else []
         speeds.append(speed_row(who, rates))
-    # so many products take about two seconds here
+    # about two seconds of products on this machine
     count = round(2 * statistics.mean(windows(product, 1)))
     alone, _ = timed(lambda: [product() for _ in range(count)])
     rows = []

@@ -1,9 +1,9 @@
-"""Train an unmodified model with plan="auto": what runs where is searched for, and not annotated.
+"""Train an unmodified model with plan="auto": the planner searches for a plan instead of reading annotations.
 
     torchrun --standalone --nproc-per-node 2 examples/auto_search.py   # or any number; the plan is for what was started
     python examples/auto_search.py                                     # alone; the same losses
 
-`whale search` does the same beforehand, for machines that are described in a file, and shows what it found.
+`whale search` does the same in advance, for machines described in a file, and shows the candidates.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.head(x), labels)
 
 
-parser = argparse.ArgumentParser(description="A plan that nobody wrote")
+parser = argparse.ArgumentParser(description="A searched plan")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=16, help="of the global batch")
 options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""BERT as a pipeline of stages, and as many such pipelines side by side as there are ranks for.
+"""BERT as a pipeline of stages, in data parallel over the remaining ranks.
 
 The model is Hugging Face's, unmodified, with random weights. Each stage has some of its layers; the embeddings join the
 first and the head, whose weights are the embeddings', the last: their gradients are summed over both.

@@ -1,4 +1,4 @@
-"""A classifier of very many classes: a ResNet in data parallel, the classifier cut by class over the same devices.
+"""A classifier with 100,000 classes: a ResNet in data parallel, the classifier split by class over the same devices.
 
     torchrun --standalone --nproc-per-node 2 examples/classification_100k.py
     torchrun --nproc-per-node 8 examples/classification_100k.py --classes 100000 --layers 50 --size 224 --dtype float32
@@ -20,7 +20,7 @@ import whale
 
 
 def build(layers, classes):
-    """The local model, annotated: all of it replicated, but for the head."""
+    """The annotated local model: replicated, except for the head."""
     model = ResNet(layers, width=1, classes=classes)
     whale.annotate(model, {"": whale.replicate(), "head": whale.split()})
     return model

@@ -1,4 +1,4 @@
-"""A recommendation model (DLRM): each embedding table whole on one rank, the dense part in data parallel.
+"""A recommendation model (DLRM): one rank per embedding table, the dense part in data parallel.
 
 The tables hold nearly all parameters and take next to no computation, and no two are of one size. So each rank keeps
 some tables, looks the whole batch up in them, and sends every rank the rows that its dense part works on; gradients
@@ -29,7 +29,7 @@ TABLE_ROWS = (20_000, 12_000, 7_000, 7_000, 2_000, 300, 40, 3)
 
 
 class Dense(nn.Module):
-    """What is not a table: an MLP for the numbers, products of all pairs of vectors, an MLP over them, the loss."""
+    """The dense part: an MLP for the numbers, products of all pairs of vectors, an MLP over them, the loss."""
 
     def __init__(self, tables, dim, numbers):
         super().__init__()
@@ -74,7 +74,7 @@ def batches(steps, rows=64, table_rows=TABLE_ROWS, per_table=3, numbers=13):
 
 
 def tables_of_ranks(table_rows, num_ranks):
-    """The tables that each rank holds: the largest first, each to the rank that has the fewest rows so far."""
+    """Assign tables to ranks: the largest first, each to the rank with the fewest rows so far."""
     held = [[] for _ in range(num_ranks)]
     for table in sorted(range(len(table_rows)), key=lambda table: -table_rows[table]):
         min(held, key=lambda tables: sum(table_rows[one] for one in tables)).append(table)

@@ -21,7 +21,7 @@ from torch import nn
 
 import whale
 
-# A small model of most architectures. Of each configuration those values are set that it knows.
+# A small model of most architectures. Each configuration takes the values that it knows.
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 256, "num_local_experts": 4, "num_labels": 10,
@@ -37,7 +37,7 @@ HEADS = (
 
 
 def build(model_type, settings):
-    """The architecture with the first head that it has; in evaluation mode, so without dropout."""
+    """The architecture with its first head; in evaluation mode, so without dropout."""
     default = transformers.AutoConfig.for_model(model_type)
     known = {*default.to_dict(), *default.attribute_map, "num_labels", "decoder_start_token_id"}
     sizes = {name: value for name, value in SMALL.items() if name in known}
@@ -49,7 +49,7 @@ def build(model_type, settings):
 
 
 def make_batch(model, rows, length):
-    """Tokens or images, whatever the model takes first."""
+    """Tokens or images, whichever the model takes first."""
     config = model.config
     if model.main_input_name == "pixel_values":
         size = getattr(config, "image_size", 64)

@@ -1,4 +1,4 @@
-"""Train a GPT on one long sequence that is cut over the ranks: each has a stretch of it in every activation.
+"""Train a GPT on one long sequence that is split over the ranks along its length.
 
 Activations grow with the length of a sequence, and one sequence cannot be shared as a batch is. `whale.split(dim=1)`
 cuts it: tokens, positions, norms, projections and the loss are computed for a rank's own stretch. Only attention looks
@@ -67,7 +67,7 @@ def make_batch(length, words=64):
 
 @contextmanager
 def kept(model):
-    """By address, the bytes of what autograd keeps for the backward, besides parameters."""
+    """Bytes of saved activations by address, without parameters."""
     owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
     sizes = {}
 

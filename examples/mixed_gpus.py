@@ -1,8 +1,8 @@
-"""Unlike GPUs: the faster one gets more rows of the batch, more heads and columns, more layers.
+"""Mixed GPUs: the faster one gets more rows of the batch, more heads and columns, more layers.
 
-Which devices there are is said by a cluster file, mixed_gpus.toml: a V100 and a P100, whose speeds are as 1.65 to 1.
-The script need not run on them: two processes on a laptop divide the work as those two would, and loss and gradients
-must be the local model's, whatever the shares.
+A cluster file, mixed_gpus.toml, describes the devices: a V100 and a P100, whose speeds are as 1.65 to 1. The script
+need not run on them: two processes on a laptop divide the work as those two would, and loss and gradients must equal
+the local model's for all shares.
 
     torchrun --standalone --nproc-per-node 2 examples/mixed_gpus.py
     torchrun --standalone --nproc-per-node 4 examples/mixed_gpus.py --cluster lab.toml       # a file of your own
@@ -28,7 +28,7 @@ LAYERS, HEADS, ROWS, MICRO_BATCHES, BOUND = 5, 8, 16, 4, 1e-9
 
 
 def cuts(speeds):
-    """Stages whose numbers of layers are as the speeds."""
+    """Stages whose numbers of layers are in proportion to the speeds."""
     annotations, first = {}, 0
     for count in shares(LAYERS, speeds, minimum=1):
         annotations[f"layers.[{first}-{first + count - 1}]"] = whale.stage()
@@ -37,7 +37,7 @@ def cuts(speeds):
 
 
 def held(model):
-    """What this rank holds, in words."""
+    """The part of the model on this rank, in words."""
     layers = sorted({int(name.split(".")[1]) for name, _ in model.named_parameters() if name.startswith("layers.")})
     query, _ = model.get_parameter(f"layers.{layers[0]}.qkv.weight").shape
     columns, _ = model.get_parameter(f"layers.{layers[0]}.up.weight").shape
@@ -45,14 +45,14 @@ def held(model):
 
 
 def largest_error(model, local):
-    """Of all gradients, relative to the largest element of each."""
+    """The largest error of all gradients, relative to the largest element of each."""
     found, errors = model.full_gradients(), [0.0]
     for name, parameter in local.named_parameters():
         errors.append(((found[name] - parameter.grad).abs().max() / parameter.grad.abs().max()).item())
     return max(errors)
 
 
-parser = argparse.ArgumentParser(description="uneven shares on unlike devices")
+parser = argparse.ArgumentParser(description="uneven shares on mixed devices")
 parser.add_argument("--cluster", default=Path(__file__).with_name("mixed_gpus.toml"))
 options = parser.parse_args()
 alone = "RANK" not in os.environ

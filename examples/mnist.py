@@ -1,4 +1,5 @@
-"""A small convolutional network and a small vision transformer learn digits, alike on any number of ranks.
+"""A small convolutional network and a small vision transformer learn digits with the same losses on any number of
+ranks.
 
     torchrun --standalone --nproc-per-node 2 examples/mnist.py
     torchrun --standalone --nproc-per-node 4 examples/mnist.py
@@ -20,7 +21,7 @@ import whale
 
 torch.set_default_dtype(torch.float64)
 
-# Of each digit five rows of three bits.
+# Five rows of three bits for each digit.
 FONT = ("75557", "26227", "71747", "71717", "55711", "74717", "74757", "71111", "75757", "75717")
 
 

@@ -1,5 +1,5 @@
-"""A mixture of experts, as GShard writes it and M6 trains it: attention in data parallel, experts cut over the same
-devices, and between them an all-to-all.
+"""A mixture of experts, as in GShard and M6: attention in data parallel, experts split over the same devices, with an
+all-to-all between.
 
     torchrun --standalone --nproc-per-node 2 examples/moe.py
     torchrun --standalone --nproc-per-node 4 examples/moe.py --experts 8
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts take a token, and with what weight: [rows, length, experts, capacity]."""
+    """The routing tensor, with the weight of a token in an expert's queue: [rows, length, experts, capacity]."""
 
     def __init__(self, hidden, experts, capacity):
         super().__init__()
@@ -169,7 +169,8 @@ def train(layers, experts, steps):
 
 
 def lower(params, layers, world, length=512):
-    """Compile one of M6's models for *world* ranks with a row each, and say what rank 0 would hold, call and send."""
+    """Compile one of M6's models for *world* ranks with a row each, and print the memory, calls and messages of rank
+    0."""
     most_layers, experts, inner, devices = M6[params]
     layers, world = layers or most_layers, world or devices
     with torch.device("meta"):

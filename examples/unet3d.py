@@ -1,4 +1,4 @@
-"""Train 3D networks on volumes that are cut in space: each rank has a slab of every sample and of every activation.
+"""Train 3D networks with spatial parallelism: each rank has a slab of every sample and of every activation.
 
 A batch has one row, so there is nothing to replicate: `whale.split(dim=2)` cuts the depth. Before a convolution each
 rank gets the edge slices of its neighbours, after it they get back their gradients, and batch norm takes its statistics
@@ -49,7 +49,8 @@ class UNet(nn.Module):
 
 
 class CosmoFlow(nn.Module):
-    """Finds a few numbers that describe a volume, as CosmoFlow (Mathuriya et al. 2018) does for simulated universes."""
+    """Regresses a few numbers that describe a volume, as CosmoFlow (Mathuriya et al. 2018) does for simulated
+    universes."""
 
     def __init__(self, width=8, numbers=4):
         super().__init__()

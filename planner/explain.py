@@ -295,7 +295,7 @@ class Difference:
 def difference(first: Plan, second: Plan) -> Difference:
     """What two plans decide differently, and what that should change."""
     fields: dict[str, tuple[Any, Any]] = {}
-    told = {"prediction", "workload", "predicted"}
+    told = {"assumptions", "prediction", "workload", "predicted"}
     _compare(first.model_dump(mode="json", exclude=told), second.model_dump(mode="json", exclude=told), "", fields)
     one, other = _effects(first), _effects(second)
     names = dict.fromkeys([*one, *other])

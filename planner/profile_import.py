@@ -8,7 +8,7 @@ file and line. This file knows what the numbers mean, not what they are used for
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite, log10
 from os import PathLike
@@ -29,6 +29,14 @@ _FORWARD_SHARE = 1 / 3
 """Of forward and backward together, where only their sum was measured: a backward has two products for each of the
 forward's."""
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+Tell = Callable[[str], None]
+"""Receives what is left out and why, in a sentence."""
+
+
+def ignore(text: str) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +72,12 @@ class _Value:
         for key in keys:
             table = found.table()
             if key not in table:
-                raise found.error(f"the key {key!r} is missing; there is {', '.join(list(table)[:8]) or 'nothing'}")
+                raise found.lacking(key)
             found = table[key]
         return found
+
+    def lacking(self, key: str) -> InputFileError:
+        return self.error(f"the key {key!r} is missing; there is {', '.join(list(self.table())[:8]) or 'nothing'}")
 
     def number(self) -> float:
         if not self._is_number() or self.value < 0:
@@ -141,7 +152,7 @@ def _made(folder: Path, **figures: Any) -> ModelProfile:
 # --- Sailor -----------------------------------------------------------------------------------------------------------
 
 
-def import_sailor(folder: str | PathLike[str]) -> ModelProfile:
+def import_sailor(folder: str | PathLike[str], *, tell: Tell = ignore) -> ModelProfile:
     """Read a folder laid out as Sailor's artifact.
 
     It holds ``profiles/MODEL_GPU.json``, ``{micro-batch: {tensor degree: {layer: [forward, backward, update]}}}`` in
@@ -155,8 +166,15 @@ def import_sailor(folder: str | PathLike[str]) -> ModelProfile:
     Times of a tensor degree above 1 hold the collectives of the group. An update is that of the whole model, repeated
     for every layer in the files; here it is shared among the layers by their parameters.
 
+    What the files do not have for all layers is left out: a tensor degree of one device type of which ``model.json``
+    has no sizes, a size or a time of a degree that lacks layers.
+
+    Args:
+        folder: with the files.
+        tell: called with each thing that is left out, and why.
+
     Raises:
-        InputFileError: with file and line, whatever is wrong with a file.
+        InputFileError: with file and line, whatever is wrong with a file; or nothing is left.
     """
     root = Path(folder)
     training = _read(root / "training.json")
@@ -166,7 +184,7 @@ def import_sailor(folder: str | PathLike[str]) -> ModelProfile:
     num_layers = training.at("num_all_layers").whole()
     if not 1 <= num_layers <= _MAX_LAYERS:
         raise training.at("num_all_layers").error(f"must lie between 1 and {_MAX_LAYERS}")
-    sizes = _read(root / "model.json").at(model).by_count()
+    sizes = _with_all_layers(_read(root / "model.json").at(model).by_count(), num_layers, tell)
     profiles = {
         match[1]: _read(path) for path, match in _files(root / "profiles", rf"{re.escape(model)}_([^/]{{1,100}})\.json")
     }
@@ -174,7 +192,14 @@ def import_sailor(folder: str | PathLike[str]) -> ModelProfile:
         raise InputFileError(
             f"has no profile {model}_GPU.json of the model in training.json", path=str(root / "profiles")
         )
-    kinds = [_sailor_layer(str(layer), sizes, profiles, _whole_model(sizes, num_layers)) for layer in range(num_layers)]
+    times = {gpu: _sailor_times(gpu, file, sizes, num_layers, tell) for gpu, file in profiles.items()}
+    if not any(times.values()):
+        raise InputFileError(
+            f"has no times of a tensor degree of which model.json has sizes: {', '.join(map(str, sizes))}",
+            path=str(root / "profiles"),
+        )
+    parameters = _whole_model(sizes, num_layers)
+    kinds = [_sailor_layer(str(layer), sizes, times, parameters) for layer in range(num_layers)]
     nodes = _read(root / "nodes.json")
     layers, different = _fold(kinds)
     return _made(
@@ -199,35 +224,71 @@ def _whole_model(sizes: Mapping[int, _Value], num_layers: int) -> dict[int, floa
     }
 
 
+def _with_all_layers(by_degree: Mapping[int, _Value], num_layers: int, tell: Tell) -> dict[int, _Value]:
+    """Of the tables of a file by tensor degree those that have every layer; at least one has.
+
+    Raises:
+        InputFileError: none has.
+    """
+    found, lacking = {}, None
+    for degree, table in by_degree.items():
+        missing = next((layer for layer in range(num_layers) if str(layer) not in table.table()), None)
+        if missing is None:
+            found[degree] = table
+        else:
+            lacking = table.lacking(str(missing))
+            tell(f"left out: {lacking}")
+    if lacking is not None and not found:
+        raise lacking
+    return found
+
+
+def _sailor_times(
+    gpu: str, file: _Value, sizes: Mapping[int, _Value], num_layers: int, tell: Tell
+) -> dict[int, dict[int, _Value]]:
+    """A device type's tables by tensor degree and rows: of degrees with sizes those that have all layers."""
+    found: dict[int, dict[int, _Value]] = {}
+    unknown: set[int] = set()
+    for rows, degrees in file.by_count().items():
+        for degree, table in degrees.by_count().items():
+            missing = next((layer for layer in range(num_layers) if str(layer) not in table.table()), None)
+            if degree not in sizes:
+                unknown.add(degree)
+            elif missing is not None:
+                tell(f"left out: {table.lacking(str(missing))}")
+            else:
+                found.setdefault(degree, {})[rows] = table
+    for degree in sorted(unknown):
+        tell(
+            f"left out: tensor degree {degree} of {gpu}, of which model.json has no sizes (it has "
+            f"{', '.join(map(str, sizes))})"
+        )
+    return found
+
+
 def _sailor_layer(
-    layer: str, sizes: Mapping[int, _Value], profiles: Mapping[str, _Value], parameters: Mapping[int, float]
+    layer: str,
+    sizes: Mapping[int, _Value],
+    times: Mapping[str, Mapping[int, Mapping[int, _Value]]],
+    parameters: Mapping[int, float],
 ) -> LayerKind:
-    variants = []
+    variants = {}
     for degree, table in sizes.items():
         figures = table.at(layer)
         kept = Amount(elements=Affine(0, figures.at("act_mem_floats").number()))
-        variants.append(
-            LayerVariant(
-                tensor_degree=degree,
-                parameters=figures.at("params_floats").number(),
-                saved=(Saved(origin="profile", size=kept),),
-            )
+        variants[degree] = LayerVariant(
+            tensor_degree=degree,
+            parameters=figures.at("params_floats").number(),
+            saved=(Saved(origin="profile", size=kept),),
         )
     smallest = min(sizes)
     output = sizes[smallest].at(layer, "act_output_floats").number()
     measured = []
-    for gpu, file in profiles.items():
-        times: dict[int, dict[int, tuple[float, float, float]]] = {}
-        for rows, degrees in file.by_count().items():
-            for degree, table in degrees.by_count().items():
-                forward, backward, update = (value.number() for value in table.at(layer).items(3))
-                variant = next((v for v in variants if v.tensor_degree == degree), None)
-                if variant is None:
-                    raise degrees.error(f"has tensor degree {degree}, of which model.json knows no parameters")
-                share = variant.parameters / (parameters[degree] or 1)
-                times.setdefault(degree, {})[rows] = (forward, backward, update * share)
-        for degree, by_rows in sorted(times.items()):
-            forwards, backwards, updates = zip(*by_rows.values(), strict=True)
+    for gpu, by_degree in times.items():
+        for degree, by_rows in sorted(by_degree.items()):
+            taken = [[value.number() for value in table.at(layer).items(3)] for table in by_rows.values()]
+            forwards, backwards, updates = zip(*taken, strict=True)
+            share = variants[degree].parameters / (parameters[degree] or 1)
             measured.append(
                 MeasuredTimes(
                     device_type=gpu,
@@ -235,14 +296,14 @@ def _sailor_layer(
                     rows=tuple(by_rows),
                     forward=forwards,
                     backward=backwards,
-                    update=updates,
+                    update=tuple(update * share for update in updates),
                     includes_communication=degree > 1,
                 )
             )
-    whole = next((v for v in variants if v.tensor_degree == 1), None)
+    whole = variants.get(1)
     return LayerKind(
         name=layer,
-        variants=tuple(variants),
+        variants=tuple(variants.values()),
         measured=tuple(measured),
         output=Amount(elements=Affine(0, output)),
         parameters=whole.parameters if whole else None,
@@ -308,7 +369,9 @@ def _sailor_curve(curve: _Value) -> dict[str, Any]:
 # --- Metis ------------------------------------------------------------------------------------------------------------
 
 
-def import_metis(folder: str | PathLike[str], *, precision: str = "float32", row_tokens: int = 1) -> ModelProfile:
+def import_metis(
+    folder: str | PathLike[str], *, precision: str = "float32", row_tokens: int = 1, tell: Tell = ignore
+) -> ModelProfile:
     """Read a folder of Metis's profiles, ``DeviceType.GPU_tpDEGREE_bsROWS.json``.
 
     A file holds ``model`` (``model_name``, ``num_layers``, ``parameters.parameters_per_layer_bytes``, which are whole
@@ -322,6 +385,7 @@ def import_metis(folder: str | PathLike[str], *, precision: str = "float32", row
         folder: with the files.
         precision: of the numbers, which the files do not say: bytes of parameters are turned into elements by it.
         row_tokens: tokens in a row, which the files do not say either.
+        tell: called with each thing that is left out, and why.
 
     Raises:
         InputFileError: with file and line, whatever is wrong with a file.
@@ -344,7 +408,7 @@ def import_metis(folder: str | PathLike[str], *, precision: str = "float32", row
         if file.at("model", "model_name").value != name:
             raise file.at("model", "model_name").error(f"is not {name!r}, the model of {first.document.source}")
     sizes = _numbers(first.at("model", "parameters", "parameters_per_layer_bytes"), num_layers)
-    activations = _metis_activations(files, num_layers)
+    activations = _metis_activations(files, num_layers, tell)
     times = {key: _metis_times(file, num_layers, sizes) for key, file in sorted(files.items())}
     kinds = [
         LayerKind(
@@ -392,7 +456,7 @@ def _metis_measured(
     )
 
 
-def _metis_activations(files: Mapping[tuple[str, int, int], _Value], num_layers: int) -> list[float] | None:
+def _metis_activations(files: Mapping[tuple[str, int, int], _Value], num_layers: int, tell: Tell) -> list[float] | None:
     """Bytes that each layer's memory grows by with a row; None where the files do not tell.
 
     Metis's own samples have files whose list of memories is shorter than their layers: these are passed over.
@@ -400,10 +464,14 @@ def _metis_activations(files: Mapping[tuple[str, int, int], _Value], num_layers:
     known: dict[str, list[tuple[int, list[float]]]] = {}
     for (gpu, degree, rows), file in sorted(files.items()):
         memories = file.at("execution_memory", "layer_memory_total_mb")
-        if degree == 1 and len(memories.items()) == num_layers:
+        length = len(memories.items())
+        if length != num_layers:
+            tell(f"left out: {memories.error(f'has {length} values for {num_layers} layers')}")
+        elif degree == 1:
             known.setdefault(gpu, []).append((rows, _numbers(memories, num_layers)))
     points = next((points for points in known.values() if len(points) > 1), None)
     if points is None:
+        tell("left out: activations, since no device type has memories of two sizes at tensor degree 1")
         return None
     (few, least), (many, most) = points[0], points[-1]
     return [max(0.0, large - small) * 2**20 / (many - few) for small, large in zip(least, most, strict=True)]

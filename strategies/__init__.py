@@ -1,4 +1,4 @@
-"""The strategies do: placements for every tensor and the bridges between them. They know no costs and no planner."""
+"""Strategies: placements for every tensor and the bridges between them. They know no costs and no planner."""
 
 if __name__ != "whale.strategies":
     raise ImportError(

@@ -1,7 +1,7 @@
-"""Apply the axis rules to a whole graph: which dims walk together, and how each operator can be sharded.
+"""Axis analysis of a graph: which dims are the same axis, and how each operator can be sharded.
 
-The result is independent of devices: it is computed once for a captured graph, then read by the placement solver
-for every mesh axis and by the lowering for every rank.
+The result does not depend on devices: it is computed once for a captured graph, then read by the placement solver for
+every mesh axis and by the lowering for every rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Choice:
 
 @dataclass
 class Analysis:
-    """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of atoms.
+    """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of axis factors.
 
-    ``batch_leaf`` is the atom along which the batch can be cut, -1 if there is none. ``solved`` is for whoever
-    places the graph's stretches, often many that are alike, on one mesh after the other.
+    ``batch_leaf`` is the axis factor along which the batch can be cut, -1 if there is none. ``solved`` caches segments
+    of the graph that are already placed, because many are equal, for one mesh after the other.
     """
 
     atoms: Atoms = field(default_factory=Atoms)
@@ -92,7 +92,7 @@ def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:
 
 
 def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
-    """Record in the atoms what the rule says of one call; block the axes whose structures contradict."""
+    """Apply the rule of one call to the axis factors; block the axes whose structures contradict."""
     atoms, dims = analysis.atoms, analysis.dims
 
     def operand(index: int) -> list[Dim]:
@@ -129,7 +129,7 @@ def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
 
 
 def _join(atoms: Atoms, whole: Dim, parts: Sequence[Dim], sizes: Sequence[int], source: int, dim: int) -> OpAxis:
-    """Say that *whole* is the parts one after the other; the axis of the split or the join."""
+    """Record that *whole* is the concatenation of the parts, along the axis of the split or the join."""
     many = dict.fromkeys(range(len(parts)), dim)
     axis = OpAxis({source: dim}, many) if source >= 0 else OpAxis(many, {0: dim})
     if len(parts) == 1:
@@ -147,7 +147,7 @@ def _join(atoms: Atoms, whole: Dim, parts: Sequence[Dim], sizes: Sequence[int], 
 
 
 def _tiling_slices(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], int, int]]:
-    """Slices which together tile a dim are a split written otherwise: node -> (sizes, index, dim)."""
+    """Slices that together tile a dim, which are a split in another form: node -> (sizes, index, dim)."""
     groups: dict[tuple[Value, int], list[tuple[int, int, fx.Node]]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.slice.Tensor:
@@ -202,7 +202,7 @@ def _cut_tiles(analysis: Analysis, node: fx.Node, tile: tuple[tuple[int, ...], i
 
 
 def _choices(analysis: Analysis, node: fx.Node) -> list[Choice]:
-    """Every way to compute one call on one mesh axis; computing it whole is the first."""
+    """All choices to compute one call on one mesh axis; computing it whole is the first."""
     op, rule = analysis.ops[node], analysis.rules[node]
     num_inputs, num_outputs = len(op.operands), len(output_shapes(node))
     found = [Choice((REPLICATE,) * num_inputs, (REPLICATE,) * num_outputs)]
@@ -243,14 +243,14 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
 
 
 _STRETCHES = {"vocabulary_embedding", "vocabulary_cross_entropy", "halo", "causal", "offset"}
-"""Forms that take a part to be a range of indices."""
+"""Forms that require a part to be a range of indices."""
 
 _CONTRACTED = {"vocabulary_cross_entropy": REPLICATE, "batch_statistics": REPLICATE}
-"""What a contracted axis leaves where its special form has summed already."""
+"""Placement that a contracted axis leaves if its special form has already summed."""
 
 
 def _contiguous(analysis: Analysis, members: Sequence[tuple[Value, int]], leaf: int) -> bool:
-    """Whether each part of the axis is one stretch, so that a part is a range of indices."""
+    """Whether each part of the axis is one contiguous range, so that a part is a range of indices."""
     return all(
         len(segments) == 1 and segments[0].outer == 1
         for value, dim in members

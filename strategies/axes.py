@@ -1,11 +1,11 @@
-"""Axis atoms: what the dims of all tensors of a model have in common.
+"""Axis factors: the common structure of the dims of all tensors of a model.
 
-Every dim of every tensor is a product of *atoms*. Operators say which dims are the same axis; from that, atoms are
-merged (two dims that walk together), refined (192 turns out to be 3 x heads x 16) and cut into sums (a fused
-projection of unlike parts). Refinement is substitution: it shows at once wherever the atom occurs, forward and
-backward through the graph, so a weight learns that it consists of heads before any share is cut.
+Every dim of every tensor is a product of *axis factors*. Operators determine which dims are the
+same axis; factors are then merged (two dims of the same axis), refined (192 becomes 3 x heads x 16) and cut into sums
+(a fused projection of different parts). Refinement is substitution: it applies at once wherever the factor occurs,
+forward and backward through the graph, so a weight learns that it consists of heads before any share is cut.
 
-Atoms are sizes and identities. This file knows no operator, no device and no placement cost.
+A factor is a size and an identity. This module knows no operator, no device and no placement cost.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from math import gcd, prod
 from whale.ir.placement import Segment
 
 Dim = list[int]
-"""A dim as a product of atoms, major to minor; the empty list is a dim of size 1."""
+"""A dim as a product of axis factors, major to minor; the empty list is a dim of size 1."""
 
 
 class Atoms:
-    """The union-find of axis atoms, with product and sum expansions.
+    """The union-find of axis factors, with product and sum expansions.
 
     >>> atoms = Atoms()
     >>> fused, heads, width = atoms.dim(192), atoms.dim(4), atoms.dim(16)
@@ -37,17 +37,17 @@ class Atoms:
         self._sum: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int) -> int:
-        """A fresh atom of this size (at least 2; size 0 is allowed for empty dims)."""
+        """Make a new factor of this size (at least 2; size 0 is allowed for empty dims)."""
         self._size.append(size)
         self._parent.append(len(self._parent))
         return len(self._size) - 1
 
     def dim(self, size: int) -> Dim:
-        """A fresh dim of this size."""
+        """Make a new dim of this size."""
         return [] if size == 1 else [self.new(size)]
 
     def size(self, atom: int) -> int:
-        """Number of positions of an atom."""
+        """Number of positions of a factor."""
         return self._size[atom]
 
     def extent(self, dim: Dim) -> int:
@@ -55,14 +55,14 @@ class Atoms:
         return prod(self._size[atom] for atom in dim)
 
     def find(self, atom: int) -> int:
-        """The representative of an atom."""
+        """The representative of a factor."""
         while self._parent[atom] != atom:
             self._parent[atom] = self._parent[self._parent[atom]]
             atom = self._parent[atom]
         return atom
 
     def flat(self, dim: Sequence[int]) -> list[int]:
-        """A dim with its product expansions written out: leaves and sums."""
+        """A dim with its product expansions written out: unrefined factors and sums."""
         result: list[int] = []
         stack = list(reversed(dim))
         while stack:
@@ -74,13 +74,13 @@ class Atoms:
         return result
 
     def parts(self, atom: int) -> tuple[int, ...] | None:
-        """The consecutive parts of an atom that is a sum; None for others."""
+        """The consecutive parts of a factor that is a sum; None for others."""
         return self._sum.get(self.find(atom))
 
     # Refinement
 
     def split_sum(self, atom: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
-        """Cut an atom into consecutive parts of these sizes; None where it is structured otherwise."""
+        """Cut a factor into consecutive parts of these sizes; None if it has another structure."""
         atom = self.find(atom)
         if atom in self._product:
             return None
@@ -91,7 +91,7 @@ class Atoms:
         return self._sum[atom]
 
     def _split_product(self, atom: int, major: int) -> tuple[int, int] | None:
-        """Refine a leaf into (major, rest)."""
+        """Refine an unrefined factor into (major, rest)."""
         if atom in self._sum:
             return None
         pair = (self.new(major), self.new(self._size[atom] // major))
@@ -99,7 +99,7 @@ class Atoms:
         return pair
 
     def unify(self, a: int, b: int) -> bool:
-        """Merge two atoms of one size. False where their structures contradict; nothing false is then recorded."""
+        """Merge two factors of equal size. Returns False, and records nothing false, if their structures contradict."""
         a, b = self.find(a), self.find(b)
         if a == b:
             return True
@@ -135,7 +135,7 @@ class Atoms:
         return any(self._occurs(leaf, child) for child in children)
 
     def align(self, left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> bool:
-        """Make two lists of dims with the same number of elements walk together (a view). True if all of it could."""
+        """Merge two lists of dims with the same number of elements (a view). Returns whether all of it was possible."""
         a = list(reversed(self.flat([x for dim in left for x in dim])))
         b = list(reversed(self.flat([x for dim in right for x in dim])))
         whole = True
@@ -143,7 +143,7 @@ class Atoms:
             x, y = self.find(a.pop()), self.find(b.pop())
             if x == y:
                 continue
-            if x in self._product or y in self._product:  # refined by an earlier step of this very walk
+            if x in self._product or y in self._product:  # refined by an earlier step of this loop
                 a.extend(reversed(self.flat([x])))
                 b.extend(reversed(self.flat([y])))
                 continue
@@ -174,7 +174,7 @@ class Atoms:
     # Reading a refined dim
 
     def count(self, dim: Sequence[int], leaf: int) -> int:
-        """How often *leaf* cuts this dim: 1 if it can be sharded by it; 0 if not at all; -1 if only in places."""
+        """How *leaf* cuts this dim: 1 if the dim can be sharded by it; 0 if not at all; -1 if only in places."""
         total = 0
         for atom in self.flat(dim):
             if atom == leaf:
@@ -189,7 +189,7 @@ class Atoms:
         return total
 
     def leaves(self, dim: Sequence[int]) -> list[int]:
-        """The atoms by which a dim can be sharded, major to minor."""
+        """The factors by which a dim can be sharded, major to minor."""
         found: list[int] = []
 
         def visit(atoms: Sequence[int]) -> None:
@@ -204,7 +204,7 @@ class Atoms:
         return [leaf for leaf in found if self.count(dim, leaf) == 1]
 
     def local_extent(self, dim: Sequence[int], local: Mapping[int, int]) -> int:
-        """Length of a dim when the leaves in *local* have these many positions instead of all."""
+        """Length of a dim if the factors in *local* have these numbers of positions instead of all."""
         total = 1
         for atom in self.flat(dim):
             if atom in self._sum:
@@ -214,9 +214,9 @@ class Atoms:
         return total
 
     def segments(self, dim: Sequence[int], leaf: int, local: Mapping[int, int]) -> tuple[Segment, ...]:
-        """The stretches of a dim that a cut along *leaf* passes through.
+        """The ranges of a dim that a cut along *leaf* passes through.
 
-        *local* gives the lengths of leaves that are already cut, *leaf* itself included when it is cut twice.
+        *local* gives the lengths of factors that are already cut, including *leaf* itself if it is cut twice.
         """
         atoms = self.flat(dim)
         sizes = [self.local_extent([atom], local) for atom in atoms]
@@ -230,4 +230,4 @@ class Atoms:
                     parts += self.segments([part], leaf, local)
                 scaled = tuple(Segment(s.outer, s.size, s.inner * inner) for s in parts)
                 return scaled * outer
-        raise KeyError(f"atom {leaf} does not cut this dim")
+        raise KeyError(f"axis factor {leaf} does not cut this dim")

@@ -1,7 +1,8 @@
-"""Along which atom each operator of a stage is to be cut on each mesh axis: the batch, or a dim of its region.
+"""The axis factor along which each operator of a stage is cut on each mesh axis: the batch, or a dim of its region.
 
-``split(n, dim=d)`` speaks of dim *d* of what comes into the annotated region. That dim, refined by all operators of
-the model (192 rows that are pooled by 2 are 96 times 2), is cut along its outermost atom: each part is one stretch.
+``split(n, dim=d)`` refers to dim *d* of the input of the annotated region. That dim, refined by all operators of the
+model (192 rows that are pooled by 2 are 96 times 2), is cut along its outermost factor: each part is one contiguous
+range.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import fx
 from whale.errors import AnnotationError, InfeasibleError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
-from whale.graph.partition import scopes_of
+from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, value_shape
 from whale.ir.virtual_device import Along, RegionRole, VirtualDevice
 from whale.strategies.analysis import Analysis
@@ -22,12 +23,16 @@ __all__ = ["cut_along"]
 
 
 def cut_along(
-    captured: Captured, analysis: Analysis, mesh: VirtualDevice, roles: Mapping[fx.Node, tuple[RegionRole, ...]]
+    captured: Captured,
+    analysis: Analysis,
+    scopes: NodeScopes,
+    mesh: VirtualDevice,
+    roles: Mapping[fx.Node, tuple[RegionRole, ...]],
 ) -> dict[fx.Node, tuple[int | None, ...]]:
-    """For each operator and mesh axis: the atom to cut along, -1 where there is none, None where matrices are split.
+    """For each operator and mesh axis: the factor to cut along, -1 if there is none, None if matrices are split.
 
     Raises:
-        AnnotationError: a region has no such dim, or asks twice for the same one.
+        AnnotationError: a region has no such dim, or names the same one twice.
         InfeasibleError: the dim has too few parts for the axis.
     """
     atoms: dict[tuple[Along, int], int] = {}
@@ -38,7 +43,7 @@ def cut_along(
         if role == "replicate":
             return analysis.batch_leaf
         if (role, axis) not in atoms:
-            atoms[role, axis] = _atom_of(captured, analysis, role, mesh.axes[axis].size)
+            atoms[role, axis] = _atom_of(captured, analysis, scopes, role, mesh.axes[axis].size)
         return atoms[role, axis]
 
     known = {own: tuple(atom(role, axis) for axis, role in enumerate(own)) for own in dict.fromkeys(roles.values())}
@@ -57,10 +62,10 @@ def _of(region: str) -> str:
     return f" of {region}" if region not in ("", ".") else " of the model"
 
 
-def _atom_of(captured: Captured, analysis: Analysis, role: Along, size: int) -> int:
-    """The atom of the first dim that fits and along which an operator of the region can be cut."""
+def _atom_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role: Along, size: int) -> int:
+    """The factor of the first dim that fits and along which an operator of the region can be cut."""
     asked = f"split({size}, dim={role.dim}){_of(role.region)}"
-    members = [n for n in captured.graph.nodes if is_call(n) and _lies_in(n, role.region)]
+    members = [n for n in captured.graph.nodes if is_call(n) and _lies_in(scopes, n, role.region)]
     incoming = _incoming(captured, members)
     dims = [(v, role.dim % len(value_shape(v))) for v in incoming if _has_dim(v, role.dim)]
     if not dims:
@@ -92,13 +97,14 @@ def _atom_of(captured: Captured, analysis: Analysis, role: Along, size: int) -> 
     )
 
 
-def _lies_in(node: fx.Node, region: str) -> bool:
-    """Whether a call belongs to a region; all belong to the unannotated rest, whose inputs are the batch's."""
-    return not region or any(scope.region == region for scope in scopes_of(node))
+def _lies_in(scopes: NodeScopes, node: fx.Node, region: str) -> bool:
+    """Whether a call belongs to a region; all calls belong to the unannotated rest, whose inputs are the batch's."""
+    return not region or any(scope.region == region for scope in scopes.of.get(node, ()))
 
 
 def _incoming(captured: Captured, members: Sequence[fx.Node]) -> list[Value]:
-    """The batch's tensors and activations that operators read and none of them makes, in the order of reading."""
+    """The region's inputs: batch tensors and activations that its operators read but do not produce, in reading
+    order."""
     inside = set(members)
     found: dict[Value, None] = {}
     for node in members:

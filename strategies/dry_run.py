@@ -1,21 +1,20 @@
-"""The collectives that every rank of a stage will call, in order: found by running its program without data.
+"""Dry run of a stage: the collectives that every rank will call, in order, from its program run without data.
 
-A program is lowered, given process groups that only note what they are asked for, and run forward and backward, by the
-code that runs it for real. So the sequence is right for whatever a bridge or a form does, and for the order of the
-backward: autograd's engine runs the ready node of the highest sequence number. All that wait for a node were made after
-it, so the nodes run in the reverse of the order in which the forward made them, except those whose output needs no
-gradient or reaches no root. That order depends on the graph alone, so it is the same here and on the machines.
+A program is lowered, gets process groups that only record calls, and runs forward and backward, by the code of a real
+step. So the sequence is correct for every bridge and form, and for the order of the backward: autograd's engine runs
+the ready node with the highest sequence number. All nodes that wait for a node were made after it, so the nodes run in
+the reverse of the order in which the forward made them, except those whose output needs no gradient or reaches no root.
+That order depends on the graph alone, so it is the same here and on the machines.
 
-Of a thousand ranks not all need be lowered. A rank's coordinates enter its program only as shares, so ranks of a stage
-with equal shares (of every placement that occurs) make the same calls, each along its own lines of the mesh: one of
-them is rehearsed. Each rank rehearses itself, and the ranks compare digests of what they found
-(:func:`calls_as_text`), so a rank that lowers something else than its like is found before the first step.
+With a thousand ranks not all need be lowered. A rank's coordinates enter its program only as shares, so ranks of a
+stage with equal shares (of every placement that occurs) make the same calls, each along its own lines of the mesh: one
+of them runs dry. Each rank also dry-runs its own program, and the ranks compare digests of the results
+(:func:`calls_as_text`), so a rank that lowers another program than its equals is detected before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -29,9 +28,9 @@ from whale.errors import ScheduleError
 from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
-from whale.runtime.collectives import Rehearsal
+from whale.runtime.collectives import DryGroup
 from whale.runtime.random import Clock
-from whale.runtime.stage import LocalProgram, LocalStage
+from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
 
@@ -41,9 +40,9 @@ __all__ = [
     "calls_as_text",
     "check_stage",
     "forward_without_data",
+    "dry_run",
     "like_ranks",
-    "rehearse",
-    "rehearsing",
+    "noting_calls",
     "stage_calls",
 ]
 
@@ -57,7 +56,7 @@ class TaskCalls:
 
 
 Programs = Callable[[PlacedStage, int], Sequence[LocalProgram]]
-"""What a rank runs of a stage, one program a micro-batch; see ``Compilation.local_programs``."""
+"""The program of a rank in a stage, one per micro-batch; see ``Compilation.local_programs``."""
 
 StageCalls = Mapping[int, Mapping[int, TaskCalls]]
 """The calls of a stage: by micro-batch (one of each number of rows) and rank."""
@@ -70,7 +69,7 @@ def stage_calls(
     programs: Programs,
     rank: int,
 ) -> StageCalls:
-    """The collectives of all ranks of a stage. *rank* is rehearsed itself, if it is of the stage."""
+    """The collectives of all ranks of a stage. *rank* is dry-run itself, if it belongs to the stage."""
     if all(axis.size == 1 for axis in stage.mesh.axes):
         return {}
     micro_batches = [rows.index(count) for count in dict.fromkeys(rows)]
@@ -79,14 +78,14 @@ def stage_calls(
         actor = rank if rank in members else members[0]
         local = programs(stage, actor)
         for m in micro_batches:
-            calls = rehearse(captured, stage, actor, local[m], m)
+            calls = dry_run(captured, stage, actor, local[m], m)
             for member in members:
                 found[m][member] = _of_rank(calls, stage, actor, member)
     return {m: dict(sorted(calls.items())) for m, calls in found.items()}
 
 
 def like_ranks(stage: PlacedStage, rows: Sequence[int]) -> list[list[int]]:
-    """The ranks of a stage, those together whose programs are equal but for their places in the mesh."""
+    """The ranks of a stage in groups with equal programs up to their coordinates in the mesh."""
     micro_batches = [rows.index(count) for count in dict.fromkeys(rows)]
     placements = _all_placements(stage)
     likes: dict[object, list[int]] = {}
@@ -96,10 +95,10 @@ def like_ranks(stage: PlacedStage, rows: Sequence[int]) -> list[list[int]]:
 
 
 def check_stage(stage: int, calls: StageCalls) -> None:
-    """Prove that the ranks of a stage meet in every collective.
+    """Prove that the collectives of a stage match on all ranks.
 
     Raises:
-        ScheduleError: names the stage, the task, the ranks, and the node where they part.
+        ScheduleError: names the stage, the task, the ranks, and the node at which they differ.
     """
     for micro_batch, by_rank in calls.items():
         for direction in ("forward", "backward"):
@@ -110,7 +109,7 @@ def check_stage(stage: int, calls: StageCalls) -> None:
 
 
 def calls_as_text(stage: PlacedStage, calls: StageCalls) -> str:
-    """The calls of a stage without the ranks that make them: what every rank must have found."""
+    """The calls of a stage as text without rank numbers, equal on all ranks."""
     lines: dict[str, None] = {}
     for micro_batch, by_rank in calls.items():
         for rank, task in by_rank.items():
@@ -121,18 +120,20 @@ def calls_as_text(stage: PlacedStage, calls: StageCalls) -> str:
     return "\n".join(lines)
 
 
-def rehearse(
+def dry_run(
     captured: Captured,
     stage: PlacedStage,
     rank: int,
     program: LocalProgram,
     micro_batch: int,
 ) -> TaskCalls:
-    """Run a rank's program of one micro-batch, forward and backward, without data or processes: what does it call?"""
-    if not any(len(bridge.ranks) > 1 for bridge in program.bridges):  # type: ignore[arg-type]
+    """Run a rank's program of one micro-batch, forward and backward, without data or processes, and return its
+    calls."""
+    if not any(len(bridge.ranks) > 1 for bridge in program.bridges):
         return TaskCalls(forward=(), backward=())
-    with rehearsing(program) as calls, WithoutData(), torch.enable_grad():
-        roots, seeds = forward_without_data(captured, stage, rank, program, micro_batch)
+    running, calls = noting_calls(program)
+    with WithoutData(), torch.enable_grad():
+        roots, seeds = forward_without_data(captured, stage, rank, running, micro_batch)
         forward = tuple(calls)
         calls.clear()
         if roots:
@@ -140,30 +141,20 @@ def rehearse(
     return TaskCalls(forward=forward, backward=tuple(calls))
 
 
-@contextmanager
-def rehearsing(program: LocalProgram) -> Iterator[list[CollectiveCall]]:
-    """Give a program's bridges groups that note what they are asked for, in the list that is yielded."""
+def noting_calls(program: LocalProgram) -> tuple[LocalProgram, list[CollectiveCall]]:
+    """A copy of a program whose groups record calls, and the list of these calls."""
     calls: list[CollectiveCall] = []
-    groups = {id(bridge): getattr(bridge, "group", None) for bridge in program.bridges}
-    names = {
-        id(module): name
-        for graph in (program.constant, program.step, program.micro_batch)
-        for name, module in graph.code.root.named_modules()
-    }
-    try:
-        for bridge in program.bridges:
-            if len(bridge.ranks) > 1:  # type: ignore[arg-type]
-                bridge.group = Rehearsal(names[id(bridge)], tuple(bridge.ranks), calls)  # type: ignore[assignment, arg-type]
-        yield calls
-    finally:
-        for bridge in program.bridges:
-            bridge.group = groups[id(bridge)]  # type: ignore[assignment]
+
+    def group(name: str, ranks: tuple[int, ...]) -> DryGroup | None:
+        return DryGroup(name, ranks, calls) if len(ranks) > 1 else None
+
+    return bound([program], group)[0], calls
 
 
 class WithoutData(TorchDispatchMode):
-    """Computes shapes only: what would make a tensor with data, or read one, is sent to the meta device.
+    """Computes shapes only: operators that would make or read a tensor with data run on the meta device.
 
-    A fake tensor does the same and knows its device, at ten times the price.
+    A fake tensor does the same and knows its device, but takes ten times as long.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +175,7 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
 
     def blank(self) -> Tensor:
-        """Such a tensor."""
+        """Whether an argument is such a tensor."""
         return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device="meta")
 
 
@@ -195,7 +186,7 @@ class _Items(NamedTuple):
 
 
 def _known_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Tensors of the shapes that an operator returns, found once for alike arguments; None where it must be run."""
+    """Tensors of the shapes that an operator returns, cached for equal arguments; None if it must be run."""
     named = tuple((name, _shaped(x)) for name, x in kwargs.items())
     found = _results(func, tuple(map(_shaped, args)), named, torch.get_default_dtype())
     if found is None:
@@ -209,10 +200,10 @@ def _known_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _results(
     func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], default: torch.dtype
 ) -> tuple[type, tuple[_Shape | None, ...]] | None:
-    """The shapes of an operator's results, each with memory of its own; None where they are anything else. They are of
-    the *default* type, which is set, where the arguments do not say which.
+    """The shapes of an operator's results, each with its own memory; None for any other results. They have the
+    *default* dtype, which is set, if the arguments do not determine it.
 
-    torch has no other way to find them than to run it: many are functions of Python, slow for what they find.
+    torch can only compute them by running the operator: many are Python functions, which are slow.
     """
     given, named = [_unshaped(x) for x in args], {name: _unshaped(x) for name, x in kwargs}
     result = func(*given, **named)
@@ -222,7 +213,7 @@ def _results(
     others = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, Tensor)]
     if len(set(memory)) < len(memory) or not {x.untyped_storage()._cdata for x in others}.isdisjoint(memory):
         return None
-    if any(x.is_complex() for x in (*tensors, *others)):  # it may be a conjugate, which no blank is
+    if any(x.is_complex() for x in (*tensors, *others)):  # it may be a conjugate, unlike a fresh tensor
         return None
     shapes = tuple(None if x is None else _shaped(x) for x in results)
     if not all(shape is None or isinstance(shape, _Shape) for shape in shapes):
@@ -234,7 +225,7 @@ def _results(
 
 
 def _shaped(x: Any) -> Any:
-    """An argument as a key; numbers with their types, because some that are equal are of different ones."""
+    """An argument as a cache key; numbers with their types, because some equal numbers have different types."""
     if isinstance(x, Tensor):
         return _Shape(x.shape, x.stride(), x.dtype)
     if isinstance(x, list | tuple):
@@ -250,7 +241,7 @@ def _unshaped(x: Any) -> Any:
 
 @cache
 def _returns_its_own(func: Any) -> bool:
-    """Whether an operator changes none of its arguments, and says of no result that it is a part of one."""
+    """Whether an operator mutates none of its arguments and returns no alias of them."""
     return all(x.alias_info is None for x in (*func._schema.arguments, *func._schema.returns))
 
 
@@ -284,7 +275,7 @@ def forward_without_data(
     gradients: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run the stage as the executor does; return the roots of its backward and their gradients. With *gradients*
-    parameters have theirs already, as for all micro-batches but the first."""
+    parameters already have gradients, as in all micro-batches except the first."""
     at = stage.mesh.coordinates(rank)
     tensors: dict[tuple[str, str], Tensor] = {}
     batch: dict[str, Tensor] = {}
@@ -328,7 +319,7 @@ def forward_without_data(
 
 
 def _of_rank(calls: TaskCalls, stage: PlacedStage, actor: int, rank: int) -> TaskCalls:
-    """The calls of a rank that has the shares of *actor*: along its own lines of the mesh."""
+    """The calls of a rank with the shares of *actor*, along its own lines of the mesh."""
     if rank == actor:
         return calls
     lines = {stage.mesh.group(axis, actor): stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))}
@@ -339,7 +330,7 @@ def _of_rank(calls: TaskCalls, stage: PlacedStage, actor: int, rank: int) -> Tas
 
 
 def _all_placements(stage: PlacedStage) -> list[Placements]:
-    """A placement of every form that values have in the stage."""
+    """One placement of every form that occurs in the stage."""
     found: dict[Placements, None] = dict.fromkeys([*stage.stored.values(), *stage.sent.values()])
     for choices in stage.choices.values():
         for kind in ("inputs", "outputs"):
@@ -348,7 +339,7 @@ def _all_placements(stage: PlacedStage) -> list[Placements]:
 
 
 def _shares(stage: PlacedStage, placements: Sequence[Placements], micro_batches: Sequence[int], rank: int) -> object:
-    """The lengths of all that is cut, on a rank."""
+    """The lengths of all cut axes on a rank."""
     at = stage.mesh.coordinates(rank)
     return tuple(
         tuple(length for _, length in stage.layout.cuts(placed, (m, *at)))

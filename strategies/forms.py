@@ -1,7 +1,7 @@
-"""Special lowerings: operators whose sharded form is not the operator itself on a part.
+"""Special forms: lowerings of operators whose sharded form is not the operator itself on a shard.
 
-A form refuses arguments that it does not handle where its rule is made, never here. One axis of the operator may be cut
-on several mesh axes: a form is told all of them, and sums over one after the other.
+The rule of a form checks its arguments, never the form. One axis of the operator may be cut on several mesh axes: a
+form receives all of them, and sums over one after the other.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.runtime.collectives import Group, all_reduce
+from whale.runtime.collectives import CollectiveModule, all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlace:
-    """The ranks along one mesh axis, in order, and which of them this one is."""
+    """The ranks along one mesh axis, in order, and the position of this rank."""
 
     ranks: tuple[int, ...]
     index: int
@@ -28,7 +28,7 @@ class MeshPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class FormCall:
-    """One call on one rank, as a form sees it.
+    """One call on one rank, as the input of a form.
 
     ``arguments`` are the operator's by name, with tensors of the local graph; ``first`` and ``length`` say which part
     of the sharded axis the first operand has here; ``shape`` is its whole shape; ``axes`` are the mesh axes on which
@@ -42,24 +42,24 @@ class FormCall:
     axes: tuple[MeshPlace, ...]
 
 
-class AxisSum(nn.Module):
-    """Something to add up over the ranks of one mesh axis; the group is given when there are processes."""
+class AxisSum(CollectiveModule):
+    """A reduction over the ranks of one mesh axis."""
 
     def __init__(self, place: MeshPlace) -> None:
         super().__init__()
         self.ranks, self.index = place.ranks, place.index
-        self.group: Group = None
 
     def add(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sum over the ranks, in place."""
         return all_reduce(x, self.group)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The maximum over the ranks, in place."""
+        """Maximum over the ranks, in place."""
         return all_reduce(x, self.group, dist.ReduceOp.MAX)
 
     def every(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, stacked. Small ones: sent as a sum with zeros, which needs no other collective."""
+        """The tensors of all ranks, stacked. For small tensors: sent as a sum with zeros, which needs no other
+        collective."""
         if self.group is None:
             return x.unsqueeze(0)
         slots = x.new_zeros((len(self.ranks), *x.shape))
@@ -84,7 +84,7 @@ class VocabularyEmbedding(nn.Module):
         self.padding = padding - start if start <= padding < start + size else -1
 
     def forward(self, weight: Tensor, index: Tensor) -> Tensor:
-        """*weight* (size, e), *index* (...) of the whole vocabulary -> (..., e), a term of the sum over ranks."""
+        """*weight* (size, e), *index* (...) of the whole vocabulary -> (..., e), partial over the ranks."""
         local = index - self.start
         outside = (local < 0) | (local >= self.size)
         if not self.size:
@@ -93,7 +93,7 @@ class VocabularyEmbedding(nn.Module):
         return found.masked_fill(outside.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
-        """Rows held."""
+        """Number of local rows."""
         return f"rows {self.start}:{self.start + self.size}"
 
 
@@ -144,12 +144,12 @@ class VocabularyCrossEntropy(nn.Module):
         return _CrossEntropy.apply(logits, target, self.start, self.ignore_index, list(self.sums))
 
     def extra_repr(self) -> str:
-        """First class held."""
+        """First local class."""
         return f"classes from {self.start}"
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Passes over *x* are those of torch's kernels: channels' statistics, sums and the normalisation itself."""
+    """The passes over *x* are those of PyTorch's kernels: channel statistics, sums and the normalisation itself."""
 
     @staticmethod
     def forward(
@@ -157,7 +157,7 @@ class _BatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = _wide(x)
         num, mean, squares = _statistics(wide, eps)
-        for axis in sums:  # each part's statistics, joined as Chan, Golub and LeVeque (1979) do
+        for axis in sums:  # merge the statistics of the shards, as Chan, Golub and LeVeque (1979)
             nums, means, parts = axis.every(torch.stack([num, mean, squares])).unbind(1)
             num = nums.sum(0)
             mean = (nums * means).sum(0) / num
@@ -202,7 +202,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each channel of this part: how many positions it has, their mean, and the sum of squared distances from it."""
+    """Statistics of each channel of this shard: number of positions, mean, and the sum of squared distances from the
+    mean."""
     num = x.new_full((x.shape[1],), x.numel() // max(x.shape[1], 1))
     if not x.numel():
         return num, torch.zeros_like(num), torch.zeros_like(num)
@@ -211,7 +212,7 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    """Of each channel of this part the sum of the gradient times the normalised *x*, and that of the gradient."""
+    """Sums for each channel of this shard: of the gradient times the normalised *x*, and of the gradient."""
     if not x.numel():
         return mean.new_zeros(2, x.shape[1])
     fixed = (mean, variance, None, None, False, eps, [False, True, True])
@@ -224,7 +225,7 @@ def _along(channels: Tensor, x: Tensor) -> Tensor:
 
 
 class BatchStatisticsNorm(nn.Module):
-    """Batch normalisation of rows or space that lie on several ranks, with the statistics of all of them.
+    """Batch normalisation of rows or space that are sharded over several ranks, with global statistics.
 
     One small all-reduce forward, one backward. With running statistics it returns what the functional operator does:
     the output, the batch's mean and scale, and the new running statistics.
@@ -258,12 +259,12 @@ class BatchStatisticsNorm(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """How many positions each channel has."""
+        """Number of positions of each channel."""
         return f"eps={self.eps}, momentum={self.momentum}, count={self.count}"
 
 
 class GroupStatisticsNorm(nn.Module):
-    """Normalisation of each row's groups of channels over a space that lies on several ranks, with all its statistics.
+    """Normalisation of each row's groups of channels over sharded space, with global statistics.
 
     One small all-reduce forward, one backward; without *groups* every channel is a group.
     """
@@ -284,7 +285,7 @@ class GroupStatisticsNorm(nn.Module):
         return y if bias is None else y + _along(bias, x)
 
     def extra_repr(self) -> str:
-        """The groups, and how many positions the whole space has."""
+        """The groups, and the number of positions of the whole space."""
         return f"eps={self.eps}, groups={self.groups}, space={self.space}"
 
 
@@ -323,10 +324,11 @@ FORMS: dict[str, Callable[[FormCall], Built]] = {
     "batch_statistics": _batch_norm,
     "group_statistics": _group_norm,
 }
-"""How a call is lowered on a rank if a sharded axis of it has this form: a module, and its arguments."""
+"""Lowering of a call on a rank whose sharded axis has this form: a module, and its arguments."""
 
 COLLECTIVES = {"vocabulary_cross_entropy": 2, "batch_statistics": 2, "group_statistics": 2, "halo": 2}
-"""Forms that communicate, and how often in a step: every rank of the axis has to come to them, at the same time."""
+"""Forms that communicate, with the number of collectives in a step: every rank of the axis must reach them at the same
+time."""
 
 ASKED = {"halo", "causal", "group_statistics"}
-"""Forms for parts of space and of sequences, used in regions that are cut along such a dim and nowhere else."""
+"""Forms for shards of space and of sequences, used only in regions that are split along such a dim."""

@@ -1,7 +1,8 @@
-"""Kernels that an accelerator has for what the meta device and processors spell out in operators: attention, dropout,
-root mean square, products with experts.
+"""Fused kernels of accelerators for operators that the meta device and processors decompose: attention, dropout, RMS
+norm, expert products.
 
-Each keeps for its backward what that kernel keeps, and tells a listener what it computes and moves. Knows no prices.
+Each one saves for its backward what that kernel saves, and reports its computation and memory traffic to a listener. It
+knows no prices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """``elements`` of the number type that the run has, and ``bytes`` of others."""
+    """``elements`` of the run's dtype, and ``bytes`` of other dtypes."""
 
     elements: int = 0
     bytes: int = 0
@@ -37,7 +38,7 @@ class Traffic:
 
 
 class Listener(Protocol):
-    """Who is told of such kernels."""
+    """Listener that receives every fused kernel."""
 
     def add(
         self,
@@ -50,15 +51,15 @@ class Listener(Protocol):
         written: Traffic,
         causal: bool = False,
     ) -> None:
-        """One ran."""
+        """Called for every kernel that ran."""
 
     def traffic(self, tensors: Sequence[Tensor]) -> Traffic:
-        """What moving these tensors takes."""
+        """Memory traffic of these tensors."""
         ...
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention (Dao et al. 2022): keeps its operands, its result and a statistic for each row of scores."""
+    """Fused attention (Dao et al. 2022): saves its operands, its result and a statistic for each row of scores."""
 
     @staticmethod
     def forward(
@@ -67,7 +68,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         *outer, length, _ = query.shape
         size = value.shape[-1]
-        if len(outer) == 2:  # laid out as the projection that follows reads it
+        if len(outer) == 2:  # in the layout that the following projection reads
             result = query.new_empty(outer[0], length, outer[1], size).transpose(1, 2)
         else:
             result = query.new_empty(*outer, length, size)
@@ -96,7 +97,7 @@ class _Attention(torch.autograd.Function):
         given = tensors[: 3 + ctx.masked]
         grads = [torch.empty_like(x) for x in given]
         dims, flops = ctx.work
-        recorder.add(  # five products where the forward has two: the scores are computed again
+        recorder.add(  # five products instead of two in the forward: the scores are recomputed
             name=f"{ctx.name}_backward", kind="attention", dims=dims, flops=flops * 5 // 2, causal=ctx.causal,
             read=recorder.traffic([*tensors, grad]), written=recorder.traffic(grads[:3]),
         )  # fmt: skip
@@ -125,7 +126,7 @@ def _dropout(recorder: Listener, x: Tensor, p: float, train: bool) -> Tensor:
 
 
 class _RootMeanSquare(torch.autograd.Function):
-    """Fused RMS norm: keeps its input and a statistic for each row."""
+    """Fused RMS norm: saves its input and a statistic for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, size: int, recorder: Listener) -> Tensor:
@@ -212,7 +213,7 @@ FUSED: dict[Any, Callable[..., Any]] = {
 
 
 def accelerated(program: LocalProgram) -> LocalProgram:
-    """The program with such kernels, on whatever device it runs: what it keeps is what it keeps on an accelerator."""
+    """The program with fused kernels on any device; it saves what it would save on an accelerator."""
     graph = program.micro_batch
     return replace(program, micro_batch=LocalGraph(_Accelerated(graph.code), graph.sources))  # type: ignore[arg-type]
 
@@ -232,7 +233,7 @@ class _Interpreter(fx.Interpreter):
 
 
 class _Nobody:
-    """A listener that notes nothing."""
+    """A listener that records nothing."""
 
     def add(self, **what: Any) -> None:
         """Nothing."""

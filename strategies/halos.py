@@ -1,7 +1,7 @@
-"""Operators that read beyond their part of a dim: windows at its edges, and the rows of a causal attention.
+"""Operators that read beyond their shard of a dim: windows at its edges, and the rows of a causal attention.
 
-A window's operator is lowered as itself, without padding along the dims that are cut, on a part that has the rows of
-its neighbours and the padding of the true borders. Rows of a causal attention read the columns up to the last of them.
+A windowed operator is lowered as itself, without padding along the cut dims, on a shard extended by the rows of its
+neighbours and the padding of the true borders. Rows of a causal attention read the columns up to the last of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def windowed_call(
     coordinates: Sequence[int],
     groups: Sequence[tuple[int, ...]],
 ) -> tuple[WindowedCall, tuple[Any, ...]]:
-    """A call whose first operand, placed so, is cut along dims with windows, on the rank at these coordinates: the
-    module that makes it, and its tensors."""
+    """A call whose first operand is cut along dims with windows, on the rank at these coordinates: the module that
+    computes it, and its tensors."""
     halos = _halos(op, rule, choices, placed, layout, coordinates, groups)
     given = _without_padding(op, arguments, [halo.reach.dim for halo in halos])
     tensors = [name for name in op.args if name in op.tensor_names]
@@ -49,7 +49,7 @@ def _halos(
     coordinates: Sequence[int],
     groups: Sequence[tuple[int, ...]],
 ) -> list[Halo]:
-    """What brings the rows around a part, one for each dim with windows that is cut."""
+    """The halo exchange of a shard, one for each cut dim with windows."""
     found = []
     for axis, choice in enumerate(choices):
         if choice.form != "halo":
@@ -73,7 +73,7 @@ def _halos(
 
 
 def _without_padding(op: Op, arguments: dict[str, Any], dims: Sequence[int]) -> dict[str, Any]:
-    """The arguments of an operator with windows that is given its padding along some dims."""
+    """The arguments of a windowed operator whose input is already padded along some dims."""
     space = int(next(c for c in reversed(op.name) if c.isdigit()))
     lead = len(op.shape(0)) - space
     given = arguments["padding"]
@@ -87,7 +87,7 @@ def _without_padding(op: Op, arguments: dict[str, Any], dims: Sequence[int]) -> 
 
 
 def causal_mask(first: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores of rows from *first* on, so that none sees a later column.
+    """Bias added to the scores of rows from *first* on, which masks later columns.
 
     >>> causal_mask(1, 2, 3, torch.float32, torch.device("cpu")).tolist()
     [[0.0, 0.0, -inf], [0.0, 0.0, 0.0]]

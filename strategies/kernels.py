@@ -1,9 +1,8 @@
-"""What a local program computes and keeps: its kernels forward and backward, the tensors that autograd saves, and how
-much is alive meanwhile.
+"""Recorder of a local program: its kernels forward and backward, the saved activations, and its live memory.
 
 The program runs on the meta device, without data, operator by operator; a dispatch mode sees every kernel that would
-run. Fused attention, dropout and products with experts run here as the one kernel that they are on an accelerator, not
-as the meta device would spell them out. Knows no prices.
+run. Fused attention, dropout and expert products run here as single kernels, as on an accelerator, not in the
+decomposed form of the meta device. It knows no prices.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
 from whale.runtime.collectives import Bridge
 from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
-from whale.strategies.dry_run import WithoutData, forward_without_data, rehearsing
+from whale.strategies.dry_run import WithoutData, forward_without_data, noting_calls
 from whale.strategies.fused import FUSED, Traffic
 from whale.strategies.lowering import PlacedStage
 
@@ -51,10 +50,10 @@ class KernelRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A tensor that autograd keeps.
+    """A saved activation.
 
-    ``source`` is the operator that made it; ``visible`` says that operators read it, not only a backward; ``received``
-    and ``sent`` that it comes from another layer, or goes there.
+    ``source`` is the operator that made it; ``visible`` means that operators read it, not only a backward; ``received``
+    and ``sent`` that it comes from another layer, or goes to one.
     """
 
     size: Traffic
@@ -67,8 +66,8 @@ class Kept:
 
 @dataclass(kw_only=True)
 class Trace:
-    """What one run of a layer showed. ``alive`` is what it had in memory whenever something was made, without what is
-    there before it and after it: parameters, their gradients, and the batch."""
+    """Record of one run of a layer. ``alive`` is its live memory at every allocation, without what exists
+    before and after it: parameters, their gradients, and the batch."""
 
     forward: list[KernelRun] = field(default_factory=list)
     backward: list[KernelRun] = field(default_factory=list)
@@ -79,22 +78,23 @@ class Trace:
 
 
 def trace(captured: Captured, stage: PlacedStage, program: LocalProgram, micro_batch: int, dtype: torch.dtype) -> Trace:
-    """Run a layer's program forward and backward without data, and note what it does.
+    """Run a layer's program forward and backward without data, and record it.
 
-    *dtype* is the number type that stands for the run's.
+    *dtype* is the stand-in for the run's dtype.
     """
     recorder = _Recorder(stage, dtype)
-    graph = program.micro_batch
-    watched = replace(program, micro_batch=LocalGraph(_Watched(graph, recorder), graph.sources))  # type: ignore[arg-type]
+    running, calls = noting_calls(program)
+    graph = running.micro_batch
+    watched = replace(running, micro_batch=LocalGraph(_Watched(graph, recorder), graph.sources))  # type: ignore[arg-type]
     found = Trace()
-    with rehearsing(program) as calls, recorder, torch.enable_grad():
+    with recorder, torch.enable_grad():
         roots, seeds = forward_without_data(captured, stage, 0, watched, micro_batch, gradients=True)
         found.forward_calls = tuple(calls)
         found.forward, recorder.kernels = recorder.kernels, []
         calls.clear()
         sent = {recorder.number(x) for x in roots}
         edges = [get_gradient_edge(x) for x in roots]
-        del roots  # only who reads them keeps them
+        del roots  # only their readers save them
         if edges:
             with recorder.recording(None):
                 torch.autograd.backward(edges, seeds)
@@ -104,9 +104,9 @@ def trace(captured: Captured, stage: PlacedStage, program: LocalProgram, micro_b
 
 
 class _Recorder(WithoutData):
-    """Notes every kernel that runs while it is told whose they are, every tensor that autograd saves, and what lives.
+    """Records every kernel by its node, every tensor that autograd saves, and live storages.
 
-    Storages have numbers, in the order in which they are made, because an address is used again.
+    Storages have numbers, in the order of allocation, because addresses are reused.
     """
 
     def __init__(self, stage: PlacedStage, dtype: torch.dtype) -> None:
@@ -124,11 +124,11 @@ class _Recorder(WithoutData):
         self.alive: list[Traffic] = []
         self._now = Traffic()
         self._count = self._before = 0
-        self._storages: dict[int, tuple[int, Any]] = {}  # by address: number, and a reference that tells of its end
-        self._counted: dict[int, Traffic] = {}  # by number: of those that are alive
+        self._storages: dict[int, tuple[int, Any]] = {}  # by address: number, and a weak reference
+        self._counted: dict[int, Traffic] = {}  # by number, of live storages
 
     def number(self, x: Tensor) -> int:
-        """That of a tensor's storage."""
+        """The number of a tensor's storage."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -143,7 +143,7 @@ class _Recorder(WithoutData):
         return number
 
     def count(self, x: Tensor) -> None:
-        """Let a tensor be among what is alive, until its storage is gone, unless it was there before."""
+        """Count a tensor as alive until its storage is freed, unless it existed before."""
         number = self.number(x)
         if number not in self._counted and number > self._before:
             self._counted[number] = self._size(x)
@@ -151,14 +151,14 @@ class _Recorder(WithoutData):
             self.alive.append(self._now)
 
     def begin(self, received: Sequence[Tensor]) -> None:
-        """Forget what is there before the layer, but for what it receives."""
+        """Forget everything that exists before the layer, except what it receives."""
         self._counted = {self.number(x): self._size(x) for x in received}
         self._now, self._before = sum(self._counted.values(), Traffic()), self._count
         self.alive = [self._now]
 
     @contextmanager
     def recording(self, node: fx.Node | None) -> Iterator[None]:
-        """Note what runs in this block, as work of a node of the local graph."""
+        """Record the kernels in this block as work of a node of the local graph."""
         before = self.node, self.on
         self.node, self.on = node, True
         try:
@@ -203,7 +203,7 @@ class _Recorder(WithoutData):
         written: Traffic,
         causal: bool = False,
     ) -> None:
-        """Note one kernel, of the node that is running."""
+        """Record one kernel of the running node."""
         source, split = _source(self.node), self._works_in_parts(self.node)
         self.kernels.append(
             KernelRun(
@@ -220,8 +220,7 @@ class _Recorder(WithoutData):
         )
 
     def traffic(self, tensors: Sequence[Tensor]) -> Traffic:
-        """What moving these tensors takes; an expanded one is as large as what it repeats, one given twice counts
-        once."""
+        """Memory traffic of these tensors; an expanded one counts with the size of its storage, a repeated one once."""
         total, seen = Traffic(), set[tuple[Any, ...]]()
         for x in tensors:
             key = (self.number(x), x.storage_offset(), tuple(x.shape), tuple(x.stride()))
@@ -232,7 +231,7 @@ class _Recorder(WithoutData):
         return total
 
     def _size(self, x: Tensor) -> Traffic:
-        """Of a tensor's storage."""
+        """The number of a tensor's storage."""
         return self._traffic(x.untyped_storage().nbytes() // x.element_size(), x)
 
     def _traffic(self, count: int, x: Tensor) -> Traffic:
@@ -247,19 +246,19 @@ class _Recorder(WithoutData):
         return any(p.kind == "S" for p in (*choices[1].inputs, *choices[1].outputs))
 
     def _is_part(self, node: fx.Node, module: nn.Module | None) -> bool:
-        """Whether what a node returns is a part of the whole."""
+        """Whether a node returns a part of the whole value."""
         if isinstance(module, Bridge):
             return module.conversion.target.kind == "S"
         choices = self.stage.choices.get(_source(node))  # type: ignore[arg-type]
         return choices is not None and len(choices) > 1 and choices[1].outputs[0].kind == "S"
 
     def save(self, x: Tensor) -> Tensor:
-        """Called by autograd for every tensor that it keeps."""
+        """Hook that autograd calls for every saved tensor."""
         self.saved.setdefault(self.number(x), (self._size(x), self.node))
         return x
 
     def kept(self, sent: set[int]) -> list[Kept]:
-        """What autograd kept, each storage once, without what was given: parameters, buffers and the batch."""
+        """Saved tensors, each storage once, without parameters, buffers and the batch."""
         found = []
         for storage, (size, node) in self.saved.items():
             if storage in self.given:
@@ -281,7 +280,7 @@ class _Recorder(WithoutData):
         return found
 
     def claim(self, result: Any, node: fx.Node, module: nn.Module | None) -> None:
-        """Note who made these values, and let their part of the backward be known as the same node's."""
+        """Record the node that made these values, so that their backward is attributed to it."""
         stack = []
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor):
@@ -292,17 +291,17 @@ class _Recorder(WithoutData):
             if function is None or function in self.claimed:
                 continue
             self.claimed.add(function)
-            leaf = not function.next_functions  # adds to a gradient, which a step does once for all micro-batches' sake
+            leaf = not function.next_functions  # gradient accumulation, which happens once a step in the trace
             function.register_prehook(lambda _, node=node, leaf=leaf: self.turn_to(node, not leaf))
             stack += [following for following, _ in function.next_functions]
 
     def turn_to(self, node: fx.Node, on: bool) -> None:
-        """The backward comes to the part of a node."""
+        """Called when the backward reaches the part of a node."""
         self.node, self.on = node, on
 
 
 class _Watched:
-    """Runs a graph node by node, so that the recorder knows whose kernels it sees."""
+    """Runs a graph node by node, so that the recorder knows the node of every kernel."""
 
     def __init__(self, graph: LocalGraph, recorder: _Recorder) -> None:
         self.graph, self.recorder = graph, recorder
@@ -346,7 +345,7 @@ _NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, ate
 
 Tensors = Sequence[Tensor]
 Touches = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
-"""From the tensors that a kernel is given and returns to those that it reads and writes, in size."""
+"""Replace a kernel's arguments and results by the tensors that it reads and writes, by size."""
 
 
 def _all(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:

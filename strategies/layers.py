@@ -37,13 +37,13 @@ from whale.strategies.ungroup import ungroup
 __all__ = ["LayeredModel", "at_rows", "default_dtype", "layered", "within"]
 
 MEGATRON = Prices(reduce_scatter=1.0)
-"""Prices under which sums stay all-reduces, for whoever costs a layer to rewrite as sequence parallelism does."""
+"""Prices under which sums stay all-reduces, which the cost model rewrites for sequence parallelism."""
 
 
 @dataclass(kw_only=True)
 class LayeredModel:
     """A captured model whose kinds of layers can be lowered at any tensor degree, for each of ``rows``; ``hash`` is the
-    whole model's. Placements are those of ``like``, the same model for more rows, where that is given."""
+    whole model's. Placements are those of ``like``, the same model for more rows, if it is set."""
 
     hash: str
     chain: Chain
@@ -63,7 +63,7 @@ class LayeredModel:
         these are split, and the others divide the rows.
 
         Raises:
-            InfeasibleError: the layer cannot be split over so many.
+            InfeasibleError: the layer cannot be split over that number of devices.
         """
         key = (kind, degree, experts)
         if key not in self._placed and self.like is not None:
@@ -103,13 +103,13 @@ class LayeredModel:
         return any(p.kind == "S" and p.atom == leaf for one in choices for p in (*one.inputs, *one.outputs))
 
     def _in_rows(self, value: Value) -> Placements:
-        """How a value is placed whose rows the devices of a group divide; empty for others, such as relative positions,
+        """Placement of a value whose rows the devices of a group divide; empty for others, such as relative positions,
         which need not be whole."""
         leaf, dims = self.analysis.batch_leaf, range(len(value_shape(value)))
         return next(((REPLICATE, shard(dim, leaf)) for dim in dims if self.analysis.shardable(value, leaf, dim)), ())
 
     def _shared(self, kind: int, degree: int) -> dict[Value, Placements]:
-        """How later layers store the parameters that this one reads too."""
+        """How later layers store the parameters that this one also reads."""
         read = {v for n in self.chain.partition.stages[kind].nodes for v in operands(n)}
         found: dict[Value, Placements] = {}
         for later in self.chain.partition.stages[kind + 1 :]:
@@ -119,13 +119,13 @@ class LayeredModel:
         return found
 
     def program(self, kind: int, degree: int, rows: int, experts: tuple[str, ...] = ()) -> LocalProgram:
-        """What the first device of the group runs of a kind of layer, for one of ``rows``."""
+        """The program of the first device of the group for a kind of layer, for one of ``rows``."""
         stage, micro_batch = self.place(kind, degree, experts), self.rows.index(rows)
         return at_micro_batch(lower(self.captured, self.analysis, stage, 0, micro_batch), stage, 0, micro_batch)
 
 
 def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRole, ...]:
-    """What the devices of a group do with an operator."""
+    """The role of an operator on the devices of a group."""
     if degree == 1:
         return ()
     is_split = not experts or any(is_within(module_of(node), path) for path in experts)
@@ -143,7 +143,7 @@ def _mesh(kind: int, degree: int) -> VirtualDevice:
 
 
 def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) -> PlacedStage:
-    """A placement of one capture of a model in the words of another, whose graph has the same operators."""
+    """A placement of one capture of a model, translated to another whose graph has the same operators."""
     graph = target.chain.partition.stages[stage.index]
     nodes = dict(zip(source.captured.graph.nodes, target.captured.graph.nodes, strict=True))
     atoms: dict[int, int] = {}
@@ -186,12 +186,12 @@ def layered(
     loss_fn: Callable[..., Any] | None = None,
     captured: Captured | None = None,
 ) -> dict[int, LayeredModel]:
-    """The model as a chain of layers, for micro-batches of so many rows.
+    """The model as a chain of layers, for micro-batches of the given rows.
 
-    Where rows do not depend on each other, but for the statistics of batch norms, the model is captured once, with all
-    the rows together; else once for each number of rows. *dtype* replaces the number type of parameters and of floating
-    batch entries, as ``model.to`` does. *captured* is a capture of the training model as it is: where its batch has
-    the rows, it does in place of another.
+    If rows do not depend on each other, except in statistics of batch norms, the model is captured once, with all the
+    rows together; otherwise once for each number of rows. *dtype* replaces the dtype of parameters and of floating
+    batch entries, as ``model.to`` does. *captured* is a capture of the unmodified training model: if its batch has the
+    rows, it replaces another capture.
 
     Raises the errors of the capture; see `whale.errors`.
     """
@@ -213,7 +213,7 @@ def layered(
 
 
 def within(layers: LayeredModel, rows: Sequence[int]) -> dict[int, LayeredModel] | None:
-    """The same layers for micro-batches of other rows, as far as one is captured; None where its batch has too few."""
+    """The same layers for micro-batches of other rows, as far as the captured batch has enough; otherwise None."""
     batch = _batch_rows(layers.captured)
     try:
         if sum(rows) <= batch:
@@ -252,19 +252,19 @@ def _batch_rows(captured: Captured) -> int:
 
 
 def _filled(batch: int, rows: Sequence[int]) -> tuple[int, ...]:
-    """These micro-batches, and others that are no larger, of a whole batch."""
+    """Micro-batches with these rows, and smaller ones, that make up a whole batch."""
     full, rest = divmod(batch - sum(rows), max(rows))
     return (*rows, *(max(rows),) * full, *((rest,) if rest else ()))
 
 
 def _cut(layers: LayeredModel, batch: int, rows: Sequence[int]) -> LayeredModel:
-    """The layers with a batch that is cut into these rows and others that are no larger."""
+    """The layers with a batch that is divided into these rows and smaller ones."""
     filled = _filled(batch, rows)
     return replace(layers, rows=filled, time=_time(layers.chain, layers.analysis, len(filled)), like=None, _placed={})
 
 
 def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> LayeredModel:
-    """The layers of a capture, whose graph is used up."""
+    """The layers of a capture, whose graph is consumed."""
     identity = model_hash(captured)
     chain = chain_of(captured, model)
     analysis = analyse(captured.graph, batch_placeholders(captured))
@@ -273,7 +273,7 @@ def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> Lay
 
 
 def _time(chain: Chain, analysis: Analysis, micro_batches: int) -> Mapping[fx.Node, Choice]:
-    """How every operator is cut into so many micro-batches."""
+    """Division of every operator into a number of micro-batches."""
     try:
         return place_time(chain.captured, analysis, chain.partition, micro_batches, apart=True)
     except UsageError as error:
@@ -281,7 +281,7 @@ def _time(chain: Chain, analysis: Analysis, micro_batches: int) -> Mapping[fx.No
 
 
 def at_rows(batch: Batch, rows: int) -> Batch:
-    """A batch of this kind with so many rows, on the meta device."""
+    """A batch of this kind with the given rows, on the meta device."""
     leaves = batch_leaves(batch)
     first = next((x for x in leaves.values() if isinstance(x, Tensor) and x.dim()), None)
 
@@ -295,7 +295,7 @@ def at_rows(batch: Batch, rows: int) -> Batch:
 
 
 def _converted(batch: Batch, dtype: torch.dtype | None) -> Batch:
-    """The batch with its floating entries of another number type."""
+    """The batch with its floating entries in another dtype."""
 
     def convert(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and dtype is not None else x
@@ -310,7 +310,7 @@ def _like(batch: Batch, leaves: Sequence[Any]) -> Batch:
 
 
 def _blank(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of the model on the meta device that is training, of another number type; tied parameters stay tied."""
+    """A copy of the model on the meta device, in training mode and another dtype; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) in memo:
@@ -325,7 +325,7 @@ def _blank(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let tensors that are made without a number type have this one."""
+    """Context in which tensors that are created without a dtype have this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

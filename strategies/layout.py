@@ -1,7 +1,7 @@
-"""Sizes and places on one rank of values whose placements on every mesh axis are known.
+"""Layout: sizes and positions on one rank of values whose placements on every mesh axis are known.
 
-A stage's mesh axes are taken in order, the outermost first; the outermost of all is *time*, along which the batch is
-cut into micro-batches. Two axes may cut one atom: the inner one then cuts the part that the outer one left.
+A stage's mesh axes are processed in order, the outermost first; the outermost of all is *time*, along which the batch
+is divided into micro-batches. Two axes may cut one factor: the inner one then cuts the part that the outer one left.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutAxis:
-    """A mesh axis as the layout sees it: how many ranks, and in which proportion they share.
+    """A mesh axis in the layout: the number of ranks, and their proportions.
 
-    ``sizes`` fixes the shares outright (time: the rows of each micro-batch); else they are proportional to
-    ``weights``, whole units, at least one each where there are enough and no weight is zero.
+    ``sizes`` fixes the shares exactly (time: the rows of each micro-batch); otherwise they are proportional to
+    ``weights``, in whole units, at least one each if there are enough and no weight is zero.
     """
 
     name: str
@@ -38,7 +38,7 @@ class LayoutAxis:
 
 @lru_cache(maxsize=65536)
 def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
-    """How many of *length* units each rank of the axis has."""
+    """Number of *length* units of each rank of the axis."""
     if axis.sizes is not None:
         return axis.sizes
     weights = axis.weights or (1.0,) * axis.size
@@ -47,7 +47,7 @@ def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
 
 @dataclass
 class Layout:
-    """Sizes and places on the mesh of one stage."""
+    """Sizes and positions on the mesh of one stage."""
 
     analysis: Analysis
     axes: Sequence[LayoutAxis]
@@ -57,7 +57,7 @@ class Layout:
     )
 
     def spans(self, placements: Placements, coordinates: Sequence[int]) -> dict[int, Interval]:
-        """(start, length) of every atom that is cut, at these mesh coordinates."""
+        """(start, length) of every cut factor at these mesh coordinates."""
         key = (placements, tuple(coordinates))
         found = self._spans.get(key)
         if found is None:
@@ -73,7 +73,8 @@ class Layout:
         return found
 
     def form(self, placements: Placements) -> tuple[tuple[str, int, int], ...]:
-        """What parts depend on: placements of one form are cut alike, atom by atom, as those of equal layers are."""
+        """Key on which shards depend: placements of one form are cut equally, factor by factor, like those of equal
+        layers."""
         number: dict[int, int] = {}
         return tuple(
             ("S", number.setdefault(p.atom, len(number)), self.analysis.atoms.size(p.atom))
@@ -83,7 +84,7 @@ class Layout:
         )
 
     def cuts(self, placements: Placements, coordinates: Sequence[int]) -> tuple[Interval, ...]:
-        """(start, length) of what is cut, atom by atom: equal for all ranks that hold equal parts."""
+        """(start, length) of every cut factor: equal for all ranks with equal shards."""
         return tuple(self.spans(placements, _within(placements, coordinates)).values())
 
     def local_shape(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
@@ -119,14 +120,14 @@ class Layout:
         return Cut(dim, segments, unit_shares(length, self.axes[axis]))
 
     def starts(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
-        """Where the local part starts in each dim of the whole value."""
+        """Start of the local shard in each dim of the whole value."""
         intervals = self.intervals(value, placements, coordinates)
         return tuple(dim[0][0] if dim else 0 for dim in intervals)
 
     def intervals(
         self, value: Value, placements: Placements, coordinates: Sequence[int]
     ) -> tuple[tuple[Interval, ...], ...]:
-        """The stretches of each dim of the whole value that lie on the rank at these coordinates.
+        """The ranges of each dim of the whole value on the rank at these coordinates.
 
         Only coordinates on axes that cut the value matter: ranks that hold the same get the same object.
         """
@@ -148,7 +149,7 @@ def _within(placements: Placements, coordinates: Sequence[int]) -> tuple[int, ..
 
 
 def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -> tuple[Interval, ...]:
-    """Half-open stretches of a dim, in order, when some of its atoms are cut to (start, length)."""
+    """Half-open ranges of a dim, in order, if some of its factors are cut to (start, length)."""
     atoms = analysis.atoms
     result: list[Interval] = [(0, 1)]
     extent = 1

@@ -1,5 +1,5 @@
-"""How the graphs of a local program are written: placeholders by source, calls of operators by their schemas, and what
-is put right in a graph when it is whole. It decides no placements.
+"""Writer of local programs: placeholders by source, calls of operators by their schemas, and clean-up of a finished
+graph. It decides no placements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Emitter:
         self._modules = 0
 
     def placeholder(self, key: Any, source: Source, hint: str) -> fx.Node:
-        """That of a key, made where there is none."""
+        """The node of a key, created if there is none."""
         if key not in self._placeholders:
             last = list(self._placeholders.values())[-1] if self._placeholders else None
             with self.graph.inserting_after(last) if last else self.graph.inserting_before(None):
@@ -47,21 +47,21 @@ class Emitter:
         return self._placeholders[key]
 
     def output(self, node: fx.Node) -> int:
-        """The place of a node among what the graph returns."""
+        """Index of the node among the graph's outputs."""
         if node not in self._output_index:
             self._output_index[node] = len(self.outputs)
             self.outputs.append(node)
         return self._output_index[node]
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], hint: str, kwargs: dict | None = None) -> fx.Node:
-        """A call of a module, which the root gets."""
+        """A call of a module, which is added to the root."""
         name = f"{hint}_{self._modules}"
         self._modules += 1
         self.root.add_module(name, module)
         return self.graph.call_module(name, args, kwargs or {})
 
     def finish(self) -> LocalGraph:
-        """The graph, without what nobody reads."""
+        """The graph, without unused nodes."""
         self.graph.output(tuple(self.outputs))
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "call_module") and not node.users:
@@ -87,7 +87,7 @@ def substitute(op: Op, args: Sequence[fx.Node | None]) -> dict[str, Any]:
 
 
 def arguments(op: Op, bound: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Those of a call, positional and by name, without what is as its schema has it anyway."""
+    """The arguments of a call, positional and by name, without those equal to their schema defaults."""
     schema = getattr(op.target, "_schema", None)
     if schema is None:
         positional = tuple(bound[str(i)] for i in range(len(op.node.args)))
@@ -112,7 +112,7 @@ def emit(graph: fx.Graph, op: Op, bound: dict[str, Any]) -> fx.Node:
 
 
 def group_once(graph: fx.Graph) -> None:
-    """Sort rows once for all products with matrices that they chose alike."""
+    """Sort rows once for all expert products with the same choice of experts."""
     known: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.target is not grouped_product:
@@ -130,17 +130,17 @@ _PRODUCTS = {
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
     aten.conv2d.default, aten.conv1d.default,
 }  # fmt: skip
-"""Operators whose results, and whose operands' gradients, nobody else holds."""
+"""Operators whose results and operand gradients have no alias."""
 _FRESH = _PRODUCTS | {aten.add.Tensor, product_of_groups}
-"""Operators whose results nobody else holds, their own backward included."""
+"""Operators whose results have no alias, not even in their own backward."""
 _RENAMING = {aten.reshape.default}
 
 
 def mark_reusable(graph: fx.Graph, root: nn.Module) -> None:
-    """Let an all-reduce work in place where its input is a fresh result that nothing else reads.
+    """Make an all-reduce work in place if its input is a fresh result that nothing else reads.
 
-    Of a value that is so if one operator made it for the bridge alone; of a gradient, if all who read the bridge's
-    result make fresh ones (autograd adds several of them up in a tensor of its own).
+    A value qualifies if one operator made it for the bridge alone; a gradient, if all readers of the bridge's result
+    make fresh ones (autograd adds several of them up in a new tensor).
     """
     for node in graph.nodes:
         module = root.get_submodule(node.target) if node.op == "call_module" else None

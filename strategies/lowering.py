@@ -1,10 +1,10 @@
-"""Turn one stage of the global graph into the plain local program of one rank.
+"""Lowering: from one stage of the global graph to the local program of one rank.
 
-The result is three graphs of plain tensors: *constant* (floating values that depend on nothing; run once), *step*
+The result is three graphs of local tensors: *constant* (floating values that depend on nothing; run once), *step*
 (floating values of the whole batch, such as the number of targets that count; run once a step) and *micro-batch* (the
-stage itself). Floating nodes are derived on demand in the placement in which they are read; pinned nodes are computed
-as the solver chose, with a bridge where a value is wanted in another placement. Local shapes come from the global
-graph and the layout; the new nodes carry none.
+stage itself). Floating nodes are derived on demand in the placement in which they are read. Pinned nodes are computed
+as the solver chose, with a bridge if a value is read in another placement. Local shapes come from the global graph and
+the layout; the new nodes have none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
-from whale.runtime.collectives import Bridge, Conversion, Take
+from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
 from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
@@ -40,15 +40,15 @@ CONSTANT, STEP, MICRO_BATCH = 0, 1, 2
 LEVELS = ("constant", "step", "micro_batch")
 
 _NOT_FLOATING = ASKED | COLLECTIVES.keys()
-"""Forms in which floating values are not derived: ranks may not come to them at the same time."""
+"""Forms in which floating values are not derived: ranks may not reach them at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedStage:
     """A stage with a placement for everything: the input of the lowering, the same on every rank.
 
-    ``choices[node]`` and ``stored[value]`` have one entry a mesh axis, time first. ``sent`` and ``mutated`` say in
-    which placements values leave the micro-batch graph.
+    ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
+    placements in which values leave the micro-batch graph.
     """
 
     index: int
@@ -130,12 +130,13 @@ class _Lowering:
             constant=constant,
             step=step,
             micro_batch=micro_batch,
-            bridges=[m for m in modules if hasattr(m, "group") and hasattr(m, "ranks")],
+            bridges=[m for m in modules if isinstance(m, CollectiveModule)],
             depends_on_position=self.depends_on_position,
         )
 
     def _normal(self, value: Value, placements: Placements) -> Placements:
-        """Where no gradient flows R* is R; along time it always is: gradients accumulate there."""
+        """Without a gradient, replicated with partial gradient is replicated; along time it always is: gradients
+        accumulate there."""
         grad = needs_grad(value)
         return tuple(
             REPLICATE if p.kind == "R*" and (axis == 0 or not grad) else p for axis, p in enumerate(placements)
@@ -159,7 +160,8 @@ class _Lowering:
             self.primary[(node, index)] = placed
 
     def _spared_mask(self, op: Op, placed: Placements) -> int | None:
-        """The operand that is a mask which attention knows by a word, if the rows computed here are one stretch."""
+        """The operand that is a mask known to attention by a flag, if the rows computed here are one contiguous
+        range."""
         if "mask" not in op.node.meta:
             return None
         rows = self.stage.layout.intervals((op.node, 0), placed, self.coordinates)[len(op.outputs[0]) - 2]
@@ -168,7 +170,7 @@ class _Lowering:
     # Reading a value in a placement
 
     def read(self, value: Value, want: Placements) -> fx.Node:
-        """The node that holds *value* placed as wanted, in the micro-batch graph; bridges are made once."""
+        """The node of *value* in the wanted placement, in the micro-batch graph; bridges are made once."""
         want = self._normal(value, want)
         main = self.emitters[MICRO_BATCH]
         if (value, want) in main.env:
@@ -185,7 +187,7 @@ class _Lowering:
         return self._floating(value, want, MICRO_BATCH)
 
     def _convert(self, value: Value, have: Placements, want: Placements) -> fx.Node:
-        """Bridge from *have* to *want*, axis by axis; parts are put together from the inside out."""
+        """Bridge from *have* to *want*, axis by axis; shards are gathered from the inside out."""
         main = self.emitters[MICRO_BATCH]
         node, current = main.env[(value, have)], have
         for axis, target in self._steps(have, want):
@@ -198,7 +200,7 @@ class _Lowering:
 
     def _steps(self, have: Placements, want: Placements) -> list[tuple[int, Placement]]:
         changed = {i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b}
-        # An inner axis that cuts an atom which an outer, changing axis cuts too must be whole meanwhile.
+        # An inner axis that cuts the same factor as an outer, changing axis must be whole meanwhile.
         nested = {
             inner
             for inner, p in enumerate(have)
@@ -245,7 +247,7 @@ class _Lowering:
     # Floating values
 
     def _levels(self, node: fx.Node) -> int:
-        """CONSTANT for what depends on no input and no changing buffer, else STEP."""
+        """CONSTANT for values that depend on no input and no mutable buffer, otherwise STEP."""
         if node not in self._level:
             if node.op == "placeholder":
                 constant = node.name in self.captured.constants or (
@@ -292,7 +294,8 @@ class _Lowering:
         return emitter.env[(value, want)]
 
     def _taken(self, emitter: Emitter, value: Value, want: Placements, axis: int) -> fx.Node:
-        """A value that is whole on *axis*, and on inner axes that cut the same atom, of which the part is taken."""
+        """A value that is whole on *axis*, and on inner axes that cut the same factor, from which the shard is
+        taken."""
         nested = [i for i, p in enumerate(want) if i >= axis and p.kind == "S" and p.atom == want[axis].atom]
         have = tuple(REPLICATE if i in nested else p for i, p in enumerate(want))
         node = self._floating(value, have, emitter.level)
@@ -378,7 +381,7 @@ class _Lowering:
     def _causal_rows(
         self, emitter: Emitter, op: Op, bound: dict[str, Any], inputs: Sequence[Placements]
     ) -> dict[str, Any]:
-        """Let rows of a causal attention that are not the first read the columns up to the last of them, and a mask."""
+        """Let rows of a causal attention other than the first read the columns up to the last of them, with a mask."""
         if not bound.get("is_causal"):
             return bound
         dim = len(op.shape(0)) - 2
@@ -454,7 +457,7 @@ class _Lowering:
 
 
 def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_batch: int) -> LocalProgram:
-    """The program with the stretches of the batch that it reads in one micro-batch; its graphs are shared."""
+    """The program with the ranges of the batch that it reads in one micro-batch; its graphs are shared."""
     coordinates = (micro_batch, *stage.mesh.coordinates(rank))
 
     def located(graph: LocalGraph) -> LocalGraph:
@@ -480,7 +483,7 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
 def _nothing(
     stage: PlacedStage, coordinates: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...] | None:
-    """What a rank without a row of the micro-batch returns; None where it has some."""
+    """Result of a rank without a row of the micro-batch; None if it has rows."""
     leaf = stage.layout.analysis.batch_leaf
     for choices in stage.choices.values():
         if any(choice.leaf == leaf for choice in choices):

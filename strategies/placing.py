@@ -1,4 +1,4 @@
-"""From a stage's operators and its mesh to a placement for everything (:class:`PlacedStage`).
+"""Placement of a stage: from its operators and its mesh to a placement for everything (:class:`PlacedStage`).
 
 Time comes first: every operator is cut along the batch without a bridge, or the model couples the rows and cannot be
 cut into micro-batches. Then the mesh axes, outermost first, each solved with the sizes that the outer ones left.
@@ -19,7 +19,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
-from whale.graph.values import Value, resolve, value_shape, value_tensor
+from whale.graph.values import Value, is_call, resolve, value_shape, value_tensor
 from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
 from whale.ir.virtual_device import RegionRole, VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
@@ -31,8 +31,8 @@ from whale.strategies.sharding import AxisProblem, Prices, solve_axis, solve_tim
 
 @dataclass
 class Report:
-    """What a user should know of the placements: operators computed whole, for want of a rule or of a way to cut them
-    along the dim of their region, and matrices that could not be split."""
+    """Warnings about the placements: operators computed whole, without a rule or a way to cut them along the dim of
+    their region, and matrices that could not be split."""
 
     whole: list[fx.Node] = field(default_factory=list)
     uncut: list[fx.Node] = field(default_factory=list)
@@ -43,9 +43,9 @@ class Report:
 class StageProblem:
     """A stage to place: its operators, its mesh, and the role of each operator on each mesh axis.
 
-    ``fixed`` says how some parameters and received values must be stored. The gradients of ``shared`` parameters are
-    summed with other stages'. ``sent`` says whether values may leave in parts, ``leaving`` how some of them must on the
-    axes of the mesh.
+    ``fixed`` are required placements of some parameters and received values. The gradients of ``shared`` parameters are
+    summed with other stages'. ``sent`` says whether values may leave in shards, ``leaving`` how some of them must leave
+    on the axes of the mesh.
     """
 
     task_graph: TaskGraph
@@ -62,7 +62,7 @@ class StageProblem:
 
 
 def batch_placeholders(captured: Captured) -> list[fx.Node]:
-    """The inputs whose first dim is the batch: that of the first tensor input, and all of the same length."""
+    """The inputs whose first dim is the batch: the first tensor input, and all of the same length."""
     inputs = [n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.inputs]
     tensors = [n for n in inputs if value_tensor((n, 0)).dim() > 0]
     if not tensors:
@@ -93,7 +93,7 @@ def place_stage(
     stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in read}
     stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
     roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
-    along = cut_along(captured, analysis, mesh, roles)
+    along = cut_along(captured, analysis, partition.scopes, mesh, roles)
     outputs: dict[Value, str | Placement] = dict.fromkeys(problem.task_graph.sent, problem.sent)
     outputs |= dict.fromkeys(problem.mutated.values(), "whole")
     if problem.loss is not None:
@@ -101,7 +101,7 @@ def place_stage(
     for axis, mesh_axis in enumerate(mesh.axes):
 
         def local_bytes(value: Value) -> int:
-            """Of the largest part, as earlier axes have cut it."""
+            """Size of the largest shard, as earlier axes have cut it."""
             tensor = value_tensor(value)
             nbytes = float(tensor.numel() * tensor.element_size())
             for layout_axis, placement in zip(layout.axes, _placed(chosen, stored, value), strict=False):
@@ -116,7 +116,7 @@ def place_stage(
             return length * prod(shares)
 
         def units(node: fx.Node, leaf: int) -> float:
-            """Of the largest part, as earlier axes have cut it."""
+            """Size of the largest shard, as earlier axes have cut it."""
             return left_units(leaf, tuple(choice.leaf == leaf for choice in chosen[node]))
 
         solution = solve_axis(
@@ -141,7 +141,7 @@ def place_stage(
             placement = (
                 problem.fixed[value][axis + 1] if value in problem.fixed else solution.stored.get(value, REPLICATE)
             )
-            # What stages sum must be a term of the sum on every rank.
+            # values that stages sum must be partial on every rank
             shared = value in problem.shared and placement.kind == "R"
             stored[value].append(FANOUT if shared else placement)
         for value in solution.forbidden:
@@ -169,7 +169,7 @@ def place_stage(
 
 
 def _check_heads(problem: StageProblem) -> None:
-    """Refuse to split an attention over more devices than it has heads: it would be computed whole, unasked."""
+    """Refuse to split an attention over more devices than it has heads: it would be computed whole."""
     for node in problem.task_graph.nodes:
         if not _is_attention(node):
             continue
@@ -186,7 +186,7 @@ def _check_heads(problem: StageProblem) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    """A fused attention, or the product of queries and keys that a softmax soon reads."""
+    """A fused attention, or the product of queries and keys that a softmax reads."""
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         return True
     if node.target is not torch.ops.aten.matmul.default or len(value_shape((node, 0))) < 4:
@@ -224,11 +224,11 @@ def _check_units(captured: Captured, analysis: Analysis, problem: StageProblem, 
 def place_time(
     captured: Captured, analysis: Analysis, partition: Partition, micro_batches: int, *, apart: bool = False
 ) -> Mapping[fx.Node, Choice]:
-    """How every pinned operator of the model is cut into micro-batches; *apart* as for `solve_time`.
+    """Division of every pinned operator of the model into micro-batches; *apart* as for `solve_time`.
 
     Raises :class:`UsageError` if the batch is cut and an operator couples its rows.
     """
-    nodes = [n for n in captured.graph.nodes if n in partition.stage_of]
+    nodes = [n for n in captured.graph.nodes if is_call(n) and n not in partition.floating]
     if micro_batches == 1:
         return {n: analysis.choices[n][0] for n in nodes}
     free = _free(captured, analysis, partition, nodes)
@@ -265,7 +265,7 @@ def _is_parameter(captured: Captured, value: Value) -> bool:
 
 
 def _time_of(analysis: Analysis, nodes: Sequence[fx.Node], time: Mapping[fx.Node, Choice], value: Value) -> Placement:
-    """How a received value is cut along time: as its first reader wants it."""
+    """Cut of a received value along time: that of its first reader."""
     for node in nodes:
         for operand, want in zip(analysis.ops[node].operands, time[node].inputs, strict=True):
             if operand == value:
@@ -282,7 +282,7 @@ def _effective_roles(
 ) -> dict[fx.Node, tuple[RegionRole, ...]]:
     """A replicated operator without parameters that reads a split one may be cut as that is: a residual sum, a loss.
 
-    What it may not do is decided by the next operator that has parameters.
+    The next operator with parameters decides what it must not do.
     """
     found: dict[fx.Node, tuple[RegionRole, ...]] = {}
     for node in nodes:
@@ -308,7 +308,7 @@ def _placed(
 def _leaving(
     choices: Mapping[fx.Node, tuple[Choice, ...]], stored: Mapping[Value, Placements], value: Value
 ) -> Placements:
-    """How a sent value leaves: sharded where it is, else whole."""
+    """Placement of a sent value: sharded if it is sharded, otherwise whole."""
     return tuple(p if p.kind == "S" else REPLICATE for p in _placed(choices, stored, value))
 
 
@@ -321,7 +321,7 @@ def _loss_placements(choices: Mapping[fx.Node, tuple[Choice, ...]], loss: Value 
 def _computed_whole(
     analysis: Analysis, nodes: Sequence[fx.Node], chosen: Mapping[fx.Node, Sequence[Choice]], axis: int, report: Report
 ) -> list[fx.Node]:
-    """Operators that have no rule and that were therefore computed whole on an axis where their inputs are parts."""
+    """Operators without a rule that are therefore computed whole on an axis on which their inputs are sharded."""
     found = []
     for node in nodes:
         if not analysis.rules[node].opaque or node in report.whole:
@@ -338,7 +338,7 @@ def _uncut(
     analysis: Analysis, nodes: Sequence[fx.Node], chosen: Mapping[fx.Node, Sequence[Choice]],
     along: Mapping[fx.Node, tuple[int | None, ...]], axis: int,
 ) -> list[fx.Node]:  # fmt: skip
-    """Operators of regions that are cut along a dim which need all of it, and so gather parts of it."""
+    """Operators of regions cut along a dim that need the whole dim, and so gather it."""
     found = []
     for node in nodes:
         leaf, choice = along[node][axis], chosen[node][axis + 1]

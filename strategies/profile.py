@@ -1,9 +1,9 @@
-"""From a model to its profile: a chain of layers with what each computes, keeps and communicates, by tensor degree.
+"""Profiling of a model's graph: a chain of layers with compute, saved activations and communication, by tensor degree.
 
-Nothing is allocated. The model is captured, cut into layers, and of every kind of layer the program that one device of
-a tensor group would run is traced without data, at three numbers of rows: two give the law, the third must follow it.
-Where the devices of a group divide rows, these are multiples of the degree: uneven parts run other kernels. Knows no
-prices, no clusters and no plans.
+Nothing is allocated. The model is captured and divided into layers. For every kind of layer, the program of one device
+of a tensor group is traced without data, at three numbers of rows: two define a linear law, the third must follow it.
+If the devices of a group divide rows, these are multiples of the degree, because uneven shards run other kernels. This
+module knows no prices, no clusters and no plans.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ROWS = (2, 3, 4)
 """Rows at which layers are traced. Not 1, where some copies are views."""
 
 LEAST_ROWS = 2
-"""Of these as many as make a law. The others check it, where the batch has them."""
+"""Number of these that define a law. The others check it, if the batch has them."""
 
 ELEMENT_BYTES = (2, 4, 8)
-"""Of the number types in which a profile may be read."""
+"""The dtypes in which a profile may be read."""
 
 STAND_IN = torch.bfloat16
-"""The number type that stands for the run's: what a model keeps in float32 on purpose then differs from it."""
+"""The stand-in for the run's dtype; tensors that a model holds in float32 on purpose then differ from it."""
 
 
 def profile_model(
@@ -124,7 +124,8 @@ def _experts(model: LayeredModel, kind: int) -> tuple[str, ...]:
 
 
 def _expert_paths(layers: Sequence[Layer], experts: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Of each layer the modules of its experts: they own the same parameters, by order, as in the first of its kind."""
+    """The expert modules of each layer: those that own the same parameters, by order, as in the first layer of the
+    kind."""
     owners = [[name.rpartition(".")[0] for name in layer.parameters] for layer in layers]
     firsts: dict[int, list[str]] = {}
     for layer, own in zip(layers, owners, strict=True):
@@ -140,7 +141,7 @@ def _measured(
     degrees: Sequence[int],
     in_multiples: Callable[[Sequence[int]], Mapping[int, Mapping[int, LayeredModel]]],
 ) -> dict[int, str]:
-    """Trace every kind of layer at the degrees; returns those that are impossible, with the reason.
+    """Trace every kind of layer at the degrees; return the impossible degrees, with reasons.
 
     A kind whose rows a group divides is traced in multiples of the degree.
     """
@@ -167,8 +168,8 @@ def _in_multiples(
     captured: Captured | None,
     layers: LayeredModel,
 ) -> dict[int, Mapping[int, LayeredModel]]:
-    """For each of these degrees the model for micro-batches of which a device has `ROWS`: its *layers* as they are,
-    where they are those of *captured*; captured again for those of which the batch has too few, all together."""
+    """The model for each degree, for micro-batches of which a device has `ROWS` rows: the given *layers* if they are
+    those of *captured*; otherwise captured again, all together, for rows that the batch lacks."""
     rows = {degree: [degree * count for count in ROWS] for degree in degrees}
     found: dict[int, Mapping[int, LayeredModel]] = {}
     for degree, own in rows.items() if captured is not None else ():
@@ -193,7 +194,7 @@ def _expert_variants(
 
 
 class _NoLaw(UsageError):
-    """What a layer costs does not grow by the row."""
+    """Costs of a layer that are not linear in the rows."""
 
 
 def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:
@@ -237,7 +238,7 @@ def _row_bytes(batch: Batch) -> int:
 
 
 def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Layers that share parameters, and how much they share."""
+    """Layers that share parameters, and the number of shared parameters."""
     readers: dict[str, list[int]] = {}
     for position, layer in enumerate(layered.chain.layers):
         for name in layer.parameters:
@@ -266,12 +267,12 @@ def _sum(costs: Sequence[_KindCosts], layered: LayeredModel, crossing: Sequence[
 
 
 class _KindCosts:
-    """One kind of layer, traced at every degree that is asked for.
+    """One kind of layer, traced at every requested degree.
 
     Args:
         models: by rows of a micro-batch, those that are traced.
         kind: of layer.
-        counted: the same in the rows that laws are for; of an expert group, those of one device.
+        counted: the same in the rows of the laws; in an expert group, the rows of one device.
     """
 
     def __init__(self, models: Mapping[int, LayeredModel], kind: int, counted: Sequence[int] = ROWS) -> None:
@@ -283,14 +284,14 @@ class _KindCosts:
         self.divided: dict[int, _KindCosts] = {}
 
     def measure(self, degree: int, experts: tuple[str, ...] = (), *, divisible: bool = False) -> bool:
-        """Trace the layer split over so many devices, or with only its *experts* split.
+        """Trace the layer split over *degree* devices, or with only its *experts* split.
 
         False, and nothing is traced, where they divide rows, unless the rows are *divisible* by the degree.
         """
         first = next(iter(self.models.values()))
         if not (experts or divisible) and first.divides_rows(self.kind, degree):
             return False
-        with default_dtype(self.dtype):  # as it was captured: what a model makes as it goes has no other hint
+        with default_dtype(self.dtype):  # as captured: tensors that a model creates while running depend on it
             self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in self.models]
         return True
 
@@ -306,7 +307,7 @@ class _KindCosts:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether autograd keeps what the layer receives."""
+        """Whether autograd saves the layer's input."""
         return any(kept.received for kept in self.traces[1, ()][0].kept)
 
     def sent(self, value: Value) -> Amount:
@@ -323,7 +324,7 @@ class _KindCosts:
         return self._amount(sizes)
 
     def variant(self, degree: int, experts: tuple[str, ...] = (), *, sent: bool) -> LayerVariant:
-        """The layer's costs as it was measured. *sent* says whether what it sends is kept here, not by who reads it."""
+        """The layer's measured costs. *sent* says whether its output is saved here, not by its readers."""
         if degree in self.divided:
             return self.divided[degree].variant(degree, sent=sent)
         first = next(iter(self.models.values()))
@@ -402,7 +403,7 @@ class _KindCosts:
         return tuple(found)
 
     def _exchanges(self, runs: Sequence[Sequence[KernelRun]], stage: PlacedStage) -> tuple[Communication, ...]:
-        """Rows on their way to the experts that they chose, and back, wherever experts are divided."""
+        """The all-to-alls of rows to their experts and back, for all degrees at which experts are divided."""
         found = []
         for nodes, sides in zip(expert_ways(stage.nodes), ((1, 3), (1, 2)), strict=True):
             for same in self._rows_alike(runs, "kernels"):
@@ -430,7 +431,7 @@ class _KindCosts:
         return tuple(found)
 
     def _working(self, runs: Sequence[Sequence[Traffic]], saved: Sequence[Saved]) -> tuple[Amount, ...]:
-        """What was alive beside what is kept, at each moment; none where the moments depend on the number of rows."""
+        """Live memory besides saved activations, at each moment; none if the moments depend on the number of rows."""
         if len({len(run) for run in runs}) > 1:
             return ()
         kept = [value.size for value in saved]
@@ -443,7 +444,7 @@ def _number(value: Fraction) -> float:
 
 
 def _without_all(amount: Amount, others: Sequence[Amount]) -> Amount:
-    """What is left of an amount without others."""
+    """The rest of an amount without others."""
     parts = [
         Affine(*(own - sum(theirs) for own, *theirs in zip(whole, *those, strict=True)))
         for whole, those in (
@@ -455,7 +456,7 @@ def _without_all(amount: Amount, others: Sequence[Amount]) -> Amount:
 
 
 def _most_of(amounts: Sequence[Amount]) -> tuple[Amount, ...]:
-    """Of amounts those that are the most at some number of rows: the upper hull of lines, for each size of an element.
+    """The amounts that are the largest at some number of rows: the upper hull of lines, for each element size.
 
     >>> few, many = Amount(bytes=Affine(9, 1)), Amount(bytes=Affine(1, 2))
     >>> _most_of([few, many, Amount(bytes=Affine(4, 1.5))]) == (few, many)
@@ -474,23 +475,22 @@ def _most_of(amounts: Sequence[Amount]) -> tuple[Amount, ...]:
 
 
 class _Regions:
-    """What belongs to the core of an attention, and what to experts."""
+    """The kernels of an attention's core, and those of experts."""
 
     def __init__(self, cores: frozenset[fx.Node], experts: frozenset[fx.Node]) -> None:
         self.cores, self.experts = cores, experts
 
     def in_core(self, kept: Kept) -> bool:
-        """Whether only the core's own backward wants a tensor: what it is made from and what it gives are kept for
-        others too."""
+        """Whether only the core's own backward reads a tensor; its inputs and its output are saved for others too."""
         if kept.source is None or kept.source not in self.cores:
             return False
-        if not kept.visible:  # but a copy of an operand, which a product needed in another layout
+        if not kept.visible:  # except a copy of an operand that a product needed in another layout
             return kept.source.target not in PRODUCTS
         return all(user in self.cores for user in kept.source.users)
 
 
 def _origin(node: fx.Node | None) -> str:
-    """How a saved tensor is called: by its operator."""
+    """Name of a saved tensor: its operator."""
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target))) if node else "constant"
 
 
@@ -510,8 +510,8 @@ def _exchanged(call: CollectiveCall) -> int:
 
 
 def _parameters(model: LayeredModel, stage: PlacedStage, *, in_parts: bool) -> tuple[int, int, int, int]:
-    """Elements on one device: trainable, those of experts among them (or all that are in parts), the most of one, and
-    what is kept but not trained."""
+    """Elements on one device: trainable, those of experts among them (or all sharded ones), the largest one, and
+    elements that are not trained."""
     captured = model.captured
     at = (0, *stage.mesh.coordinates(0))
     trainable = of_experts = largest = 0

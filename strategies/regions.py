@@ -1,7 +1,7 @@
-"""Which operators of a graph belong to the core of an attention, and which to the experts of a mixture.
+"""Regions of a graph: operators of an attention's core, and of the experts of a mixture.
 
-The core of an attention is what lies between queries, keys and values and the context: a fused operator, or a product,
-a softmax and a product, and what stands between them. Knows graphs and axis rules only.
+The core of an attention lies between queries, keys and values and the context: a fused operator, or a product, a
+softmax and a product, and the operators between them. This module knows graphs and axis rules only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BETWEEN = {
     aten.clone.default, aten.slice.Tensor,
 }  # fmt: skip
 _MOST = 0.5
-"""Of a layer's parameters, what experts have at least."""
+"""Smallest fraction of a layer's parameters that experts have."""
 
 
 def attention_cores(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -55,7 +55,7 @@ def attention_cores(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _towards_product(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """What lies between a softmax and the next product in one direction, the product last; empty if there is none."""
+    """Operators between a softmax and the next product in one direction, the product last; empty if there is none."""
     path: set[fx.Node] = set()
     stack: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(n, ()) for n in step(softmax)]
     while stack:
@@ -68,7 +68,7 @@ def _towards_product(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Nod
 
 
 def expert_operators(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
-    """Of the operators of one layer, products of rows with the matrix that each chose, and what lies between two."""
+    """Expert products of one layer: products of rows with the matrix that each row chose, and operators between two."""
     products = {node for node in nodes if node.target is grouped_product}
     after, before = set[fx.Node](), set[fx.Node]()
     for node in nodes:
@@ -81,8 +81,8 @@ def expert_operators(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
 
 
 def expert_ways(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Of the products with experts in a layer, those whose rows have to be brought to the experts, one for each set of
-    rows, and those whose results are brought back."""
+    """Expert products of a layer whose rows are sent to the experts, one for each set of rows, and those whose results
+    are sent back."""
     products = [node for node in nodes if node.target is grouped_product]
     after = set[fx.Node]()
     for node in nodes:
@@ -97,7 +97,7 @@ def expert_ways(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]
 
 
 def expert_matrices(nodes: Sequence[fx.Node]) -> frozenset[Value]:
-    """The parameters that products with experts read, maybe in another layout."""
+    """Parameters that expert products read, possibly in another layout."""
     found = set()
     for node in nodes:
         if node.target is grouped_product:
@@ -106,10 +106,10 @@ def expert_matrices(nodes: Sequence[fx.Node]) -> frozenset[Value]:
 
 
 def expert_modules(captured: Captured, analysis: Analysis, nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The modules whose own parameters are matrices of experts, one for each, in order of use.
+    """Modules whose own parameters are expert matrices, one per expert, in order of use.
 
-    Those are what rows are multiplied with one by one, and what a batched product reads along the axis of its batch;
-    and they are most of what the layer has, of which the modules are not all.
+    Such matrices are multiplied with rows one by one, or read by a batched product along its batch axis. They are most
+    of the layer's parameters, and the modules are not the whole layer.
     """
     stacks = expert_matrices(nodes) | {value for node in nodes for value in _stacks(analysis, node)}
     parameters = dict.fromkeys(v for node in nodes for v in operands(node) if v[0].name in captured.parameters)
@@ -124,7 +124,7 @@ def expert_modules(captured: Captured, analysis: Analysis, nodes: Sequence[fx.No
 
 
 def is_within(path: str, module: str) -> bool:
-    """Whether a module is another, or lies in it.
+    """Whether a module equals another or lies in it.
 
     >>> is_within("layers.0.experts.up", "layers.0.experts"), is_within("layers.10", "layers.1")
     (True, False)
@@ -133,7 +133,7 @@ def is_within(path: str, module: str) -> bool:
 
 
 def _stacks(analysis: Analysis, node: fx.Node) -> Iterable[Value]:
-    """What a product reads along an axis of its batch, as it came into the layer."""
+    """The layer input that a product reads along an axis of its batch."""
     if node.target not in PRODUCTS and node.target is not aten.einsum.default:
         return
     sources = [_source(value) for value in analysis.ops[node].operands]
@@ -143,7 +143,7 @@ def _stacks(analysis: Analysis, node: fx.Node) -> Iterable[Value]:
 
 
 def _source(value: Value) -> Value:
-    """What a value is in another layout or number type."""
+    """The source of a value that is only in another layout or dtype."""
     while value[0].op != "placeholder" and len(value[0].all_input_nodes) == 1:
         value = resolve(value[0].all_input_nodes[0])
     return value

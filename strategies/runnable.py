@@ -1,8 +1,8 @@
-"""Layers with data: what one device of a tensor group runs of a model, layer by layer, as the executor would run it.
+"""Runnable layers with data: the program of one device of a tensor group, layer by layer, as the executor would run it.
 
-Every layer of the chain gets parameters of its own, in memory of its own, so that weights come from where they come
-from in a step; layers that share a parameter share it. Collectives are not made: a tensor of the right size takes the
-place of their result. Times nothing, and knows no devices but the one that it is told.
+Every layer of the chain has its own parameters in its own memory, so that weights are read from memory as in a step;
+layers that share a parameter share it. Collectives are replaced by tensors of the right size. This module times nothing
+and knows only its own device.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from whale.graph.capture import Batch, batch_leaves
 from whale.graph.values import needs_grad, value_tensor
-from whale.runtime.collectives import Rehearsal
+from whale.runtime.collectives import DryGroup
 from whale.runtime.random import Clock
-from whale.runtime.stage import LocalProgram, LocalStage
+from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layers import LayeredModel
 from whale.strategies.lowering import PlacedStage
 
@@ -30,10 +30,10 @@ class RunnableLayer:
 
     Attributes:
         kind: of the layer.
-        stage: runs its forward, from as many values as there are in ``received``.
+        stage: runs its forward, with one value for each entry of ``received``.
         received: stand-ins for what earlier layers send, and whether a gradient goes back to each.
         flows: for each output of the forward whether a gradient comes back; the loss is among them.
-        batch: what the stage reads of the global batch.
+        batch: the part of the global batch that the stage reads.
         parameters: those that it trains, in the order in which it uses them; what layers share is the same object.
     """
 
@@ -59,7 +59,7 @@ def runnable_layers(
 
     Args:
         layered: the captured model, for these rows among others.
-        model: whose values are taken, where it has any; else some of a usual size.
+        model: the source of values, if it has any; otherwise values of a usual size are generated.
         batch: a batch like the example; its rows are repeated until there are enough.
         degree: devices over which the layers are split.
         rows: of a micro-batch.
@@ -67,7 +67,7 @@ def runnable_layers(
         device: on which to run.
 
     Raises:
-        InfeasibleError: a layer cannot be split over so many.
+        InfeasibleError: a layer cannot be split over this number of devices.
     """
     made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     programs: dict[int, LocalProgram] = {}
@@ -102,12 +102,9 @@ def _stage(
     tensors: Mapping[tuple[str, str], Tensor],
     parameters: tuple[nn.Parameter, ...],
 ) -> LocalStage:
-    for bridge in program.bridges:
-        if len(bridge.ranks) > 1:  # type: ignore[arg-type]
-            bridge.group = _Silent(bridge.ranks)  # type: ignore[assignment, arg-type]
     outputs = tuple(f"sent {index}" for index in range(len(placed.sent)))
     return LocalStage(
-        programs=[program],
+        programs=bound([program], lambda name, ranks: _Silent(ranks) if len(ranks) > 1 else None),
         outputs=outputs + (("loss",) if placed.loss is not None else ()),
         mutated=tuple(placed.mutated),
         tensors=tensors,
@@ -116,8 +113,8 @@ def _stage(
     )
 
 
-class _Silent(Rehearsal):
-    """A group whose collectives are not made, and not noted either."""
+class _Silent(DryGroup):
+    """A group whose collectives are neither made nor recorded."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__("", tuple(ranks), [])
@@ -135,7 +132,7 @@ def _tensors(
     generator: torch.Generator,
     device: torch.device,
 ) -> dict[tuple[str, str], Tensor]:
-    """Parameters, buffers and constants of a layer under the names that the first of its kind has for them."""
+    """Parameters, buffers and constants of a layer under the names of the first layer of its kind."""
     captured = layered.captured
     at = placed.mesh.coordinates(placed.mesh.ranks[0])
     tensors: dict[tuple[str, str], Tensor] = {}
@@ -166,8 +163,8 @@ def _tensors(
 def _values(
     source: Tensor, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """The first part of a tensor that has this shape; where there are no values, ones for vectors and some around
-    zero, as large as keeps a product's size, for matrices."""
+    """The first part of a tensor with this shape; without values, ones for vectors and small random numbers for
+    matrices, scaled to preserve the size of a product."""
     if not source.is_meta:
         return source.detach()[tuple(slice(0, size) for size in shape)].to(device, dtype, copy=True).contiguous()
     if not dtype.is_floating_point:
@@ -195,7 +192,7 @@ def _received(
 
 
 def _repeated(batch: Batch, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """The batch with so many rows, its own again and again; zeros where it has no data."""
+    """The batch repeated to the given rows; zeros if it has no data."""
     leaves = {name: x for name, x in batch_leaves(batch).items() if isinstance(x, Tensor)}
     first = next((x for x in leaves.values() if x.dim()), None)
     found = {}

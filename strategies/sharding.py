@@ -1,16 +1,16 @@
-"""Choose a placement for every tensor of a stage, one mesh axis at a time.
+"""The placement solver: a placement for every tensor of a stage, one mesh axis at a time.
 
-Objective: the bytes that the runtime moves in a step (:func:`conversion_cost`), plus work done more than once
-(:class:`Prices`). Constraints, each an annotation:
+Objective: the bytes that the runtime moves in a step (:func:`conversion_cost`), plus duplicated work (:class:`Prices`).
+Constraints, each an annotation:
 
 * ``split``: a matrix that is read inside the region is stored sharded and never gathered (:data:`_FORBIDDEN`);
 * ``replicate``: operators are cut along the batch, parameters are whole, activations are never bridged
-  (:func:`_allowed`); ``split`` along a dim is the same with another atom.
+  (:func:`_allowed`); ``split`` along a dim is the same with another axis factor.
 
-Least bytes alone would gather weights for every use (ZeRO-3), so costs only break ties between what the annotations
-allow. The search is a dynamic program over the topological order whose state is the placements of the live values, with
-a beam. Its steps are the segments between narrow places of the graph; a segment that is equal to an earlier one up to
-names is not solved again, so the cost does not grow with depth. Not optimal in general: a beam.
+Minimizing bytes alone would gather weights for every use (ZeRO-3), so costs only break ties between what the
+annotations allow. The search is a dynamic program over the topological order whose state is the placements of the live
+values, with a beam. Its steps are the segments between narrow places of the graph; segments that are equal up to names
+are solved once, so the cost does not grow with depth. The beam makes it a heuristic.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _RESHAPED = {
     torch.ops.aten.permute.default, torch.ops.aten._to_copy.default,
 }  # fmt: skip
 _FORBIDDEN = 1e15
-"""Price of what an annotation forbids: finite, so that a graph that leaves no way is still lowered, and reported."""
+"""Price of a choice that an annotation forbids: finite, so that a graph without an allowed choice is still lowered, and
+reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What moving and computing cost, in units of a byte sent over a link.
+    """Prices of communication and computation, in units of a byte sent over a link.
 
     ``latency``: a collective's start-up. ``byte_touched``: a byte read or written by a kernel. ``flop``: one floating
     point operation. ``reduce_scatter``: its price as a fraction of an all-reduce of the same tensor. The defaults are
@@ -52,15 +53,16 @@ class Prices:
 
 
 GLOO = Prices(latency=5e4, byte_touched=0.1, flop=1e-2, reduce_scatter=1.0)
-"""Loopback sockets beside a CPU: assumed, not measured, as 1.5 GB/s and 30 us, with no gain from reduce-scatter."""
+"""Loopback sockets and a CPU: assumed, not measured, as 1.5 GB/s and 30 us, with no gain from reduce-scatter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisProblem:
-    """What the solver needs to know of one mesh axis of one stage.
+    """Input of the solver for one mesh axis of one stage.
 
-    ``along`` is the atom along which each operator is to be cut (the batch, or a dim of the region; -1: there is none);
-    None for those whose matrices are split. ``units`` says how much of an atom the earlier axes have left an operator.
+    ``along`` is the axis factor along which each operator is to be cut (the batch, or a dim of the region; -1: none);
+    None for operators whose matrices are split. ``units`` are the positions of a factor that the earlier axes have left
+    an operator.
     """
 
     nodes: Sequence[fx.Node]
@@ -87,7 +89,7 @@ class AxisSolution:
 
 
 def conversion_cost(a: Placement, b: Placement, nbytes: float, size: int, grad: bool, prices: Prices) -> float:
-    """Price of a bridge: what the value's and the gradient's conversions send (ring algorithms)."""
+    """Price of a bridge: bytes of the value's and the gradient's conversions (ring algorithms)."""
     if a == b:
         return 0.0
     cost = _PRIMITIVE[a.value, b.value](nbytes, size, prices)
@@ -101,7 +103,7 @@ def _free(nbytes: float, size: int, prices: Prices) -> float:
 
 
 def _fill(nbytes: float, size: int, prices: Prices) -> float:
-    """Nothing is sent, but all ranks but one write zeros."""
+    """Nothing is sent, but all ranks except one write zeros."""
     return nbytes * prices.byte_touched
 
 
@@ -128,12 +130,12 @@ _PRIMITIVE = {
 
 
 def solve_axis(analysis: Analysis, problem: AxisProblem) -> AxisSolution:
-    """The cheapest placements found for one mesh axis of one stage."""
+    """The cheapest placements for one mesh axis of one stage."""
     return _Solver(analysis, problem).solve()
 
 
 def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[Choice]:
-    """The choices that the node's annotation leaves on this axis."""
+    """The choices that the node's annotation allows on this axis."""
     leaf = problem.along[node]
     choices = [c for c in analysis.choices[node] if c.leaf < 0 or analysis.atoms.size(c.leaf) >= problem.size]
     op = analysis.ops[node]
@@ -165,7 +167,7 @@ def _work(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> float:
 
 
 class _Segment:
-    """A stretch of the topological order in canonical form: values, placements and atoms are small numbers."""
+    """A segment of the topological order in canonical form: values, placements and factors are small numbers."""
 
     def __init__(self, solver: _Solver, nodes: Sequence[fx.Node], last: Mapping[Value, int], offset: int) -> None:
         self.nodes = nodes
@@ -208,7 +210,8 @@ class _Segment:
         return self.values.setdefault(value, len(self.values))
 
     def place(self, placement: Placement, grad: bool) -> tuple[str, int, int]:
-        """Canonical form of a placement: kind, dim, number of the atom. Without a gradient R* is R."""
+        """Canonical form of a placement: kind, dim, number of the factor. Without a gradient, replicated with partial
+        gradient is replicated."""
         if placement.kind == "R*" and not grad:
             placement = REPLICATE
         atom = -1 if placement.atom < 0 else self.leaves.setdefault(placement.atom, len(self.leaves))
@@ -221,7 +224,7 @@ class _Segment:
 
 
 Canonical = tuple[str, int, int]
-"""A placement as a tuple: kind, dim, atom (or, inside a segment, the atom's number)."""
+"""A placement as a tuple: kind, dim, factor (or, inside a segment, the factor's number)."""
 
 
 def _tuple(placement: Placement) -> Canonical:
@@ -248,9 +251,9 @@ class _Solver:
         self.small = self._small()
 
     def price(self, node: fx.Node, choice: Choice) -> float:
-        """Price of a choice beside its bridges: work that others do too, and collectives of its own.
+        """Price of a choice without its bridges: duplicated work, and its own collectives.
 
-        A result that stays a term of a sum costs a pass over it: what later needs the sum must copy the term first.
+        A partial result costs a pass over it: an operator that later needs the sum must copy the term first.
         """
         cost = COLLECTIVES.get(choice.form, 0) * self.problem.prices.latency
         if choice.form == "halo":
@@ -262,13 +265,13 @@ class _Solver:
         return cost
 
     def _halo_bytes(self, node: fx.Node, dim: int) -> float:
-        """Bytes of the rows that a part of an operand with windows needs from its neighbours."""
+        """Bytes of the halo of an operand with windows."""
         value, window = self.analysis.ops[node].operands[0], self.analysis.rules[node].windows[dim]
         rows = max(0, window.extent - window.stride)
         return self.problem.local_bytes(value) * rows / max(1, value_shape(value)[dim])
 
     def _weights(self) -> set[Value]:
-        """The parameters that may be stored in parts, and what is one of them in another shape or dtype."""
+        """Parameters that may be sharded, and the same parameters in another shape or dtype."""
         found = set(self.problem.parameters - self.whole)
         for node in self.problem.nodes:
             if node.target in _RESHAPED and self.analysis.ops[node].operands[0] in found:
@@ -276,7 +279,7 @@ class _Solver:
         return found
 
     def _small(self) -> set[Value]:
-        """Matrices smaller than a part of those that read the same value: a router, the one head of multi-query
+        """Matrices smaller than a shard of those that read the same value: a router, the single head of multi-query
         attention. They may be whole where that saves communication; others may not."""
         readers: dict[Value, list[Value]] = {}
         origin: dict[Value, Value] = {}  # of a value in another shape or dtype, and of a matrix so
@@ -294,7 +297,7 @@ class _Solver:
         }
 
     def describe(self, value: Value) -> tuple:
-        """What the price of bridges of a value depends on."""
+        """Key on which the price of a value's bridges depends."""
         matrix = value in self.problem.parameters and value_tensor(value).dim() >= 2
         matrix = matrix and value not in self.small
         kind = "W" if value in self.whole else "P" if value in self.weights else "A"
@@ -302,7 +305,7 @@ class _Solver:
         return self.problem.local_bytes(value), needs_grad(value), kind, matrix
 
     def bridge(self, a: Canonical, b: Canonical, info: tuple) -> float:
-        """Price of a bridge of a value with this description; a parameter that is stored in parts is never gathered."""
+        """Price of a bridge of a value with this description; a sharded parameter is never gathered."""
         at = (a, b, info[:3])
         if at not in self.bridges:
             nbytes, grad, kind = info[:3]
@@ -311,16 +314,16 @@ class _Solver:
         return self.bridges[at]
 
     def emulate(self, have: frozenset[Canonical], want: frozenset[Canonical], info: tuple) -> float:
-        """Price of giving a value, placed as in *have*, every placement in *want*."""
+        """Price of bridging a value from *have* to every placement in *want*."""
         at = (have, want, info[:3])
         if at not in self.emulations:
             self.emulations[at] = sum(min(self.bridge(a, b, info) for a in have) for b in want if b not in have)
         return self.emulations[at]
 
     def undominated(self, found: dict[Any, tuple[float, tuple]], rank: Callable[[Any], float], info: Callable) -> dict:
-        """The states that no cheaper one can imitate for the difference, at most :data:`BEAM`, best first.
+        """The states that no cheaper state dominates, at most :data:`BEAM`, best first.
 
-        Sound: whatever follows a state can follow its imitation, at the same price.
+        This is sound: a dominated state's continuation is available to the dominating state at the same price.
         """
         ordered = sorted(((rank(item), item[1][0], i, item) for i, item in enumerate(found.items())))
         kept: list[tuple[float, dict, Any]] = []
@@ -377,7 +380,7 @@ class _Solver:
         return self._solution(choices, cost + self._final_cost(best_key))
 
     def _final_cost(self, state: Iterable[tuple[Value, frozenset[Canonical]]]) -> float:
-        """What it costs to leave the outputs as the caller needs them."""
+        """Price of leaving the outputs as the caller needs them."""
         total = 0.0
         for value, available in state:
             want = self.problem.outputs.get(value)
@@ -397,7 +400,7 @@ class _Solver:
         return total
 
     def _segments(self) -> list[_Segment]:
-        """Cut the order where few values are alive."""
+        """Cut the order where few values are live."""
         nodes = list(self.problem.nodes)
         last: dict[Value, int] = {}
         for position, node in enumerate(nodes):
@@ -426,7 +429,8 @@ class _Solver:
         info = segment.info
 
         def stored(value: int, want: Canonical, split: bool, hopeful: bool) -> float:
-            """Price of storing a parameter, or receiving a value, as it is first wanted; whole ones are taken from."""
+            """Price of storing a parameter, or receiving a value, as it is first read; others are derived from whole
+            ones."""
             nbytes, grad, kind, matrix, fixed = info[value]
             if fixed is not None:
                 return 0.0 if fixed[0] != "S" and want[0] != "S" else self.bridge(fixed, want, info[value])
@@ -519,11 +523,11 @@ class _Solver:
 def solve_time(
     analysis: Analysis, nodes: Sequence[fx.Node], batch_leaf: int, free: frozenset[Value], *, apart: bool = False
 ) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
-    """How every operator is cut into micro-batches: along the batch, with no bridge at all.
+    """Division of every operator into micro-batches: along the batch, without bridges.
 
     *apart* is for micro-batches that are steps of their own: statistics are then of the micro-batch's rows alone.
 
-    Returns the choices and the operators for which there is none: those whose result for a row depends on other rows.
+    Returns the choices, and the operators without one: those that compute a row from other rows.
     """
     placed: dict[Value, Placement] = {}
     choices: dict[fx.Node, Choice] = {}

@@ -1,7 +1,7 @@
-"""Which parts of a value travel from the ranks of one stage to the ranks of another.
+"""M-to-N transfers: which parts of a value the ranks of one stage send to the ranks of another.
 
-Both stages hold the value replicated or sharded, each on its own mesh; the target's parts are intersected with the
-source's. Where several ranks hold the same part, a target reads from itself if it can, else they take turns.
+Both stages have the value replicated or sharded, each on its own mesh; the target's shards are intersected with the
+source's. If several ranks have the same part, a target reads from itself if it can, otherwise they alternate.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from whale.ir.program import Box, Transfer
 from whale.strategies.layout import Interval
 
 Region = tuple[tuple[Interval, ...], ...]
-"""What a rank holds: for each dim, stretches of the whole dim, one after the other in its local tensor."""
+"""The region of a value on a rank: for each dim, ranges of the whole dim, consecutive in its local tensor."""
 
 
 def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> tuple[Transfer, ...]:
-    """The boxes to move so that every target rank has its region, from ranks that hold theirs.
+    """Return the boxes to move so that every target rank has its region.
 
     >>> whole, left, right = (((0, 4),),), (((0, 2),),), (((2, 4),),)
     >>> [(t.source, t.target, t.source_box, t.target_box) for t in transfers({0: left, 1: right}, {2: whole})]
@@ -41,8 +41,7 @@ def transfers(sources: Mapping[int, Region], targets: Mapping[int, Region]) -> t
 
 
 class _Near:
-    """Regions by where they lie along the dim in which they differ most, so that of hundreds only those are compared
-    that may have something in common."""
+    """Index of regions by the dim in which they differ most, so that only regions that may overlap are compared."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self.regions = regions
@@ -55,7 +54,7 @@ class _Near:
             self.reached = list(accumulate((stop for _, stop, _ in along), max))
 
     def to(self, wanted: Region) -> list[Region]:
-        """Those that overlap with *wanted* in that dim, in their order; more where they overlap with each other."""
+        """Regions that overlap with *wanted* in that dim, in order; possibly more."""
         if self.dim is None:
             return list(self.regions)
         found: set[int] = set()
@@ -65,7 +64,7 @@ class _Near:
 
 
 def _common(source: Region, target: Region) -> list[tuple[Box, Box]]:
-    """The boxes that two regions share, each by its place in both local tensors."""
+    """The boxes that two regions share, each by its position in both local tensors."""
     found = []
     for whole_a, local_a in _boxes(source):
         for whole_b, local_b in _boxes(target):

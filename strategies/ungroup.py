@@ -1,10 +1,10 @@
-"""Take rows out of the order of their experts.
+"""Rewrite of mixtures of experts: computation on rows sorted by expert becomes computation on rows in their own order.
 
 A mixture of experts sorts its rows by expert, computes on the sorted rows, and sorts them back. In between, a row's
-place depends on all other rows, so no rank could compute on its own. But what is computed there is computed row by row:
-here the same operators are written for the rows as they came, and products with the experts' matrices become
-:func:`~whale.runtime.experts.grouped_product`, which sorts within itself. The axis rules of the operators in between
-are the proof; where one of them is not row by row, the graph stays as it is.
+position depends on all other rows, so no rank could compute on its own. But the sorted rows are computed row by row. So
+the same operators are applied to the unsorted rows, and products with the experts' matrices become
+:func:`~whale.runtime.experts.grouped_product`, which sorts internally. The axis rules of the operators in between are
+the proof; if one of them is not row by row, the graph is not changed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ aten = torch.ops.aten
 
 _SORTS = {aten.sort.default, aten.sort.stable}
 _KERNELS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-"""Names of ``(x, matrices, ends)``, of PyTorch, transformers and whoever writes one: the rows up to each end times the
-matrix of that place."""
+"""Names of functions of ``(x, matrices, ends)`` in PyTorch, transformers and elsewhere: the rows up to each end times
+the matrix of that position."""
 _COUNTS = {"aten.histc", "aten.bincount"}
 
 
 def ungroup(graph: fx.Graph) -> bool:
-    """Rewrite what is computed in sorted order, wherever that can be proved; says whether anything was."""
+    """Rewrite computations in sorted order where that is proven valid; return whether anything was rewritten."""
     changed = False
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _SORTS and node.args[0].meta["val"].dim() == 1:
@@ -45,13 +45,13 @@ def ungroup(graph: fx.Graph) -> bool:
 
 
 class _Sorted:
-    """What follows from one sort of row numbers: nodes in sorted order, with the dim that the rows are in."""
+    """Nodes that depend on one sort of row numbers: those in sorted order, with the dim of their rows."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
         self.graph, self.sort = graph, sort
         self.choice: fx.Node = sort.args[0]  # type: ignore[assignment]
         self.rows = self.choice.meta["val"].shape[0]
-        self.dims: dict[fx.Node, tuple[int, ...]] = {sort: (0, -1)}  # of each output of nodes in sorted order
+        self.dims: dict[fx.Node, tuple[int, ...]] = {sort: (0, -1)}  # for each output of nodes in sorted order
         self.kind: dict[fx.Node, str] = {sort: "sort"}
         self.repeats: dict[fx.Node, int] = {}
         self.plain: dict[fx.Node, fx.Node] = {}
@@ -78,7 +78,7 @@ class _Sorted:
         return self.kind.get(node) == kind
 
     def _classify(self, node: fx.Node) -> str:
-        """What a node is to the sorted rows; the empty string if nothing is known."""
+        """Relation of a node to the sorted rows; the empty string if nothing is known."""
         target, args = node.target, node.args
         if target is operator.getitem and args[0] is self.sort:
             if args[1] == 0:
@@ -139,7 +139,7 @@ class _Sorted:
         return ""
 
     def _counts_all(self, node: fx.Node) -> bool:
-        """Whether a node counts the rows of every matrix: it reads what they chose, and its bins are whole numbers."""
+        """Whether a node counts the rows of every matrix: it reads the choices, and its bins are whole numbers."""
         source: Any = node.args[0]
         while source.target is aten._to_copy.default:
             source = source.args[0]

@@ -27,7 +27,7 @@ from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolv
 from whale.ir.placement import Placement
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.random import Clock
-from whale.runtime.stage import LocalProgram, part
+from whale.runtime.stage import LocalProgram, bound, part
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.layout import Layout, LayoutAxis, Placements
 from whale.strategies.lowering import PlacedStage, lower
@@ -129,7 +129,9 @@ def check(
     if not empty and any(length == 0 for found in spans for _, length in found.values()):
         return  # fewer positions than ranks
     given = {value: _distribute(call.tensors[value], value, placed, layout, places) for value, placed in wanted.items()}
-    programs = [lower(call.captured, call.analysis, stage, r, 0, clock=Clock(0)) for r in mesh.ranks]
+    lowered = [lower(call.captured, call.analysis, stage, r, 0, clock=Clock(0)) for r in mesh.ranks]
+    groups: dict[tuple[int, ...], _ThreadGroup] = {}
+    programs = bound(lowered, lambda name, ranks: groups.setdefault(ranks, _ThreadGroup(ranks)))
     generator = torch.Generator().manual_seed(1)
     cotangents = {
         value: torch.randn(result.shape, dtype=result.dtype, generator=generator)
@@ -303,11 +305,6 @@ def _run(function: Callable[[int], Any], programs: Sequence[LocalProgram], ranks
     """Run a function on every rank: in turn, or in threads where a program communicates."""
     if not any(p.bridges for p in programs):
         return {rank: function(rank) for rank in ranks}
-    groups: dict[tuple[int, ...], _ThreadGroup] = {}
-    for program in programs:
-        for module in program.bridges:
-            members = tuple(module.ranks)  # type: ignore[arg-type]
-            module.group = groups.setdefault(members, _ThreadGroup(members))  # type: ignore[assignment]
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
 

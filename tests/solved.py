@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import whale
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.runtime.collectives import Bridge
 from whale.strategies import sharding

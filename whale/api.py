@@ -19,7 +19,9 @@ from whale.annotations import Annotation, annotate, forget, get_default_strategy
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
 from whale.commands.automatic import automatic_plan
 from whale.compile.assembly import assemble
-from whale.compile.compile import Compilation, Options, compile_model, local_tensors
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_traced, local_tensors
+from whale.compile.trace import trace
 from whale.detection import detect
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
@@ -161,9 +163,10 @@ def parallelize(
         options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
     if plan is not None and plan.annotations:
         _annotate_as_planned(template, plan)
-    compilation = compile_model(
-        template, leaves, described, options, device=launch.device, training=model.training, loss_fn=loss_fn
+    traced = trace(
+        template, leaves, device=launch.device, training=model.training, loss_fn=loss_fn, promote=options.promote
     )
+    compilation = compile_traced(traced, described, options, device=launch.device)
     clock = Clock(options.seed)
     calls = ""
     if launch.size <= _CHECKED_RANKS:
@@ -296,14 +299,20 @@ class _Builder:
     def compile(self, batch: Mapping[str, Any], training: bool) -> CompiledStep:
         """A step for batches of another signature, or for evaluation; parameters stay where they are."""
         assert self.first is not None
-        compilation = compile_model(
+        device = self.world.device
+        traced = trace(
             self.template,
             batch,
-            self.cluster,
-            self.options,
-            device=self.world.device,
+            device=device,
             training=training,
             loss_fn=self.loss_fn,
+            promote=self.options.promote,
+        )
+        compilation = compile_traced(
+            traced,
+            self.cluster,
+            self.options,
+            device=device,
             rows_per_micro_batch=self.rows,
             stored=self.first.stored_forms(),
         )

@@ -1,5 +1,5 @@
-"""A cluster of unlike devices on one Linux machine, to run parallel steps on: real processes, sockets and CPU time, of
-which only the speeds are throttled.
+"""Testbed: a cluster of mixed emulated devices on one Linux machine, with real processes, sockets and CPU time and
+throttled speeds.
 
 An emulated device is a CPU quota and a memory limit (cgroups); a node is a network namespace whose link to the switch
 has a rate (``tc tbf``). ``python -m benchmarks.testbed -h`` is its command line; `Testbed` is the same for a program.

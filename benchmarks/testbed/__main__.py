@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
-    """Run a command on a cluster of unlike devices that this machine emulates. Needs Linux, and root.
+    """Run a command on a cluster of mixed devices that this machine emulates. Needs Linux, and root.
 
     Exit codes: that of the first rank that failed, 2 usage, 3 a bad file, 124 timed out, 130/143 interrupted.
     """

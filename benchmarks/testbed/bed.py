@@ -1,4 +1,4 @@
-"""Bringing a testbed up, running commands on it, and tearing it down whatever happens.
+"""The testbed as a context manager: set it up, run commands on it, and tear it down in every case.
 
 A testbed is a context: its groups and namespaces live inside the ``with``, under a name that no other has, and commands
 run on it one after the other. SIGTERM and SIGHUP end the ``with`` as Ctrl-C does. Only SIGKILL leaves something behind,
@@ -35,22 +35,21 @@ from .description import Description, Device
 __all__ = ["RankFailed", "Run", "Testbed", "TimedOut", "clean", "missing"]
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
-"""What is run, and the Debian package that it is in."""
+"""Programs that the testbed runs, with their Debian packages."""
 
 CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
-"""Those of root that a container usually lacks, and their bits (linux/capability.h)."""
+"""Capabilities of root that a container usually lacks, and their bits (linux/capability.h)."""
 
 MOST_OF_CORES = 0.8
-"""Above this part of the machine's cores the scheduler, and no longer the quotas, decides how fast a device is."""
+"""Fraction of the machine's cores above which the scheduler, and not the quotas, limits the speed of devices."""
 
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(2**26),
 }
-"""An emulated device keeps the memory that it has freed, as an accelerator's allocator does. glibc would give it back
-whenever the top of its heap happened to be free, and the same layer then take up to half as long again by page faults,
-or not, from one process to the next."""
+"""An emulated device retains freed memory, as an accelerator's allocator does. By default glibc returns it when the top
+of its heap happens to be free, and page faults then make the same layer up to half as slow again in some processes."""
 
 TAIL_LINES = 60
 _NAME = re.compile(r"whale-testbed-(\d+)-(\d+)-\d+")
@@ -215,7 +214,7 @@ class Testbed:
         return process
 
     def environment(self, device: Device) -> dict[str, str]:
-        """What a rank finds in its environment, as from torchrun, but for the port."""
+        """Environment variables of a rank, as from torchrun, except the port."""
         devices = self.description.devices
         return {
             "RANK": str(device.rank),
@@ -331,7 +330,7 @@ class _Streams:
 
 
 def missing() -> list[str]:
-    """What a testbed needs and this machine or this user does not have."""
+    """Requirements of a testbed that this machine or this user lacks."""
     if sys.platform != "linux":
         return [f"Linux, not {sys.platform}"]
     problems = [] if os.geteuid() == 0 else ["root (run it with sudo)"]

@@ -1,7 +1,7 @@
 """CPU quotas and memory limits of processes, by cgroups of version 1 or 2.
 
-What is written where is decided by pure functions over paths, so that it can be tried on any folder. A group is the
-folder ``<name>/rank<r>``; nothing else of the hierarchy is touched, but for version 2's delegation of controllers.
+Pure functions over paths decide which files to write, so that they can be tested on any folder. A group is the folder
+``<name>/rank<r>``; nothing else of the hierarchy is changed, except version 2's delegation of controllers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PERIOD_MICROSECONDS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchy:
-    """Where cgroups are: the mount of each controller (the same one in version 2)."""
+    """Paths of the cgroups: the mount of each controller (the same one in version 2)."""
 
     version: int
     cpu: Path
@@ -37,7 +37,7 @@ class Hierarchy:
         return (self.cpu, self.memory) if self.version == 1 else (self.cpu,)
 
     def task_files(self, name: str, rank: int) -> tuple[Path, ...]:
-        """Where a process writes its id to join the group of *rank*."""
+        """File in which a process writes its id to join the group of *rank*."""
         return tuple(root / name / f"rank{rank}" / "cgroup.procs" for root in self.roots)
 
     def limits(self, name: str, rank: int, *, cores: float, memory_bytes: int) -> tuple[tuple[Path, str], ...]:
@@ -78,7 +78,7 @@ class Hierarchy:
         return counts.get("oom_kill", "0") != "0"
 
     def names(self) -> set[str]:
-        """Of all groups directly below the roots."""
+        """All groups directly below the roots."""
         return {entry.name for root in self.roots for entry in root.iterdir() if entry.is_dir()}
 
     def kill(self, name: str, *, ranks: Iterable[int] | None = None, timeout_seconds: float = 10.0) -> None:

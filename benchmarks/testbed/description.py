@@ -1,5 +1,4 @@
-"""What a testbed consists of: emulated devices, the nodes that they are on, the links of these; and the file that says
-so.
+"""The description of a testbed: emulated devices, their nodes and links; and its file format.
 
 The file looks like a cluster file, but a device type has ``cores`` and ``memory`` instead of speeds. It is pure data:
 nothing here touches the machine.
@@ -104,7 +103,7 @@ class Description(_Table):
 
     @classmethod
     def parse(cls, text: str, *, source: str = "<text>") -> Description:
-        """As :meth:`load`, from the text of a TOML file."""
+        """Parse the text of a TOML file, with the errors of :meth:`load`."""
         return _described(parse_document(text, "toml", source=source))
 
     @property

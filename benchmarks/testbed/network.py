@@ -1,4 +1,4 @@
-"""Nodes as network namespaces around a switch: the commands that make and remove them, as data.
+"""Network namespaces as nodes around a switch: the commands that make and remove them, as data.
 
 The switch is a bridge in a namespace of its own, so nothing is seen of it outside, neither by name nor by a firewall,
 and removing the namespaces removes everything. Each node has one interface, ``eth0``; both ends of its cable are
@@ -20,7 +20,7 @@ __all__ = ["INTERFACE", "address", "make", "names", "namespace", "remove", "run"
 INTERFACE = "eth0"
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 QUEUE_SECONDS = 0.05
-"""What a full queue takes to drain; more is dropped, as a switch does."""
+"""Time to drain a full queue; further packets are dropped, as by a switch."""
 
 
 def namespace(name: str, node: int) -> str:

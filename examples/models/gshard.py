@@ -1,5 +1,5 @@
-"""A mixture of experts as GShard and M6 have it: an expert takes at most so many tokens of a row, its capacity, and the
-others pass by on the residual.
+"""A mixture of experts as in GShard and M6: an expert has a capacity of tokens of a row, and further tokens pass by on
+the residual.
 
     whale verify --model examples/models/gshard.py:gshard --set layers=2 --set hidden=64 --set heads=4 --set seq=16
 
@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 
 class Router(nn.Module):
-    """Which experts take a token, at which place of their queue, and its weight: [rows, length, experts, capacity]."""
+    """The routing tensor: the experts of a token, its place in their queues, and its weight: [rows, length, experts,
+    capacity]."""
 
     def __init__(self, hidden, experts, top_k, capacity):
         super().__init__()

@@ -18,7 +18,7 @@ def groups(x, ends):
 
 @torch.library.custom_op("examples::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Rows up to each end times the matrix of that place; `F.grouped_mm` for all number types, not only bfloat16."""
+    """Rows up to each end times the matrix of that place; `F.grouped_mm` for all dtypes, not only bfloat16."""
     if x.dtype == torch.bfloat16:
         return F.grouped_mm(x, matrices, offs=ends)
     return torch.cat([rows @ matrix for rows, matrix in zip(groups(x, ends), matrices, strict=True)])

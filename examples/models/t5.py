@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 BUCKETS, FURTHEST = 32, 128
-"""Distances are told apart by so many buckets, wider ones further away, up to the furthest."""
+"""Distances fall into a number of buckets, wider for larger distances."""
 
 
 def buckets(length, both_ways, device):
-    """For each query and key the bucket of their distance: [length, length]."""
+    """Bucket of the distance for each query and key: [length, length]."""
     places = torch.arange(length, device=device)
     distance = places[None, :] - places[:, None]
     count, first = (BUCKETS // 2, (distance > 0) * (BUCKETS // 2)) if both_ways else (BUCKETS, 0)

@@ -1,7 +1,7 @@
-"""An experiment: a model, a batch and a list of nestings; and what each nesting should take on a cluster.
+"""An experiment: a model, a batch and a list of nests; and the prediction of each nest on a cluster.
 
-No processes here. The file's format is `Experiment`; a nesting becomes a plan whose shares follow the speeds of the
-cluster file, and its prediction comes from the plan as compiled, with the times of a profile.
+It starts no processes. The file's format is `Experiment`. A nest becomes a plan whose shares follow the speeds of the
+cluster file; its prediction comes from the compiled plan and the times of a profile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 
 from whale.cli.model_loader import load_model
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.document import read_document
 from whale.ir.plan import Plan
@@ -76,7 +76,7 @@ def build(experiment: Experiment, *, small: bool = False, device: str = "cpu") -
 
 
 def plan_of(nesting: Nesting, experiment: Experiment, num_devices: int) -> Plan:
-    """The nesting as a plan for so many devices, which leaves the shares to their speeds."""
+    """The nest as a plan for a number of devices, with shares by speed."""
     return Plan.model_validate(
         {
             "world_size": num_devices,
@@ -90,7 +90,7 @@ def plan_of(nesting: Nesting, experiment: Experiment, num_devices: int) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What a nesting should give; ``sent_bytes`` are those of all ranks in a step."""
+    """Prediction of a nest; ``sent_bytes`` are those of all ranks in a step."""
 
     prediction: Prediction
     workload: Workload
@@ -121,9 +121,9 @@ def parts_of(compilation: Compilation, profile: ModelProfile) -> set[tuple[float
 
 
 def sent_bytes(compilation: Compilation, workload: Workload, *, gloo: bool = False) -> float:
-    """Bytes that all ranks together send in a step, if collectives move no more than they must: between stages, to sum
-    gradients, and inside of stages, where ranks that are alike are rehearsed once. *gloo*'s reduce-scatter sends what
-    an all-reduce does."""
+    """Bytes that all ranks together send in a step, with the fewest bytes per collective: between stages, in gradient
+    reductions, and inside stages, with one dry run for equal ranks. *gloo*'s reduce-scatter sends as much as an
+    all-reduce."""
     sends = {"reduce_scatter": "all_reduce"} if gloo else {}
     micro_batches = workload.micro_batches - 1 + workload.last_share
     transfers = [one for boundary in workload.boundaries for one in (*boundary.forward, *boundary.backward)]
@@ -150,7 +150,7 @@ def _of_a_rank(operation: str, ranks: tuple[int, ...], tensor_bytes: int) -> flo
 
 
 def to_measure(parts: Iterable[tuple[float, int]], degrees: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Of the parts of all plans the tensor degrees to measure layers at, each with its rows.
+    """Tensor degrees and rows at which to measure layers for the shards of all plans.
 
     Between two degrees times are taken as linear, so a fraction of 0.4 needs degrees 2 and 3, or the next that there
     are.

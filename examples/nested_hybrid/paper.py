@@ -1,4 +1,4 @@
-"""BERT-large on 8, 16 and 32 V100, simulated, beside the figures of the Whale paper (USENIX ATC 2022).
+"""BERT-large on 8, 16 and 32 V100, simulated and compared with the Whale paper (USENIX ATC 2022).
 
 The paper (arXiv 2011.09208) gives speed-ups over one GPU, for data parallelism and for pipelines of 2, 4 and 8 stages,
 and not its batches: they are assumed as in benchmarks/whale_paper.py (16 samples a GPU, micro-batches of 8 a replica,
@@ -34,7 +34,7 @@ DEVICES = (8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A nesting on so many devices: what is predicted, and its speed-up over one."""
+    """A nest on a number of devices: its prediction, and its speed-up over one device."""
 
     name: str
     num_devices: int

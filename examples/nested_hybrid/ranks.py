@@ -1,4 +1,4 @@
-"""What a rank does: check that every nesting gives the local model's loss and gradients, and measure its steps.
+"""The program of a rank: check that every nest gives the local model's loss and gradients, and measure its steps.
 
 Ranks may be those of torchrun or of a testbed. Results are JSON in the experiment's folder, written by rank 0.
 """

@@ -1,4 +1,4 @@
-"""Nestings of strategies, side by side: what each should take, and what it takes.
+"""Nested strategies compared: predicted and measured steps.
 
     python examples/nested_hybrid/run.py report gpt.toml --cluster lab.toml --folder out      # simulated: no processes
     torchrun --nproc-per-node 4 examples/nested_hybrid/run.py measure gpt.toml --cluster lab.toml --folder out
@@ -41,7 +41,7 @@ from harness import RESULTS, report
 from testbed import Description, Testbed
 
 from whale.commands.candidates import ModelTrial
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
@@ -59,7 +59,7 @@ ON_THE_TESTBED = ("gpt", "moe")
 
 @dataclass(frozen=True)
 class Folder:
-    """What is known of an experiment on a cluster, as files; what is there already is not made again."""
+    """The known results of an experiment on a cluster, as files; existing files are not made again."""
 
     path: Path
     experiment: Experiment
@@ -82,7 +82,7 @@ class Folder:
 
     @property
     def profile(self) -> ModelProfile:
-        """As measured between the steps, else as modelled."""
+        """The profile measured between the steps, otherwise the modelled one."""
         measured = self.file("measured.profile.json")
         return ModelProfile.load(measured if measured.exists() else self.file("profile.json"))
 
@@ -114,7 +114,7 @@ class Folder:
         self.file("wanted.json").write_text(json.dumps(to_measure(parts, known)))
 
     def found(self) -> list[show.Found]:
-        """All that is known of every nesting."""
+        """All known results of every nest."""
         profile = self.profile
         cluster = self._cluster_with(profile)
         capacity = [device.memory_bytes for device in cluster.devices]

@@ -13,7 +13,7 @@ LEFT, WIDE, ROW, TOP = 330, 420, 30, 54
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is known of a nesting; *measured* is None where it was simulated only. Seconds, bytes, shares of time.
+    """Known results of a nest; *measured* is None if it was only simulated. Seconds, bytes, shares of time.
 
     ``memory`` has predicted bytes, counted bytes (or None) and capacity of every rank.
     """
@@ -74,7 +74,7 @@ def byte_size(value: float | None) -> str:
 
 
 def summary(found: Sequence[Found]) -> str:
-    """How far predictions are off."""
+    """Errors of the predictions."""
     errors = [abs(one.seconds / one.measured - 1) for one in found if one.measured]
     if not errors:
         return ""

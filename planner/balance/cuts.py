@@ -513,7 +513,7 @@ def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -
         stage, need = _fullest(cut)
         capacity = gib(cut.groups[stage].capacity_bytes)
         weighed.append((cut.fits, f"{change} ({gib(need)} of {capacity} on stage {stage})"))
-    return advised(text, weighed, otherwise="use more stages, recomputation, or smaller micro-batches")
+    return advised(text, weighed, otherwise="use more stages, or devices with more memory")
 
 
 def evenest_cut(problem: CutProblem) -> Cut:

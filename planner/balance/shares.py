@@ -342,8 +342,9 @@ def _shortage(
         problem = f"{total} {unit} do not fit: the {len(workers)} devices hold {held}"
     need, index = _fullest(workers, wanted)
     worker = workers[index]
+    what = f"for {wanted[index]} {unit}" if wanted[index] else f"for what it holds without any {unit}"
     problem += (
-        f". {worker.name} has {gib(worker.capacity_bytes)} and would need {gib(need)} for {wanted[index]} {unit}, "
+        f". {worker.name} has {gib(worker.capacity_bytes)} and would need {gib(need)} {what}, "
         f"{gib(need - worker.capacity_bytes)} more"
     )
     weighed = [_weigh(remedy, minimum) for remedy in remedies]
@@ -352,7 +353,11 @@ def _shortage(
         more = ceil((total - held) / limits[roomiest])
         weighed.append((True, f"at most {held} {unit}"))
         weighed.append((True, f"{more} more {'device' if more == 1 else 'devices'} like {workers[roomiest].name}"))
-    return advised(problem, weighed, otherwise="shard the state, or use devices with more memory")
+    return advised(problem, weighed, otherwise=OTHERWISE)
+
+
+OTHERWISE = "divide the layers over more stages or a tensor group, or use devices with more memory"
+"""What may help where no change that is known does: what every command and the executor can do."""
 
 
 def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from whale.errors import UsageError
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.cost.plan import PlanStage
 from whale.planner.schedules.orders import SCHEDULES
 
 __all__ = [
@@ -33,43 +34,10 @@ OF_ONE_STAGE = tuple(schedule for schedule in SCHEDULES if schedule != "interlea
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageChoice:
-    """A stage of a plan.
+class StageChoice(PlanStage):
+    """A stage of a plan that Whale runs: whole rows, no context parallelism, and one of tensor and expert degree 1."""
 
-    Attributes:
-        first, last: its layers, [first, last) of the profile's chain.
-        ranks: row-major over data x tensor x expert, ascending along all.
-        data, tensor: degrees.
-        rows: of a micro-batch, for each data slice; a slice may have none.
-        expert: degree; the product of the three is the number of ranks, and one of tensor and expert is 1. The ranks of
-            an expert group divide the rows of a data slice, and only their experts are split.
-    """
-
-    first: int
-    last: int
-    ranks: tuple[int, ...]
-    data: int
-    tensor: int
     rows: tuple[int, ...]
-    expert: int = 1
-
-    @property
-    def size(self) -> int:
-        """Ranks of a data slice."""
-        return self.tensor * self.expert
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        """Data, tensor, expert."""
-        return self.data, self.tensor, self.expert
-
-    def slice(self, index: int) -> tuple[int, ...]:
-        """The ranks of a data slice: a tensor group, or an expert group.
-
-        >>> StageChoice(first=0, last=1, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(1, 1)).slice(1)
-        (2, 3)
-        """
-        return self.ranks[index * self.size : (index + 1) * self.size]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ import numpy as np
 
 from whale.planner.balance.cuts import Group
 from whale.planner.cost.memory import message_bytes
+from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.devices import Mesh
-from whale.planner.search.prices import TensorGroup
 
 __all__ = ["Array", "Integers", "MeshCosts", "SliceCosts"]
 

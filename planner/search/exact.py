@@ -28,7 +28,6 @@ from whale.planner.search.bound import work_of_parts
 from whale.planner.search.choices import Candidate
 from whale.planner.search.devices import Mesh, Pool
 from whale.planner.search.drafts import Draft
-from whale.planner.search.evaluate import cost_of
 from whale.planner.search.layout import fastest_rows, laid_out
 from whale.planner.search.meshes import Meshes
 
@@ -213,7 +212,7 @@ class _Walk:
         dense, experts = prices.parameters(layers, *degrees)
         state, fits = prices.state_of(layers, *degrees).total, True
         for group, share in dict.fromkeys(zip(groups, rows, strict=True)):
-            cost = cost_of(prices, layers, group, share, self.count)
+            cost = prices.stage(layers, group, share, self.count)
             busy, once = max(busy, cost.forward + cost.backward), max(once, cost.update)
             if share:
                 forward, backward = min(forward, cost.forward), min(backward, cost.backward)

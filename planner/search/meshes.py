@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.search.chain import Chain
 from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
 from whale.planner.search.devices import Mesh, Pool, lay_out, slices_of
-from whale.planner.search.prices import Prices, TensorGroup
 
 __all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes", "Pace"]
 
@@ -58,9 +58,9 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """Prices of meshes, each worked out once. Up to ``exact_rows`` rows times are not interpolated."""
+    """CostModel of meshes, each worked out once. Up to ``exact_rows`` rows times are not interpolated."""
 
-    prices: Prices
+    prices: CostModel
     pools: tuple[Pool, ...]
     chain: Chain
     exact_rows: int = EXACT_ROWS
@@ -354,7 +354,8 @@ class Meshes:
             prices, type_, found = self.prices, self.pools[pool].type, []
             for kind, num in self.layer_counts.items():
                 one, two = (
-                    [of(kind, type_, tensor, rows, expert) for of in (prices.kept, prices.working)] for rows in (1, 2)
+                    [of(kind, type_, (tensor, expert), rows / expert) for of in (prices.kept, prices.working)]
+                    for rows in (1, 2)
                 )
                 amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]
                 by_rows = [prices.waste * amount for pair in amounts for amount in pair]
@@ -462,7 +463,7 @@ class Meshes:
 
     def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> float:
         whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
-        size = self.prices.handed(whole, group.degree, group.degree, in_rows=group.expert > 1)
+        size = self.prices.handed(whole, group.degree, group.degree, positions=group.positions)
         hop = self.prices.hop(group.ranks, target, group, size, whole)
         return 2 * (hop.latency + size / hop.bandwidth)
 
@@ -478,7 +479,7 @@ class Meshes:
     def _handed(self, rows: float) -> Array:
         """Bytes that a stage which ends there hands on, where it holds them."""
         found = np.zeros(len(self.chain) + 1)
-        if self.prices.eager:
+        if self.prices.runs:
             size = self.prices.precision.element_bytes
             of_kinds = np.array([kind.output.total(rows, size) for kind in self.prices.profile.kinds])
             found[1:-1] = of_kinds[self._ends[1]] * self.prices.waste
@@ -505,7 +506,7 @@ class Meshes:
             dense, experts = zip(*(prices.parameters_of(kind, *key) for kind in kinds), strict=True)
             elements = list(map(sum, zip(dense, experts, strict=True)))
             states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
-            steps = [prices.step_bytes(number) for number in elements]
+            steps = [prices.waste * prices.step_bytes(number) for number in elements]
             found = np.array([dense, experts, states, steps]) @ self._counts
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]

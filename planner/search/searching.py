@@ -46,6 +46,8 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stack import WHALE, Stack
+from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import TRIES, bound_seconds, least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
@@ -66,7 +68,6 @@ from whale.planner.search.exact import is_small, walk
 from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Memo, Prices
 from whale.planner.search.quota import Sequences
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
@@ -114,7 +115,7 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     known: Memo | None = None,
-    prices: Prices | None = None,
+    prices: CostModel | None = None,
 ) -> Found:
     """Find the quickest plans for a step of *batch* rows.
 
@@ -138,11 +139,11 @@ def search(
     settings.check(batch)
     fixed = settings.fixed or Fixed()
     fixed.check(len(profile.layers))
-    prices = prices or Prices.of(
+    prices = prices or CostModel.of(
         profile,
         cluster,
         precision=settings.precision,
-        eager=settings.eager,
+        stack=WHALE if settings.eager else Stack(name="megatron"),
         optimizer=settings.optimizer,
         batch=batch,
         known=known,
@@ -562,7 +563,7 @@ class _Search:
         weighed = remedies(self.meshes.prices, self.batch, self.settings, look=self._look, seconds=left)
         return shortage(self.meshes, self.nearest.draft, self.batch, weighed)
 
-    def _look(self, prices: Prices, batch: int, settings: SearchSettings) -> int | None:
+    def _look(self, prices: CostModel, batch: int, settings: SearchSettings) -> int | None:
         """The `quick_look` of another search, which ends with the first plan that fits."""
         if settings.micro_batches is not None and batch % settings.micro_batches:
             settings = replace(settings, micro_batches=None)

@@ -13,6 +13,8 @@ from itertools import product
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stack import WHALE, Stack
+from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, SearchSettings
 from whale.planner.search.devices import Mesh, Pool, pools_of
@@ -20,7 +22,6 @@ from whale.planner.search.drafts import Draft, Scored, best_cuts, best_timed, sc
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Memo, Prices
 
 __all__ = ["least_after_compiling", "simple_plans"]
 
@@ -46,11 +47,11 @@ def simple_plans(
         settings: of the search; what is fixed stays, and the time limit is not looked at.
         known: prices of an earlier search for the same model.
     """
-    prices = Prices.of(
+    prices = CostModel.of(
         profile,
         cluster,
         precision=settings.precision,
-        eager=settings.eager,
+        stack=WHALE if settings.eager else Stack(name="megatron"),
         optimizer=settings.optimizer,
         batch=batch,
         known=known,

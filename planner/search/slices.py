@@ -186,7 +186,7 @@ def _parts(meshes: Meshes) -> Iterator[tuple[tuple[int, ...], float]]:
 def _times(meshes: Meshes, kind: int, group: _Group, ranges: Sequence[tuple[int, int]]) -> _Times:
     prices, pool = meshes.prices, meshes.pools[group.pool]
     parameters = sum(prices.parameters_of(kind, group.tensor, group.expert))
-    one, two = (prices.kept(kind, pool.type, group.tensor, rows, group.expert) for rows in (1, 2))
+    one, two = (prices.kept(kind, pool.type, (group.tensor, group.expert), rows / group.expert) for rows in (1, 2))
     kept = np.array([max(0.0, one + (two - one) * (first - 1)) for first, _ in ranges])
     room = pool.type.memory_bytes - prices.overhead_bytes[pool.type.name]
     fits = prices.state(parameters).total + kept * prices.waste <= room

@@ -121,7 +121,7 @@ def least_message(meshes: Meshes) -> float:
     for (source, target), whole in product(pairs, sizes):
         into = prices.group((target,), 1)
         for (a, in_rows), (b, _) in product(_degrees(meshes), repeat=2):
-            size = prices.handed(whole, a, b, in_rows=in_rows)
+            size = prices.handed(whole, a, b, positions=2 if in_rows else 1)
             hop = prices.hop((source,) * a, (target,) * b, into, size, whole)
             found = min(found, hop.latency + size / hop.bandwidth)
     return found if found < inf else 0.0

@@ -1,4 +1,4 @@
-"""Elementwise operators that need a word: they pass terms of a sum on, or torch does not tag them as pointwise."""
+"""Rules of elementwise operators that preserve partial sums, or that torch does not tag as pointwise."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _div(op: Op) -> Rule:
 
 @register("aten.where", "aten.masked_fill")
 def _where(op: Op) -> Rule:
-    """Linear in what is chosen from, if a number that is chosen is zero."""
+    """Linear in the choices, if a constant choice is zero."""
     rule = pointwise(op)
     names = ("self", "other") if op.name == "aten.where" else ("self", "value")
     chosen = [op.operand(name) for name in names]

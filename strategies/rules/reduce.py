@@ -1,4 +1,4 @@
-"""Rules of reductions, scans and normalisations: which dims they consume, and what a part of them means."""
+"""Rules of reductions, scans and normalisations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of an axis rule, its notation, and the registry from operators to rules.
+"""Axis rules: their data form, their notation, and the registry from operators to rules.
 
 A rule names the axes of an operator as einsum does. An axis in an output is *free*: shard it and the output is
 sharded. An axis only in inputs is *contracted*: the output is then a term of a sum. Everything else follows: which
@@ -31,11 +31,11 @@ from whale.graph.values import Value, is_tensor, output_shapes, resolve, value_s
 
 @dataclass
 class OpAxis:
-    """One axis of an operator: the dim it is in each operand and in each output that has it.
+    """One axis of an operator: its dim in each operand and each output that has it.
 
     ``factor``: only a factor of each dim is the axis. ``(outer, size)`` sees every dim as [outer, size, rest] and means
-    the middle: the groups of a grouped convolution, the windows of a pooling. ``within`` is that factor as atoms, once
-    the graph has been analysed. ``form`` names the special lowering that sharding the axis needs.
+    the middle: the groups of a grouped convolution, the windows of a pooling. ``within`` is that axis factor, once the
+    graph has been analysed. ``form`` names the special lowering that sharding the axis needs.
     """
 
     inputs: dict[int, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class OpAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """How an operator looks at a dim: output *i* reads ``extent`` inputs from ``i * stride - before`` on.
+    """A window of an operator along a dim: output *i* reads ``extent`` inputs from ``i * stride - before`` on.
 
     What lies outside of the whole input counts as ``padding``. Windows touch the input: ``before < extent``.
     """
@@ -59,7 +59,7 @@ class Window:
     padding: float = 0.0
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """What is read for the outputs whose strides are the inputs from *start* to *stop*; it may lie outside.
+        """Input range of the outputs whose strides are the inputs from *start* to *stop*; it may extend outside.
 
         >>> Window(stride=2, before=1, extent=3).reach(0, 4), Window(stride=2, before=1, extent=3).reach(4, 8)
         ((-1, 4), (3, 8))
@@ -70,7 +70,7 @@ class Window:
 
 @dataclass
 class Rule:
-    """What can be sharded in one call of an operator.
+    """The sharding rule of one call of an operator.
 
     ``linear``: sets of operands which may all be terms of a sum at once, the output then being one.
     ``additive``: operands that are added to a contraction. ``views``: (operand, output) pairs that hold the same

@@ -1,8 +1,8 @@
 """Rules of operators on images and signals: convolution, pooling, resampling, and normalisation of channels.
 
-The batch and the channels are cut, and space wherever a dim is so many strides as there are windows. Windows that
-neither overlap nor are padded (patches, 1 x 1 kernels, plain pooling) stay inside of their part; others read rows of
-the neighbours: the form ``halo``.
+The batch and the channels are cut, and space wherever a dim is as many strides long as there are windows. Windows that
+neither overlap nor are padded (patches, 1 x 1 kernels, plain pooling) stay inside their shard; others read rows of the
+neighbours: the form ``halo``.
 """
 
 from __future__ import annotations

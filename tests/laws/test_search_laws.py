@@ -18,6 +18,7 @@ from tests.workloads import chain_workload
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
 from whale.planner.search.bound import Duals, bound_seconds, cases_of
 from whale.planner.search.chain import Chain
@@ -27,7 +28,6 @@ from whale.planner.search.evaluate import score
 from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 from whale.planner.search.slices import Slices
 from whale.planner.simulation.simulate import simulate
 
@@ -114,7 +114,7 @@ def numbers_of_micro_batches(case: Case) -> list[int]:
 
 
 def meshes_of(case: Case) -> Meshes:
-    prices = Prices.of(case.profile, case.cluster)
+    prices = CostModel.of(case.profile, case.cluster)
     return Meshes(prices=prices, pools=pools_of(case.cluster), chain=Chain.of((), len(case.profile.layers), None))
 
 

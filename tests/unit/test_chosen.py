@@ -13,8 +13,8 @@ from whale.commands.candidates import ModelTrial, scopes_by
 from whale.compile.compile import Options, compile_model
 from whale.errors import UsageError
 from whale.graph.capture import capture
-from whale.graph.partition import partition, scopes_of
-from whale.graph.scoping import put_scopes
+from whale.graph.partition import partition
+from whale.graph.scoping import module_paths, recorded_scopes, scopes_by_module
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.plan import Plan, PlanAxis
 from whale.ir.strategy import parse_strategy
@@ -151,13 +151,16 @@ def test_parts_follow_the_slowest_device_of_each_part() -> None:
 def test_scopes_put_on_a_graph_are_those_of_a_capture(annotations: dict[str, tuple[str, ...]]) -> None:
     model = decoder().to("meta")
     bare = capture(model, tokens())
-    put_scopes(bare, model, scopes_by(model, annotations))
+    put = scopes_by_module(module_paths(bare, model), scopes_by(model, annotations))
     assert not module_scopes(model)
     whale.annotate(
         model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
     )
     annotated = capture(model, tokens())
-    found, expected = ([scopes_of(n) for n in c.graph.nodes if n.op == "call_function"] for c in (bare, annotated))
+    found, expected = (
+        [scopes.of.get(n, ()) for n in c.graph.nodes if n.op == "call_function"]
+        for c, scopes in ((bare, put), (annotated, recorded_scopes(annotated)))
+    )
     assert found == expected and any(found)
-    assert bare.stage_regions == annotated.stage_regions
-    assert [s.name for s in partition(bare).stages] == [s.name for s in partition(annotated).stages]
+    assert put.stage_regions == annotated.stage_regions
+    assert [s.name for s in partition(bare, put).stages] == [s.name for s in partition(annotated).stages]

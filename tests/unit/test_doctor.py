@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from whale.cli.app import app
 from whale.cli.doctor import _as_text, examine
 from whale.cli.machine import device_links, network_adapters
+from whale.ir.profile import LinkCurve, ModelProfile
 
 FILE = """\
 [links]
@@ -89,6 +90,33 @@ def test_a_bad_cluster_file_is_exit_code_3(file: Path) -> None:
     result = run("--cluster", str(file))
     assert result.exit_code == 3
     assert "unknown device type 'A100-80GB'; did you mean 'A100-SXM4-80GB'" in result.stderr
+
+
+def test_device_types_of_a_profile_are_shown_with_it_and_asked_for_without(tmp_path: Path) -> None:
+    cluster, profile = tmp_path / "cluster.toml", tmp_path / "profile.json"
+    cluster.write_text(
+        '[links]\nintra_node = {bandwidth = "16 GB/s", latency = "5 us"}\n[[nodes]]\ndevices = 2\ndevice = "lab-card"\n'
+    )
+    figures = {"memory_bytes": 2.0**34, "memory_bandwidth": 7e11, "float32": 9e12}
+    curve = LinkCurve(
+        source="lab-card", target="lab-card", devices=2, within="node", sizes=(2.0**20, 2.0**28), bandwidths=(1e9, 1e9)
+    )
+    made = ModelProfile(name="machines", layers=(), kinds=(), device_types={"lab-card": figures}, links=(curve,))
+    profile.write_text(made.dumps())
+    data = json.loads(run("--cluster", str(cluster), "--profile", str(profile), "--json").stdout)
+    (card,) = data["device_types"]
+    assert (card["source"], card["speed"]) == ("the profile", {"float32": 9e12})
+    assert data["collectives"][0]["seconds"] == pytest.approx(
+        2**28 / 1e9, rel=0.01
+    )  # by the curve, not the file's link
+    without = run("--cluster", str(cluster))
+    assert without.exit_code == 3
+    assert "cluster.toml:5: unknown device type 'lab-card'" in without.stderr
+    assert "define it under [device_types], or give a profile that has its figures (--profile)" in without.stderr
+    profile.write_text(made.model_copy(update={"device_types": {"lab-card": {"float32": 9e12}}}).dumps())
+    half = run("--cluster", str(cluster), "--profile", str(profile))
+    assert half.exit_code == 3 and "the profile of machines, which has only its float32" in half.stderr
+    assert run("--profile", str(profile)).exit_code == 2
 
 
 def test_a_cluster_is_shown_without_torch(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,36 @@ def test_what_does_not_fit_is_said_and_is_no_error(cluster: str) -> None:
     assert "DOES NOT FIT" in result.stdout
 
 
+def test_what_cannot_be_run_yet_is_said_of_the_degrees_that_ask_for_it(cluster: str) -> None:
+    """And in the help, by the same options."""
+    given = ("--profile", PROFILE, "--cluster", cluster, "--batch", "8")
+    plain = ("--precision", "fp32", "--no-sequence-parallel")
+    assert "does not run it yet" not in run(*given, *plain).stdout
+    asked = {
+        "--recompute": ("--recompute", "full"),
+        "--zero": ("--zero", "2"),
+        "--cp": ("--cp", "2"),
+        "--sequence-parallel": ("--tp", "8", "--sequence-parallel"),
+        "bf16": ("--precision", "bf16"),
+    }
+    words = " ".join(run("--help").stdout.split())
+    for name, options in asked.items():
+        result = run(*given, *plain, *options)
+        assert result.exit_code == 0, result.stderr
+        (said,) = result.stdout.partition("does not run it yet:\n")[2].partition("\n\n")[0].splitlines()
+        assert name in said
+        assert name in words.partition("does not yet run")[2]
+        assert len(json.loads(run(*given, *plain, *options, "--json").stdout)["not_run_yet"]) == 1
+
+
+def test_what_was_assumed_stands_in_the_output(cluster: str) -> None:
+    given = ("--profile", PROFILE, "--cluster", cluster, "--batch", "8", "--tp", "8")
+    said = json.loads(run(*given, "--json").stdout)["assumptions"]
+    assert any(one.startswith("bf16 ") and "--precision" in one for one in said)
+    assert any("micro-batches of 1 row" in one and "--micro-batch" in one for one in said)
+    assert all(one in run(*given).stdout for one in said)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -92,18 +92,96 @@ def test_hugging_face_model_is_small_when_told_and_gives_a_loss() -> None:
     assert loaded.model(**loaded.batch).loss.ndim == 0
 
 
-def test_a_hugging_face_model_to_plan_with_says_how_many_tokens_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+SMALL_GPT2 = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11}
+SMALL_BERT = {
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 11,
+}
+SMALL_T5 = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8, "vocab_size": 11, "sequence_length": 4}
+SMALL_BART = {
+    "encoder_layers": 1, "decoder_layers": 1, "d_model": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 11,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "length", "why"),
+    [
+        ("gpt2", SMALL_GPT2, 1024, "max_position_embeddings"),
+        ("gpt2", SMALL_GPT2 | {"n_positions": 64}, 64, "max_position_embeddings"),
+        ("roberta", SMALL_BERT, 510, "table of positions"),  # of its 512 two are padding's
+        ("bloom", {"hidden_size": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11}, 1024, "names no length"),
+    ],
+)
+def test_rows_are_as_long_as_the_configuration_says(
+    model_type: str, settings: dict[str, object], length: int, why: str
+) -> None:
     pytest.importorskip("transformers")
-    settings = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11}
-    load_model("hf:gpt2", settings, device="meta")
-    assert "32 tokens a row; --set sequence_length=" in capsys.readouterr().err
-    load_model("hf:gpt2", settings | {"sequence_length": 4}, device="meta")
-    assert not capsys.readouterr().err
+    loaded = load_model(f"hf:{model_type}", settings, device="meta")
+    assert loaded.batch["input_ids"].shape == (4, length)
+    (said,) = loaded.assumptions
+    assert said.startswith(f"{length:,} tokens a row, ")
+    assert why in said
+    assert "--set sequence_length=" in said
+    given = load_model(f"hf:{model_type}", settings | {"sequence_length": 4}, device="meta")
+    assert given.batch["input_ids"].shape == (4, 4)
+    assert not given.assumptions
+
+
+def test_rows_that_are_longer_than_the_positions_are_refused() -> None:
+    pytest.importorskip("transformers")
+    for model_type, settings, room in (("gpt2", SMALL_GPT2, 1024), ("roberta", SMALL_BERT, 510)):
+        with pytest.raises(
+            UsageError, match=rf"sequence_length=1025.*positions for {room} tokens.*max_position_embedd"
+        ):
+            load_model(f"hf:{model_type}", settings | {"sequence_length": 1025}, device="meta")
+
+
+def test_a_model_that_takes_tokens_in_turn_is_refused_long_rows() -> None:
+    pytest.importorskip("transformers")
+    settings = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 11}
+    with pytest.raises(UsageError, match=r"hf:mamba computes a row token by token.*--set sequence_length=\d+ or less"):
+        load_model("hf:mamba", settings, device="meta")
+    assert load_model("hf:mamba", settings | {"sequence_length": 32}, device="meta").batch["input_ids"].shape == (4, 32)
+
+
+def test_images_are_as_large_as_the_configuration_says() -> None:
+    pytest.importorskip("transformers")
+    settings = SMALL_BERT | {"patch_size": 8, "image_size": 16}
+    del settings["vocab_size"]
+    loaded = load_model("hf:vit", settings, device="meta")
+    assert loaded.batch["pixel_values"].shape == (4, 3, 16, 16)
+    assert not loaded.assumptions
+    del settings["image_size"]
+    assert load_model("hf:vit", settings, device="meta").assumptions[0].startswith("images of 224 x 224")
+    with pytest.raises(UsageError, match="a row of hf:vit is an image"):
+        load_model("hf:vit", settings | {"sequence_length": 7}, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "task"),
+    [
+        ("t5", SMALL_T5, "T5ForConditionalGeneration"),
+        ("mbart", SMALL_BART | {"sequence_length": 4}, "MBartForConditionalGeneration"),
+        ("bart", SMALL_BART | {"sequence_length": 4}, "BartForConditionalGeneration"),
+        ("whisper", SMALL_BART | {"max_source_positions": 6, "sequence_length": 4, "pad_token_id": 0,
+            "decoder_start_token_id": 1}, "WhisperForConditionalGeneration"),
+        ("bert", SMALL_BERT | {"sequence_length": 4}, "BertForMaskedLM"),
+    ],
+)  # fmt: skip
+def test_an_architecture_is_taken_for_its_usual_task(model_type: str, settings: dict[str, object], task: str) -> None:
+    pytest.importorskip("transformers")
+    loaded = load_model(f"hf:{model_type}", settings, batch_size=2)
+    assert type(loaded.model).__name__ == task
+    assert loaded.model(**loaded.batch).loss.isfinite()
 
 
 def test_hugging_face_model_is_the_same_for_the_same_seed() -> None:
     pytest.importorskip("transformers")
-    settings = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11, "seed": 3}
+    settings = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11, "seed": 3, "sequence_length": 4}
     first, second = load_model("hf:gpt2", settings), load_model("hf:gpt2", settings)
     assert torch.equal(first.batch["input_ids"], second.batch["input_ids"])
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):

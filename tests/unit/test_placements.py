@@ -11,10 +11,10 @@ from torch import nn
 
 import whale
 from tests.solved import solve, tokens
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.strategies import sharding
-from whale.strategies.dry_run import TaskCalls, rehearse
+from whale.strategies.dry_run import TaskCalls, dry_run
 
 
 def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
@@ -152,15 +152,15 @@ def test_sequence_parallelism_cuts_what_there_is_enough_of(rows: int, replicas: 
         patch.setattr("whale.compile.compile.GLOO", sharding.Prices())
         solved = solve(model, batch, annotations, world_size=4 * replicas, micro_batches=micro_batches)
     assert solved.forward["reduce_scatter"] == 5
-    calls = [call for call in rehearsed(solved.compilation).forward if call.op == "all_gather"]
+    calls = [call for call in calls_of(solved.compilation).forward if call.op == "all_gather"]
     assert len(calls) >= 4
     assert all(len(set(call.shapes)) == 1 and 0 not in call.shapes[0] for call in calls)
 
 
-def rehearsed(compilation: Compilation) -> TaskCalls:
+def calls_of(compilation: Compilation) -> TaskCalls:
     """What the first rank calls in its first micro-batch."""
     program = compilation.local_programs(compilation.stages[0], 0, None)[0]
-    return rehearse(compilation.captured, compilation.stages[0], 0, program, 0)
+    return dry_run(compilation.captured, compilation.stages[0], 0, program, 0)
 
 
 def test_replicas_communicate_nothing_inside_the_graph() -> None:

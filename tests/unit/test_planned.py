@@ -12,7 +12,8 @@ import torch
 import whale
 from tests.small_models import decoder, tokens
 from tests.workloads import chain_workload
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_model
 from whale.errors import PlanMismatchError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.plan import Plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from whale import replicate, split, stage
 from whale.cli.app import app
 from whale.commands.candidates import ModelTrial
 from whale.commands.planning import Planned, make_plan, stage_annotations
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import Options, compile_model, compile_traced
+from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
@@ -147,6 +149,14 @@ def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1].startswith("torchrun --nproc-per-node 2 train.py")
     written = Plan.load(tmp_path / "plan.json")
     assert (written.batch, written.world_size) == (8, 2)
+    assert [said.partition(";")[0] for said in written.assumptions] == [
+        "fp32, the model's number type",
+        "the state of adamw in memory",
+    ]
+    assert all(said in done.stdout for said in written.assumptions)
+    double = CliRunner().invoke(app, [*given, "--precision", "fp64", "--optimizer", "sgd", "--json", "-q"])
+    assumed = json.loads(double.stdout)["assumptions"]
+    assert assumed == ["a batch of 8 rows, as in the example; --batch N changes it"]
     assert written.cluster is not None and dict(written.cluster.devices) == {"T4": (0, 1)}
     wrong = CliRunner().invoke(app, [*given, "--stages", "2"])
     assert wrong.exit_code == 2 and "has some" in wrong.stderr
@@ -178,7 +188,10 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
 
     done = run("--batch", "12", "-o", str(tmp_path / "plan.json"))
     assert done.exit_code == 0, done.stderr
-    assert "torchrun --nnodes 2 --nproc-per-node 1 train.py" in done.stdout
+    assert (
+        "torchrun --nnodes 2 --node-rank NODE_RANK --nproc-per-node 1 --master-addr HOST --master-port 29500 train.py"
+        "    # on each of node0 to node1: NODE_RANK 0 to 1"
+    ) in done.stdout
     written = Plan.load(tmp_path / "plan.json")
     ((axis,),) = (one.axes for one in written.stages)  # type: ignore[misc]
     assert sum(axis.shares) == 12 and axis.shares[0] >= 2 * axis.shares[1]
@@ -300,11 +313,11 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
     model = decoder(layers=6, heads=4, width=16).float().to("meta")
     whale.annotate(model, {f"layers.{layer}": [stage(), inner(2)] for layer in range(6)})
     machines, batch = cluster(*(1,) * 12), tokens(24, 32)
-    captured = compile_model(model, batch, machines, Options(), device="cpu", training=True)
+    traced = trace(model, batch, device="cpu", training=True)
     known: Known = {}
     for count in (6, 2):  # with fewer micro-batches less is kept
         options = Options(micro_batches=count)
-        compilation = compile_model(model, batch, machines, options, device=device, training=True, like=captured)
+        compilation = compile_traced(traced, machines, options, device=device)
         stages = [{rank for rank in range(12) if rank in own.mesh.ranks} for own in compilation.stages]
         for rank in range(12):
             alone = brief_occupancy(compilation, rank, schedule="1f1b", device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whale.compile.compile import precision_of
+from whale.compile.trace import precision_of
 from whale.errors import UsageError
 from whale.planner.cost.precision import PRECISIONS, precision_named
 

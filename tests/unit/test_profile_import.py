@@ -217,7 +217,7 @@ def _drop(*path: str) -> Callable[[dict[str, Any]], None]:
         (_set("intra_node_bandwidths.json", "GH-96", "2", [["x"], 2]), "intra_node", "must be a number"),
         (_set("profiles/OPT-350_GH-96.json", "8", "4", "3", [1, 2]), "OPT-350_GH-96.json", "8.4.3: must be a list"),
         (_set("profiles/OPT-350_GH-96.json", "8", "4", "3", [1, -2, 3]), "OPT-350_GH-96.json", "not negative"),
-        (_set("profiles/OPT-350_GH-96.json", "8", "2", {}), "OPT-350_GH-96.json", "the key '0' is missing"),
+        (_set("profiles/OPT-350_GH-96.json", {"8": {"2": {}}}), "profiles", "no times of a tensor degree"),
         (_set("profiles/OPT-350_GH-96.json", "0", {}), "OPT-350_GH-96.json", "whole number from 1"),
         (_set("profiles/OPT-350_GH-96.json", "8", []), "OPT-350_GH-96.json", "must be a table"),
         (_set("model.json", "OPT-350", "4", "3", None), "model.json", "must be a table"),
@@ -232,6 +232,33 @@ def test_what_is_wrong_with_files_of_sailor_is_said_with_its_place(
         import_sailor(write(tmp_path, files))
     assert message in refusal.value.message
     assert refusal.value.path is not None and file in refusal.value.path
+
+
+def test_what_files_of_sailor_have_not_for_all_layers_is_left_out_and_said(
+    tmp_path: Path, sailor: ModelProfile
+) -> None:
+    files = sailor_files()
+    times = files["profiles/OPT-350_GH-96.json"]
+    times["8"]["2"] = times["8"]["4"]  # model.json has no degree 2
+    times["32"] = {"4": {"0": [1, 2, 3]}}
+    files["profiles/OPT-350_A100-40.json"] = {"8": {"2": times["8"]["4"]}}
+    files["model.json"]["OPT-350"]["8"] = {"0": files["model.json"]["OPT-350"]["4"]["0"]}
+    said: list[str] = []
+    folder = write(tmp_path / "more", files)
+    assert import_sailor(folder, tell=said.append) == sailor
+    unknown = [one for one in said if "tensor degree 2 of " in one]
+    assert [one.partition(" of ")[2].partition(",")[0] for one in unknown] == ["A100-40", "GH-96"]
+    assert all("model.json has no sizes (it has 4)" in one for one in unknown)
+    assert sum("32.4: the key '1' is missing" in one for one in said) == 1
+    assert sum("OPT-350.8: the key '1' is missing" in one for one in said) == 1 and len(said) == 4
+    ran = CliRunner().invoke(app, ["profile", "import", "sailor", str(folder)])
+    assert ran.exit_code == 0 and all(one in ran.stderr for one in said)
+
+
+def test_what_files_of_metis_have_not_for_all_layers_is_said(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["profile", "import", "metis", str(write(tmp_path, metis_files()))])
+    assert "left out: " in ran.stderr and "has 2 values for 3 layers" in ran.stderr
+    assert "assumed: float32" in ran.stderr and "--row-tokens N changes it" in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,37 @@ def test_layers_with_other_attributes_are_traced(monkeypatch: pytest.MonkeyPatch
     assert count == 1
 
 
+class Placeless(Numbered):
+    """Its number is for a cache, which no training has."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        x = x.to(torch.float32)  # as it is
+        return Layer.forward(self, x) if cache is None else super().forward(x)
+
+
+class FromTheFourth(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        return Layer.forward(self, x) * (2 if self.number > 3 else 1)
+
+
+@pytest.mark.parametrize(("kind", "copies"), [(Placeless, 3), (FromTheFourth, 0)])
+def test_a_number_tells_layers_apart_that_read_it(
+    kind: type[Numbered], copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, traced, count = both(Stack(*(kind(number) for number in range(6))), BATCH, monkeypatch)
+    assert copied == traced
+    assert count == copies
+    assert not hasattr(kind, "number")
+
+
+def test_layers_of_hugging_face_models_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 5}
+    loaded = load_model("hf:llama", {**sizes, "sequence_length": 8}, batch_size=2, device="meta")
+    copied, traced, count = both(loaded.model, loaded.batch, monkeypatch)
+    assert copied == traced
+    assert count == 3
+
+
 class Config:
     """What all layers share."""
 

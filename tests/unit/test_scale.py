@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.errors import ScheduleError
 from whale.ir.check import CollectiveCall
 from whale.runtime.random import Clock

@@ -14,12 +14,12 @@ from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.configuration import Configuration
 from whale.planner.cost.estimate import estimate
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, search
 from whale.planner.search.chain import Chain
 from whale.planner.search.devices import Mesh, lay_out, pools_of
 from whale.planner.search.drafts import Draft, likely_cuts, score_draft
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 from whale.strategies.profile import profile_model
 
 A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
@@ -91,7 +91,7 @@ def test_a_fast_and_a_slow_half_are_both_used_by_their_speed() -> None:
 def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tuple[int, int], rows: int) -> None:
     """Of two micro-batches a first stage does both forwards while it would wait for a backward: it may do more."""
     profile, cluster = chain([UNLIKE, layer({FAST.name: 0.03, SLOW.name: 0.02})], (0, 1) * 5), mixed(3, 3)
-    prices = Prices.of(profile, cluster)
+    prices = CostModel.of(profile, cluster)
     meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))
     sequence = (Mesh((counts[0], 0), 1), Mesh((0, counts[1]), 1))
 

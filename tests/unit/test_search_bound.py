@@ -9,13 +9,13 @@ import pytest
 
 from tests.chains import card, chain, layer
 from whale.ir.cluster import Cluster, Link
+from whale.planner.cost.stage import CostModel
 from whale.planner.search.bound import Duals, bound_seconds, cases_of, least_work, work_of_parts
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import StageChoice
 from whale.planner.search.devices import pools_of
 from whale.planner.search.evaluate import score
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 from whale.planner.search.slices import Slices
 
 FAST, SLOW = card("fast"), card("slow")
@@ -33,7 +33,7 @@ def bound(num: int, *, gib: float = 64, parameters: float = 1e5, network: Link =
 
 def meshes_of(profile, cluster: Cluster) -> Meshes:  # type: ignore[no-untyped-def]
     chain_of = Chain.of((), len(profile.layers), None)
-    return Meshes(prices=Prices.of(profile, cluster), pools=pools_of(cluster), chain=chain_of)
+    return Meshes(prices=CostModel.of(profile, cluster), pools=pools_of(cluster), chain=chain_of)
 
 
 def test_of_one_device_it_is_the_step() -> None:

@@ -95,12 +95,21 @@ def run(*arguments: str) -> Result:
 GIVEN = ("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--batch", "8", "--top", "2")
 
 
+def test_what_was_assumed_stands_in_the_output_with_what_changes_it(folder: Path) -> None:
+    done = run(*GIVEN)
+    assert "assumed:\n  fp32, the model's number type; --precision NAME changes it\n  the state of adamw" in done.stdout
+    given = run(*GIVEN, "--precision", "fp64", "--optimizer", "sgd", "--json")
+    assert json.loads(given.stdout)["assumptions"] == []
+    cases = run(*GIVEN, "--batch", "8,16", "--json")
+    assert len(json.loads(cases.stdout)["assumptions"]) == 2
+
+
 def test_the_best_plan_is_written_and_the_command_that_runs_it_comes_last(folder: Path) -> None:
     done = run(*GIVEN, "-o", "plan.json", "--record", "search.json")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "plan='plan.json'" in lines[-1] and lines[-1].startswith("torchrun (as many processes on each node")
-    for part in ("step", "MFU", "bubble", "GiB", "%", "the best", "by its own prediction"):
+    assert "plan='plan.json'" in lines[-1] and lines[-1].startswith("# HOST is the address of node0")
+    for part in ("step", "MFU", "bubble", "GiB", "%", "the best", "Before compiling: "):
         assert part in done.stdout
     assert "wrote plan.json" in done.stderr
     plan = Plan.load("plan.json")
@@ -271,7 +280,7 @@ def test_where_no_case_fits_the_table_is_shown_and_it_ends_with_four(folder: Pat
     done = run("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8,16", *form)
     assert done.exit_code == 4, done.output
     assert "nothing fits in any of the 2 cases" in done.stderr
-    reasons = [case["reason"] for case in json.loads(done.stdout)["cases"]] if form else done.stdout.splitlines()[1:]
+    reasons = [case["reason"] for case in json.loads(done.stdout)["cases"]] if form else done.stdout.splitlines()[1:3]
     assert len(reasons) == 2 and all("GiB" in reason for reason in reasons)
 
 

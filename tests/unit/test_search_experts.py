@@ -21,13 +21,13 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import DeviceMemory
 from whale.planner.catalog import device_types
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, SearchSettings, StageChoice, evaluate, search
 from whale.planner.search.bound import bound_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.devices import pools_of
 from whale.planner.search.evaluate import score
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 from whale.planner.search.to_plan import annotations_of
 from whale.strategies.profile import profile_model
 
@@ -121,7 +121,7 @@ def test_without_experts_a_profile_is_as_before() -> None:
     )
     assert one.dumps() == other.dumps()
     with pytest.raises(UsageError, match="no expert degree 2 at tensor degree 1, only none"):
-        evaluate(one, NODE, stages(one, (len(one.layers), 2, 2)), micro_batches=MICRO_BATCHES, eager=True)
+        evaluate(one, NODE, stages(one, (len(one.layers), 2, 2)), micro_batches=MICRO_BATCHES)
 
 
 def test_a_degree_over_which_nothing_can_be_split_is_left_out() -> None:
@@ -147,7 +147,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], ...]] = {
 def test_the_search_says_what_the_compiled_plan_says(name: str, layout: str, cluster: Cluster) -> None:
     profile = profiled(name)
     candidate = evaluate(
-        profile, cluster, stages(profile, *LAYOUTS[layout]), micro_batches=MICRO_BATCHES, precision="fp32", eager=True
+        profile, cluster, stages(profile, *LAYOUTS[layout]), micro_batches=MICRO_BATCHES, precision="fp32"
     )
     choice = compile_candidate(candidate, profile, cluster, batch=BATCH, trial=trial(name))
     assert choice.compiled, choice.reason
@@ -214,7 +214,7 @@ def test_degrees_that_are_worth_profiling_are_powers_of_two_and_all_devices() ->
     assert expert_degrees(Cluster.homogeneous(6)) == (2, 4, 6)
 
 
-def every_plan(prices: Prices, divisions: Sequence[tuple[int, int]], count: int) -> list[list[StageChoice]]:
+def every_plan(prices: CostModel, divisions: Sequence[tuple[int, int]], count: int) -> list[list[StageChoice]]:
     """Plans of one stage and of two on all devices and half of them each, at all degrees."""
     num, layers, rows = len(prices.cluster.devices), len(prices.profile.layers), BATCH // count
     meshes = {
@@ -240,7 +240,7 @@ def every_plan(prices: Prices, divisions: Sequence[tuple[int, int]], count: int)
 def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, bandwidth: float) -> None:
     profile = profiled(name)
     cluster = Cluster.homogeneous(4, A100, intra=Link(bandwidth=bandwidth, latency=1e-5))
-    prices = Prices.of(profile, cluster, precision="fp32", eager=True, batch=BATCH)
+    prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
     meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of((), len(profile.layers), None))
     for count in (1, 4):
         settings = SearchSettings(eager=True, precision="fp32", time_limit=300.0, micro_batches=count)

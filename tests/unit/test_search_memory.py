@@ -101,7 +101,6 @@ def test_bytes_of_the_search_are_those_of_the_compiled_plan(
             stages(layout, profile),
             micro_batches=MICRO_BATCHES,
             precision=precision,
-            eager=True,
             optimizer=optimizer,
         )
         choice = compile_candidate(candidate, profile, CLUSTER, batch=BATCH, trial=trial)
@@ -121,7 +120,6 @@ def test_weights_gradients_and_states_have_the_number_type_of_the_run(optimizer:
         [StageChoice(first=0, last=len(profile.layers), ranks=(0,), data=1, tensor=1, rows=(8,))],
         micro_batches=1,
         precision="bf16",
-        eager=True,
         optimizer=optimizer,
     ).prediction.memory
     parameters = sum(p.numel() for p in model().parameters())

@@ -10,7 +10,8 @@ import whale
 from tests.distributed.zoo import trunk_and_head
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.predict.traffic import Message, traffic
 

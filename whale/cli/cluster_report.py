@@ -5,17 +5,20 @@ For ``whale doctor --cluster``. It loads no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whale.cli.tables import text_table
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster, DeviceType, Link, Node
-from whale.planner.catalog import device_types, sources
+from whale.planner.catalog import device_types, device_types_with, sources
 from whale.planner.network.communication import collective
 from whale.planner.network.links import LinkKind
 from whale.planner.network.topology import Topology
+
+if TYPE_CHECKING:
+    from whale.ir.profile import ModelProfile
 
 __all__ = ["cluster_data", "cluster_text"]
 
@@ -23,18 +26,20 @@ PRICED_BYTES = 2**28
 """Of the collectives that are shown: 256 MiB, a usual bucket of gradients or more."""
 
 
-def cluster_data(cluster: Cluster) -> dict[str, Any]:
+def cluster_data(cluster: Cluster, profile: ModelProfile | None = None) -> dict[str, Any]:
     """The cluster as a value that JSON can hold; bytes, seconds, FLOP/s.
 
-    ``nodes`` has one entry for each run of equal nodes, ``device_types`` says where its figures are from.
+    ``nodes`` has one entry for each run of equal nodes, ``device_types`` says where its figures are from. Collectives
+    are those of the curves of *profile*, where it has some of such devices.
     """
-    topology = Topology.of(cluster)
+    topology = Topology.of(cluster, () if profile is None else profile.links)
+    brought = {} if profile is None else device_types_with(profile)
     types = {device.type.name: device.type for device in cluster.devices}
     return {
         "num_nodes": len(cluster.nodes),
         "num_devices": len(cluster.devices),
         "nodes": list(_nodes(topology)),
-        "device_types": [_type(type_) for type_ in types.values()],
+        "device_types": [_type(type_, brought) for type_ in types.values()],
         "collectives": list(_collectives(topology)),
     }
 
@@ -77,14 +82,15 @@ def _link(link: Link, kind: LinkKind) -> dict[str, Any]:
     }
 
 
-def _type(type_: DeviceType) -> dict[str, Any]:
+def _type(type_: DeviceType, brought: Mapping[str, DeviceType]) -> dict[str, Any]:
     known = device_types().get(type_.name) == type_
+    elsewhere = "the profile" if brought.get(type_.name) == type_ else "the file"
     return {
         "name": type_.name,
         "memory_bytes": type_.memory_bytes,
         "memory_bandwidth": type_.memory_bandwidth,
         "speed": dict(type_.rates),
-        "source": f"catalog: {sources()[type_.name]}" if known else "the file",
+        "source": f"catalog: {sources()[type_.name]}" if known else elsewhere,
     }
 
 

@@ -14,6 +14,7 @@ import click
 import whale
 from whale.cli.machine import device_links, network_adapters
 from whale.cli.options import verbosity_options
+from whale.errors import UsageError
 
 _PACKAGES = ("torch", "numpy", "networkx", "pydantic", "safetensors", "transformers")
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -22,20 +23,24 @@ _GIB = 2**30
 
 @click.command()
 @click.option("--cluster", "cluster_file", metavar="FILE", help="Show what this cluster file says, not this machine.")
+@click.option("--profile", "profile_file", metavar="FILE", help="Whose device types and curves the cluster uses.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
-def doctor(cluster_file: str | None, as_json: bool) -> None:
+def doctor(cluster_file: str | None, profile_file: str | None, as_json: bool) -> None:
     """Report Python, torch, devices and their links, communication backends, cores and memory.
 
     With --cluster: the nodes, devices and links of a cluster file, where their figures are from, and what the planner
     makes of them.
     """
+    if profile_file is not None and cluster_file is None:
+        raise UsageError("--profile is for --cluster: it tells of the device types of a cluster file")
     if cluster_file is not None:
         from whale.cli.cluster_report import cluster_data, cluster_text
-        from whale.ir.cluster import Cluster
-        from whale.planner.catalog import device_types
+        from whale.cli.clusters import load_cluster
+        from whale.ir.profile import ModelProfile
 
-        data = {"file": cluster_file, **cluster_data(Cluster.load(cluster_file, catalog=device_types()))}
+        profile = None if profile_file is None else ModelProfile.load(profile_file)
+        data = {"file": cluster_file, **cluster_data(load_cluster(cluster_file, profile), profile)}
         click.echo(json.dumps(data, indent=2) if as_json else cluster_text(data))
         return
     report = examine()

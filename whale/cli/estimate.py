@@ -7,17 +7,21 @@ it returns. torch is loaded only to capture a model, not where a profile is give
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.assumptions import assumptions_text, is_given
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
 from whale.errors import UsageError
+from whale.planner.cost.precision import precision_named
 
 if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
+    from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import Estimate
 
 GIB = 2**30
@@ -66,24 +70,56 @@ def estimate(
 
     Ranks go tensor innermost, then context, data, pipeline outermost, through the devices in the order of the file:
     tp x cp x dp x pp devices, experts inside of dp.
+
+    Some of this is predicted only: Whale does not yet run --zero, --recompute, --cp, --sequence-parallel, --precision
+    fp8, and fp16 or bf16 with weights in float32 beside them. The output says so where one of these is chosen.
     """
-    from whale.ir.cluster import Cluster
-    from whale.planner.catalog import device_types_with
+    from whale.cli.clusters import load_cluster
     from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import estimate as predict
 
     configuration = Configuration(**degrees)
-    profile = _profile(spec, settings, profile_file, configuration.tensor)
-    cluster = Cluster.load(cluster_file, catalog=device_types_with(profile))
+    profile, said = _profile(spec, settings, profile_file, configuration.tensor)
+    cluster = load_cluster(cluster_file, profile)
     found = predict(profile, cluster, configuration)
     if configuration.balance == "speed" and configuration.layers_per_stage is not None:
         note("--balance speed balances the rows of replicas only, because --layers-per-stage is given")
-    for assumption in found.assumptions:
-        note(assumption)
-    click.echo(json.dumps(as_data(found), indent=2) if as_json else as_text(found))
+    said = (*said, *_defaults(configuration), *found.assumptions)
+    click.echo(json.dumps(as_data(found, said), indent=2) if as_json else as_text(found, said))
 
 
-def _profile(spec: str | None, settings: tuple[str, ...], file: Path | None, tensor: int) -> ModelProfile:
+def _defaults(given: Configuration) -> list[str]:
+    """What the options leave open and changes the answer most."""
+    said = []
+    if not is_given("precision"):
+        said.append(f"{given.precision} beside weights and optimizer state in float32; --precision NAME changes it")
+    if not is_given("micro_batch"):
+        said.append(f"micro-batches of {given.micro_batch} row a replica; --micro-batch N changes it")
+    return [*said, "the state of adam in memory"]
+
+
+def not_run(given: Configuration) -> list[str]:
+    """What of a configuration can be predicted, but not run by Whale yet."""
+    shared = ("", "optimizer states", "gradients and optimizer states", "weights, gradients and optimizer states")
+    every = (
+        (given.zero > 0, f"--zero {given.zero}: {shared[given.zero]} shared by replicas"),
+        (given.recompute != "none", f"--recompute {given.recompute}: activations computed again in the backward"),
+        (given.context > 1, f"--cp {given.context}: parts of a row on {given.context} devices by ring attention"),
+        (bool(given.sequence_parallel), "--sequence-parallel: norms and dropouts divided by the tensor group"),
+        (given.precision == "fp8", "--precision fp8: products in float8"),
+        (
+            precision_named(given.precision).mixed and given.precision != "fp8",
+            f"--precision {given.precision}: weights in float32 beside those in {given.precision} (a model runs in the "
+            "one number type that it has)",
+        ),
+    )
+    return [what for chosen, what in every if chosen]
+
+
+def _profile(
+    spec: str | None, settings: tuple[str, ...], file: Path | None, tensor: int
+) -> tuple[ModelProfile, tuple[str, ...]]:
+    """The profile, and what was assumed of the model."""
     from whale.ir.profile import ModelProfile
 
     if (spec is None) == (file is None):
@@ -91,7 +127,7 @@ def _profile(spec: str | None, settings: tuple[str, ...], file: Path | None, ten
     if file is not None:
         if settings:
             raise UsageError("--set is for --model: a profile is of a model whose settings are fixed")
-        return ModelProfile.load(file)
+        return ModelProfile.load(file), ()
     loaded = load_model(spec or "", parse_settings(settings), batch_size=4, device="meta")
     from whale.strategies.profile import profile_model
 
@@ -100,10 +136,10 @@ def _profile(spec: str | None, settings: tuple[str, ...], file: Path | None, ten
     refused = dict(profile.refused)
     if tensor in refused:
         raise UsageError(f"--tp {tensor}: {refused[tensor]}")
-    return profile
+    return profile, loaded.assumptions
 
 
-def as_data(found: Estimate) -> dict[str, Any]:
+def as_data(found: Estimate, said: Sequence[str]) -> dict[str, Any]:
     """The estimate as JSON has it."""
     prediction = found.prediction
     fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
@@ -125,7 +161,8 @@ def as_data(found: Estimate) -> dict[str, Any]:
         "micro_batches": found.layout.num_micro_batches,
         "rows": list(found.rows),
         "stages": [len(layers) for layers in found.cuts],
-        "assumptions": list(found.assumptions),
+        "assumptions": list(said),
+        "not_run_yet": not_run(given),
     }
 
 
@@ -136,8 +173,8 @@ def _parts(device: Any) -> dict[str, int]:
     return {part: getattr(device, part) for part in _PARTS}
 
 
-def as_text(found: Estimate) -> str:
-    """The estimate for a reader: the step, where it goes, and the fullest device."""
+def as_text(found: Estimate, said: Sequence[str]) -> str:
+    """The estimate for a reader: the step, where it goes, the fullest device, and what to know of these numbers."""
     prediction = found.prediction
     seconds, (low, high) = prediction.step_seconds, prediction.step_seconds_interval
     fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
@@ -157,6 +194,11 @@ def as_text(found: Estimate) -> str:
     for part, size in _parts(fullest).items():
         if size:
             lines.append(f"  {part:<14} {size / GIB:>7.2f} GiB  {size / fullest.capacity:6.1%}")
+    beyond = not_run(found.layout.configuration)
+    if beyond:
+        lines += ["", "predicted only, since Whale does not run it yet:", *(f"  {what}" for what in beyond)]
+    if said:
+        lines += ["", assumptions_text(said)]
     return "\n".join(lines)
 
 

@@ -19,23 +19,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from whale.cli.options import note
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
 _FORMS = "'file.py:callable' or 'hf:<model_type>', for example 'model.py:build' or 'hf:gpt2'"
-_HF_BATCH_SETTINGS = {"sequence_length": 32, "seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """What ``--model`` gave: the module, and an example of its *global* batch (dict, tuple or one tensor)."""
+    """What ``--model`` gave: the module, and an example of its *global* batch (dict, tuple or one tensor).
+
+    ``assumptions`` says, in the user's words, what was not given and how it was taken.
+    """
 
     name: str
     model: torch.nn.Module
     batch: Any
+    assumptions: tuple[str, ...] = ()
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def load_model(
     """
     kind, colon, name = spec.partition(":")
     if kind == "hf" and colon:
-        return _load_hugging_face(name, settings, batch_size=batch_size or 4, device=device)
+        return _load_hugging_face(name, settings, batch_size=batch_size, device=device)
     path_text, colon, name = spec.rpartition(":")
     if not colon or not path_text.endswith(".py") or not name.isidentifier():
         raise UsageError(f"--model {spec!r}: write {_FORMS}")
@@ -214,81 +216,29 @@ def _device(device: str) -> Iterator[None]:
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
-def _load_hugging_face(model_type: str, settings: dict[str, Any], *, batch_size: int, device: str) -> LoadedModel:
+def _load_hugging_face(
+    model_type: str, settings: dict[str, Any], *, batch_size: int | None, device: str
+) -> LoadedModel:
     """Make a model of ``model_type`` with random weights; nothing is downloaded, ever."""
-    try:
-        from transformers import AutoConfig
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        raise UsageError(f"--model hf:{model_type} needs transformers: pip install transformers") from error
-    if model_type not in CONFIG_MAPPING:
-        raise UsageError(
-            f"--model hf:{model_type}: transformers knows no such model type"
-            f"{_suggestion(model_type, list(CONFIG_MAPPING))}"
-        )
-    for_batch = {key: settings.get(key, default) for key, default in _HF_BATCH_SETTINGS.items()}
-    for_config = {key: value for key, value in settings.items() if key not in _HF_BATCH_SETTINGS}
-    default = AutoConfig.for_model(model_type)
-    known = sorted(name for name in {*default.to_dict(), *default.attribute_map})
-    for key in for_config:
-        if key not in known:
-            raise UsageError(
-                f"--set {key}: the configuration of {model_type} has no such value{_suggestion(key, known)}"
-            )
-    for key, value in for_batch.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UsageError(f"--set {key}={value!r}: it must be a whole number, not negative")
+    from whale.cli.hugging_face import ROWS, architecture
+
+    chosen = architecture(model_type, settings)
     import torch
 
-    config = AutoConfig.for_model(model_type, **for_config)
-    build, make_batch = _hugging_face_task(model_type, config)
-    generator = torch.Generator().manual_seed(for_batch["seed"])
     try:
         with _device(device), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(for_batch["seed"])
-            model = build(config)
+            torch.manual_seed(chosen.seed)
+            model = chosen.build()
     except Exception as error:
         raise UsageError(
             f"--model hf:{model_type} with these settings raised {type(error).__name__}: {error}"
         ) from error
-    batch = make_batch(config, batch_size, for_batch["sequence_length"], generator)
-    if device == "meta" and make_batch is _tokens_batch and "sequence_length" not in settings:
-        length = for_batch["sequence_length"]
-        note(f"hf:{model_type} is taken with {length} tokens a row; --set sequence_length=... gives another number")
-    return LoadedModel(name=f"hf:{model_type}", model=model, batch=batch)
-
-
-def _hugging_face_task(model_type: str, config: Any) -> tuple[Callable[[Any], Any], Callable[..., dict[str, Any]]]:
-    """The first task, of those that have a loss of their own, for which the architecture has a head."""
-    import transformers
-
-    tasks = (
-        (transformers.AutoModelForCausalLM, _tokens_batch),
-        (transformers.AutoModelForMaskedLM, _tokens_batch),
-        (transformers.AutoModelForSeq2SeqLM, _tokens_batch),
-        (transformers.AutoModelForImageClassification, _images_batch),
+    chosen = chosen.fitted(model, given="sequence_length" in settings)
+    if device == "meta":
+        chosen.check_length(model)
+    return LoadedModel(
+        name=f"hf:{model_type}",
+        model=model,
+        batch=chosen.batch(model, batch_size or ROWS),
+        assumptions=chosen.assumptions,
     )
-    for task, make_batch in tasks:
-        if type(config) in task._model_mapping:
-            return task.from_config, make_batch
-    raise UsageError(
-        f"--model hf:{model_type} has no language-model or image-classification head; write a file.py:callable "
-        "that returns (model, example_batch)"
-    )
-
-
-def _tokens_batch(config: Any, batch_size: int, sequence_length: int, generator: torch.Generator) -> dict[str, Any]:
-    import torch
-
-    vocabulary = config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (batch_size, sequence_length), generator=generator)
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def _images_batch(config: Any, batch_size: int, sequence_length: int, generator: torch.Generator) -> dict[str, Any]:
-    import torch
-
-    size = getattr(config, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else tuple(size)
-    pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), height, width, generator=generator)
-    return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch_size,), generator=generator)}

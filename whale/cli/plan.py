@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
+from whale.cli.clusters import load_cluster
 from whale.cli.files import write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import note, verbosity_options
@@ -41,6 +43,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--schedule", default="1f1b", metavar="NAME", help="The pipeline schedule [1f1b].")
 @click.option("--stages", type=_AT_LEAST_1, metavar="N", help="Cut a model without annotations, or a profile.")
 @click.option("--replicas", type=_AT_LEAST_1, metavar="R", help="With --stages: whole pipelines side by side.")
+@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -56,6 +59,7 @@ def plan(
     schedule: str,
     stages: int | None,
     replicas: int | None,
+    precision: str | None,
     optimizer: Any,
     output: Path | None,
     as_json: bool,
@@ -77,20 +81,18 @@ def plan(
         raise UsageError("whale plan needs --cluster, and --model or --profile or both (or --schema)")
     if spec is not None and replicas is not None and stages is None:
         raise UsageError("--replicas is for --stages; an annotated model says its replicas itself")
-    from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
-    from whale.planner.catalog import device_types, device_types_with
     from whale.planner.schedules.orders import SCHEDULES
 
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
     profile = ModelProfile.load(profile_file) if profile_file is not None else None
-    catalog = device_types_with(profile) if profile is not None else device_types()
-    cluster = Cluster.load(cluster_file, catalog=catalog)
+    cluster = load_cluster(cluster_file, profile)
     if spec is None:
         assert profile is not None
-        if settings or optimizer != "adamw":
-            raise UsageError(f"{'--set' if settings else '--optimizer'} is for --model")
+        for given, option in ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer")):
+            if given:
+                raise UsageError(f"{option} is for --model")
         choice = _of_profile(profile, cluster, batch_size, micro_batches, schedule, stages or 1, replicas)
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
@@ -98,7 +100,7 @@ def plan(
 
     from whale.annotations import module_scopes
     from whale.commands.planning import make_plan, stage_annotations
-    from whale.compile.compile import Options, precision_of
+    from whale.compile.compile import Options
     from whale.graph.capture import batch_rows
     from whale.planner.balance.by_speed import pipeline_by_speed
     from whale.planner.simulation.gantt import milliseconds
@@ -108,6 +110,7 @@ def plan(
     rows = batch_rows(loaded.batch)
     if rows is None:
         raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
+    precision = in_precision(loaded, precision)
     scopes = module_scopes(loaded.model)
     if profile is None:
         note(f"profiling {loaded.name}")
@@ -116,7 +119,6 @@ def plan(
         profile = profile_model(
             loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name
         )
-    precision = precision_of(loaded.model)
     annotations = None
     if stages is not None:
         if scopes:
@@ -153,7 +155,8 @@ def plan(
     if found.even is not None and found.even is not found.predicted:
         even, step = found.even.prediction.step_seconds, found.predicted.prediction.step_seconds
         why.insert(0, f"even shares: {milliseconds(even)}, {even / step:.2f} times as long")
-    _show(found.plan, found.predicted.prediction, found.predicted.workload, cluster, output, as_json, why)
+    made = found.plan.model_copy(update={"assumptions": said_of_model(loaded, precision, rows=rows)})
+    _show(made, found.predicted.prediction, found.predicted.workload, cluster, output, as_json, why)
 
 
 def _of_profile(
@@ -198,7 +201,8 @@ def _show(
         click.echo(plan.dumps(), nl=False)
         return
     lines = [stage_table(plan, prediction, workload, cluster), "", *step_lines(plan, prediction), *why]
-    click.echo("\n".join([*lines, "", command(plan, cluster, output)]))
+    said = assumptions_text(plan.assumptions)
+    click.echo("\n".join([*lines, *(["", said] if said else []), "", command(plan, cluster, output)]))
 
 
 def _accelerated(cluster: Cluster) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,14 +59,27 @@ def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
 
 
 def command(plan: Plan, cluster: Cluster, path: Path | None) -> str:
-    """What runs the plan, one process a device."""
-    counts = {len(node.ranks) for node in cluster.nodes}
-    if len(counts) == 1:
-        nodes = f"--nnodes {len(cluster.nodes)} " if len(cluster.nodes) > 1 else ""
-        start = f"torchrun {nodes}--nproc-per-node {counts.pop()}"
-    else:
-        start = f"torchrun (as many processes on each node as it has devices: {plan.world_size} in total)"
-    return f"{start} train.py    # with whale.parallelize(model, batch, plan={str(path or 'plan.json')!r})"
+    """What runs the plan, one process a device: a line, or for several nodes one for each run of nodes with as many
+    devices, and what is to be filled in.
+
+    Nodes have numbers, not an elastic rendezvous, because ranks must lie on the nodes for which they are planned.
+    """
+    call = f"whale.parallelize(model, batch, plan={str(path or 'plan.json')!r})"
+    nodes = cluster.nodes
+    if len(nodes) == 1:
+        return f"torchrun --nproc-per-node {len(nodes[0].ranks)} train.py    # with {call}"
+    lines, first = [], 0
+    for count, run in groupby(nodes, key=lambda node: len(node.ranks)):
+        last = first + len(list(run)) - 1
+        number, where = ("NODE_RANK", f"each of {nodes[first].name} to {nodes[last].name}: NODE_RANK {first} to {last}")
+        if first == last:
+            number, where = str(first), nodes[first].name
+        lines.append(
+            f"torchrun --nnodes {len(nodes)} --node-rank {number} --nproc-per-node {count} --master-addr HOST "
+            f"--master-port 29500 train.py    # on {where}"
+        )
+        first = last + 1
+    return "\n".join([*lines, f"# HOST is the address of {nodes[0].name}; train.py calls {call}"])
 
 
 def fullest(memory: list[DeviceMemory]) -> DeviceMemory:

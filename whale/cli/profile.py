@@ -87,6 +87,7 @@ def profile(ctx: click.Context, as_json: bool, schema: bool, **given: Any) -> No
 @profile.command("model")
 @click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @_model_options
+@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile there.")
 @click.option("--kernels", is_flag=True, help="List the kernels of every layer too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile and not a table of it.")
@@ -96,21 +97,29 @@ def model_(
     settings: tuple[str, ...],
     batch_size: int | None,
     degrees: tuple[int, ...] | None,
+    precision: str | None,
     output: Path | None,
     kernels: bool,
     as_json: bool,
 ) -> None:
     """What a model computes, keeps and communicates, layer by layer. Nothing is measured, nothing allocated."""
+    from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
     from whale.cli.model_loader import load_model, parse_settings
     from whale.cli.profile_text import format_profile
+    from whale.graph.capture import batch_rows
     from whale.strategies.profile import profile_model
 
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
+    precision = in_precision(loaded, precision)
     degrees = degrees or (1, 2, 4, 8)
     made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name)
     if output is not None:
         write_profile(made, output)
-    click.echo(made.dumps() if as_json else format_profile(made, kernels=kernels), nl=not as_json)
+    if as_json:
+        click.echo(made.dumps(), nl=False)
+        return
+    said = assumptions_text(said_of_model(loaded, precision, rows=batch_rows(loaded.batch) or 0))
+    click.echo("\n\n".join(filter(None, [format_profile(made, kernels=kernels), said])))
 
 
 @profile.command("import")
@@ -130,9 +139,15 @@ def import_(layout: str, folder: Path, output: Path | None, precision: str | Non
     if layout == "sailor":
         if precision is not None or row_tokens is not None:
             raise UsageError("--precision and --row-tokens are for metis: the files of sailor say them")
-        made = import_sailor(folder)
+        made = import_sailor(folder, tell=note)
     else:
-        made = import_metis(folder, precision=precision or "float32", row_tokens=row_tokens or 1)
+        for given, what, option in (
+            (precision, "float32, the number type", "--precision TYPE"),
+            (row_tokens, "1 token in a row", "--row-tokens N"),
+        ):
+            if given is None:
+                note(f"assumed: {what}, which the files do not say; {option} changes it")
+        made = import_metis(folder, precision=precision or "float32", row_tokens=row_tokens or 1, tell=note)
     if output is None:
         click.echo(made.dumps(), nl=False)
         return

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from whale import profiling
+from whale.cli.clusters import load_cluster
 from whale.cli.model_loader import LoadedModel, load_model, parse_settings
 from whale.cli.options import note
 from whale.cli.profile import write_profile
 from whale.cli.tables import text_table
 from whale.errors import InputFileError, UsageError
 from whale.graph.capture import batch_leaves
-from whale.ir.cluster import DTYPES, Cluster
+from whale.ir.cluster import DTYPES
 from whale.ir.profile import LayerKind, ModelProfile
-from whale.planner.catalog import device_types
 from whale.runtime.launch import initialize
 from whale.runtime.store import from_first
 from whale.strategies.layers import LayeredModel, layered
@@ -45,8 +45,11 @@ def measure(
     """Measure on all ranks; rank 0 writes the file and returns the profile, the others return None."""
     if spec is None and (settings or batch_size or degrees or rows):
         raise UsageError("--set, --batch, --degrees and --rows say how to time a model's layers; add --model")
-    described = None if cluster is None else Cluster.load(cluster, catalog=device_types())
+    before = ModelProfile.load(output) if output is not None and output.exists() else None
+    described = None if cluster is None else load_cluster(cluster, before)
     loaded = None if spec is None else load_model(spec, parse_settings(settings), batch_size=batch_size)
+    for assumption in () if loaded is None else loaded.assumptions:
+        note(f"assumed: {assumption}")
     world = initialize(device_type=device, timeout_seconds=max(120.0, time_limit))
     places = profiling.places_of(world, described)
     make = partial(_start, output, loaded, degrees or _powers(world.size))

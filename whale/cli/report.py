@@ -70,12 +70,10 @@ def report(
 
 def _cluster(path: Path, profile_file: Path | None, plan: Plan) -> Cluster:
     """Read the cluster, and refuse another one than the plan's."""
-    from whale.ir.cluster import Cluster
+    from whale.cli.clusters import load_cluster
     from whale.ir.profile import ModelProfile
-    from whale.planner.catalog import device_types, device_types_with
 
-    catalog = device_types_with(ModelProfile.load(profile_file)) if profile_file is not None else device_types()
-    cluster = Cluster.load(path, catalog=catalog)
+    cluster = load_cluster(path, ModelProfile.load(profile_file) if profile_file is not None else None)
     if len(cluster.devices) != plan.world_size:
         raise PlanMismatchError(
             f"the plan is for {plan.world_size} devices, but {path} describes {len(cluster.devices)}; give the cluster "

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.assumptions import assumptions_text, in_precision, is_given, said_of_model, said_of_optimizer
+from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
@@ -96,7 +98,6 @@ def search(
     Ctrl-C keeps the best so far. --without, --with and several batches answer with a table, one row for each case.
     """
     from whale.commands.searching import settings_for
-    from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
     from whale.planner.catalog import device_types, device_types_with
     from whale.planner.search import SearchSettings
@@ -124,7 +125,7 @@ def search(
         asked.check(batch)
     profile = None if profile_file is None else ModelProfile.load(profile_file)
     catalog = device_types() if profile is None else device_types_with(profile)
-    cluster = Cluster.load(cluster_file, catalog=catalog)
+    cluster = load_cluster(cluster_file, profile)
     cases = _cases(cluster, batches, without_, with_, catalog)
     if (output or record) is not None and (len(batches) > 1 or len(without_) + len(with_) > 1):
         raise UsageError(
@@ -146,7 +147,8 @@ def search(
     )
     given = settings_for(given, None if model is None else model.trial)  # what-if cases are searched without the model
     with Interruption() as interruption:
-        run = _Run(profile, given, interruption)
+        said = _said_of_profile(profile) if model is None else model.assumptions
+        run = _Run(profile, given, interruption, said)
         try:
             _answer(run, cases, chosen, None if model is None else model.trial, output, record, as_json)
         except InfeasibleError:
@@ -219,6 +221,7 @@ class _Model:
     profile: ModelProfile
     trial: ModelTrial
     fixed: Fixed
+    assumptions: tuple[str, ...]
 
     @classmethod
     def of(
@@ -231,23 +234,16 @@ class _Model:
         annotations: Sequence[str],
     ) -> _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
-        import torch
-
         from whale.commands.automatic import expert_degrees, tensor_degrees
         from whale.commands.candidates import ModelTrial, scopes_by, take_scopes
         from whale.graph.capture import batch_rows
-        from whale.planner.cost.precision import BY_DTYPE
         from whale.planner.search.constraints import fixed_by
         from whale.strategies.profile import profile_model
 
-        if batch_rows(loaded.batch) is None:
+        rows = batch_rows(loaded.batch)
+        if rows is None:
             raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
-        if precision is not None:
-            types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
-            dtype = precision if precision in BY_DTYPE else types.get(precision)
-            if dtype is None:
-                raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
-            loaded.model.to(getattr(torch, dtype))
+        precision = in_precision(loaded, precision)
         scopes = take_scopes(loaded.model)
         if scopes and annotations:
             raise UsageError(f"--annotate is for a model without annotations, but {loaded.name} has some; keep one")
@@ -275,7 +271,12 @@ class _Model:
                 f"the profile is of {profile.name} with hash {profile.model_hash[:19]}..., but {loaded.name} has "
                 f"{trial.identity.hash[:19]}...: its code, or sizes such as widths, differ; profile this model"
             )
-        return cls(profile=profile, trial=trial, fixed=fixed_by(scopes, profile.paths, profile.experts))
+        return cls(
+            profile=profile,
+            trial=trial,
+            fixed=fixed_by(scopes, profile.paths, profile.experts),
+            assumptions=said_of_model(loaded, precision, rows=rows),
+        )
 
 
 def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -294,6 +295,11 @@ def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def _said_of_profile(profile: ModelProfile) -> tuple[str, ...]:
+    own = () if is_given("precision") else (f"{_precision(profile)}, the profile's; --precision NAME changes it",)
+    return (*own, *said_of_optimizer())
+
+
 def _precision(profile: ModelProfile) -> str:
     from whale.planner.cost.precision import BY_DTYPE
 
@@ -307,6 +313,7 @@ class _Run:
     profile: ModelProfile
     settings: SearchSettings
     interruption: Interruption
+    assumptions: tuple[str, ...]
 
     def searched(self, case: _Case, trial: ModelTrial | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
@@ -327,7 +334,9 @@ class _Run:
         left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0
         if left and not self.interruption.came():
             note(f"there was no time to compile {left} of the plans shown; --time-limit gives more")
-        return found
+        said = {"assumptions": self.assumptions}
+        choices = [replace(choice, plan=choice.plan.model_copy(update=said)) for choice in found.choices]
+        return replace(found, choices=tuple(choices))
 
 
 def _far(progress: Progress) -> str:
@@ -372,12 +381,15 @@ def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
             break
         note(f"{case.change}, batch {case.batch}")
         try:
-            rows.append((case, _Run(run.profile, once, run.interruption).searched(case, known=known)))
+            rows.append((case, replace(run, settings=once).searched(case, known=known)))
         except InfeasibleError as error:
             if run.interruption.came():
                 break
             rows.append((case, error))
     answers = [(case.change, case.batch, case.cluster, found) for case, found in rows]
-    click.echo(json.dumps(case_data(answers), indent=2) if as_json else cases_text(answers))
+    if as_json:
+        click.echo(json.dumps({**case_data(answers), "assumptions": list(run.assumptions)}, indent=2))
+    else:
+        click.echo("\n\n".join(filter(None, [cases_text(answers), assumptions_text(run.assumptions)])))
     if rows and all(isinstance(found, InfeasibleError) for _, found in rows):
         raise InfeasibleError(f"nothing fits in any of the {len(rows)} cases; the table says what is missing in each")

@@ -1,4 +1,4 @@
-"""What a search found, for a reader and as data: the plans, why the next best lost, what was left out and why."""
+"""The result of a search as text and as JSON: the plans, why the next best lost, what was left out and why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whale.cli.assumptions import assumptions_text
 from whale.cli.plan_text import command, fullest, memory_text, stage_table, step_lines
 from whale.cli.tables import text_table
 
@@ -35,6 +36,7 @@ def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
         "\n".join(
             [stage_table(best.plan, best.prediction, workload, cluster), "", *step_lines(best.plan, best.prediction)]
         ),
+        assumptions_text(best.plan.assumptions),
         command(best.plan, cluster, path),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -89,12 +91,14 @@ def against_the_best(choice: Choice, best: Choice) -> str:
 def _bound(searched: Searched) -> str:
     from whale.planner.simulation.gantt import milliseconds
 
-    found = searched.found
-    best, bound = (milliseconds(seconds) for seconds in (found.best.prediction.step_seconds, found.bound_seconds))
-    said = f"the search found {best}, by its own prediction"
+    found, best = searched.found, searched.best
+    before, bound = milliseconds(best.candidate.prediction.step_seconds), milliseconds(found.bound_seconds)
+    said = f"Predicted: {before}, without compiling."
+    if best.compiled:
+        said = f"Before compiling: {before}; after: {milliseconds(best.prediction.step_seconds)}."
     if found.exact:
-        return f"{said}; every plan of this kind was tried or excluded"
-    return f"{said}; no plan of this kind takes less than {bound}, so that at most {found.gap:.1%} are left to find"
+        return f"{said} Every plan of this kind was tried or excluded."
+    return f"{said} Lower bound: {bound}."
 
 
 def _left_out(searched: Searched) -> str:
@@ -155,6 +159,7 @@ def as_data(searched: Searched) -> dict[str, Any]:
             {"seconds": one.seconds, "memory": one.memory, "label": one.label, "reason": one.reason}
             for one in found.points
         ],
+        "assumptions": list(searched.best.plan.assumptions),
         "plan": searched.best.plan.model_dump(mode="json", exclude_defaults=True),
     }
 

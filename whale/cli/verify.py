@@ -48,6 +48,8 @@ def verify(
     first = os.environ.get("RANK", "0") == "0"
     if first:
         note(f"verifying {loaded.name} on {os.environ.get('WORLD_SIZE', '1')} rank(s)")
+        for assumption in loaded.assumptions:
+            note(f"assumed: {assumption}")
     given: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
     report = as_data(api.verify(loaded.model, loaded.batch, **given))
     if first:

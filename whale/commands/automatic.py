@@ -13,7 +13,8 @@ from torch import nn
 
 from whale.commands.candidates import ModelTrial, take_scopes
 from whale.commands.searching import search_plans
-from whale.compile.compile import Options, precision_of
+from whale.compile.compile import Options
+from whale.compile.trace import precision_of
 from whale.errors import UsageError
 from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster

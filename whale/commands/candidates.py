@@ -14,13 +14,12 @@ from typing import Any
 from torch import nn
 
 from whale.annotations import Annotation, annotate, forget, module_scopes
-from whale.compile.compile import Compilation, Options, compile_model, main_dtype, precision_of
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import precision_of, trace
 from whale.errors import UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import modules_around
-from whale.graph.identity import model_hash
-from whale.graph.partition import Partition, partition, scopes_of
-from whale.graph.scoping import put_scopes
 from whale.ir.cluster import Cluster
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
@@ -30,7 +29,6 @@ from whale.planner.cost.optimizers import Optimizer
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import Device, Known, brief_occupancy
 from whale.predict.prediction import predict
-from whale.strategies.placing import place_time
 
 __all__ = ["ModelTrial", "scopes_by", "take_scopes"]
 
@@ -64,47 +62,35 @@ class ModelTrial:
         optimizer: Optimizer = "adamw",
         precision: str | None = None,
     ) -> None:
-        self.model, self.batch, self.optimizer, self.training, self.loss_fn = model, batch, optimizer, training, loss_fn
+        self.model, self.optimizer, self.training = model, optimizer, training
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
-        self.dtype, self.precision = main_dtype(model), precision or precision_of(model)
-        self._base = self._compile(Cluster.homogeneous(1), self.options)
-        if any(scopes_of(node) for node in self._base.captured.graph.nodes):
+        self.precision = precision or precision_of(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # who runs the plan is warned
+            self.traced = trace(
+                model, batch, device="cpu", training=training, loss_fn=loss_fn, promote=self.options.promote
+            )
+        if self.traced.annotated.scopes.of:
             raise UsageError(
                 f"the forward of {name} enters annotations, which the search cannot keep as constraints; put them on "
                 "modules with whale.annotate, or let 'whale plan' divide the work of the model as it is annotated"
             )
         self._known: Known = {}
-        self.identity = ModelIdentity(name=name, hash=model_hash(self._base.captured))
+        self.identity, self.dtype = ModelIdentity(name=name, hash=self.traced.hash), self.traced.dtype
 
     @property
     def captured(self) -> Captured | None:
         """The capture, for whoever profiles the model; None where it is not of the training model as it is."""
-        return self._base.captured if self.training and not self.options.promote else None
+        return self.traced.captured if self.training and not self.options.promote else None
 
     def uncut(self, micro_batches: int) -> str:
         """Why its batch cannot be cut into so many micro-batches: an operator that computes a row from others, such as
         a batch norm; empty where it can."""
         try:
-            place_time(self._base.captured, self._base.analysis, self._base.partition, micro_batches)
+            self.traced.cut_in_time(micro_batches)
         except UsageError as error:
             return str(error)
         return ""
-
-    def _compile(
-        self, cluster: Cluster, options: Options, like: Compilation | None = None, *, device: Device = "cpu"
-    ) -> Compilation:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # who runs the plan is warned
-            return compile_model(
-                self.model,
-                self.batch,
-                cluster,
-                options,
-                device=device,
-                training=self.training,
-                loss_fn=self.loss_fn,
-                like=like,
-            )
 
     def places(self, anchors: Sequence[str]) -> list[tuple[str, int]]:
         """For what the model computes, the path of its module and the stage, if stages begin with *anchors*.
@@ -113,8 +99,7 @@ class ModelTrial:
             AnnotationError: the data does not flow from stage to stage in that order.
         """
         scopes = {path: (Scope(strategy=Strategy(kind="stage"), region=path),) for path in anchors}
-        put_scopes(self._base.captured, self.model, scopes)
-        cut = partition(self._base.captured)
+        cut = self.traced.stages(scopes)
         found: dict[tuple[str, int], None] = {}
         for node, stage in cut.stage_of.items():
             around = modules_around(node)
@@ -130,8 +115,10 @@ class ModelTrial:
         """
         bare = plan.model_copy(update={"model": None, "prediction": None})  # known to be of this model
         options = replace(self.options, micro_batches=plan.micro_batches, schedule=plan.schedule, plan=bare)
-        like = replace(self._base, partition=self._annotated(plan), _lowered={})
-        return self._compile(cluster, options, like, device=_device(cluster))
+        scopes = scopes_by(self.model, plan.annotations)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return compile_traced(self.traced, cluster, options, device=_device(cluster), scopes=scopes)
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         """Compile *plan* for *cluster*, and predict its step.
@@ -150,11 +137,6 @@ class ModelTrial:
         )
         found = predict(compilation, costs, schedule=plan.schedule, held_by=partial(brief_occupancy, known=self._known))
         return found.prediction, found.workload
-
-    def _annotated(self, plan: Plan) -> Partition:
-        """The stages that the plan's annotations make of the model."""
-        put_scopes(self._base.captured, self.model, scopes_by(self.model, plan.annotations))
-        return partition(self._base.captured)
 
 
 def _device(cluster: Cluster) -> Device:

@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 
 from whale.annotations import Annotation, annotate
-from whale.compile.compile import Compilation, Options, compile_model
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError
-from whale.graph.identity import model_hash
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
@@ -99,8 +100,9 @@ def make_plan(
             model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
         )
 
-    first = compile_model(model, batch, costs.cluster, options, device="cpu", training=True)
-    identity = model_hash(first.captured)
+    traced = trace(model, batch, device="cpu", training=True, promote=options.promote)
+    first = compile_traced(traced, costs.cluster, options, device="cpu")
+    identity = traced.hash
     if costs.profile.model_hash not in ("", identity):
         raise UsageError(
             f"the profile is of {costs.profile.name} with hash {costs.profile.model_hash[:19]}..., but {name} has "
@@ -119,7 +121,7 @@ def make_plan(
 
     def predicted(plan: Plan) -> Predicted:
         chosen = replace(options, plan=plan)
-        compilation = compile_model(model, batch, costs.cluster, chosen, device=costs.device, training=True, like=first)
+        compilation = compile_traced(traced, costs.cluster, chosen, device=costs.device)
         return predict(compilation, costs, schedule=options.schedule)
 
     even = predicted(start)
@@ -139,7 +141,7 @@ def make_plan(
     )
     if keep_even:
         best, found, reasons = start, even, ("even shares are predicted to be no slower",)
-    _check_fits(found, options)
+    _check_fits(found, options, rows)
     return Planned(
         plan=best.with_prediction(found.prediction, found.workload),
         predicted=found,
@@ -159,18 +161,22 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     )
 
 
-def _check_fits(found: Predicted, options: Options) -> None:
+def _check_fits(found: Predicted, options: Options, rows: int) -> None:
+    """Refuse a plan that does not fit, with the changes that can lessen what the fullest device lacks most."""
     lacking = [device for device in found.prediction.memory if device.total > device.capacity]
     if not lacking:
         return
     worst = max(lacking, key=lambda device: device.total - device.capacity)
     others = f" ({len(lacking)} of {len(found.prediction.memory)} devices lack memory)" if len(lacking) > 1 else ""
-    more, state = 2 * options.micro_batches, worst.parameters + worst.gradients + worst.optimizer
+    state = worst.parameters + worst.gradients + worst.optimizer
+    cures = ["more stages", "split", "devices with more memory"]
+    if worst.total - worst.activations <= worst.capacity:  # fewer rows at a time can be enough
+        cures[:0] = [f"more micro-batches ({2 * options.micro_batches})"] if 2 * options.micro_batches <= rows else []
+        cures[-1:] = ["more devices"]
     raise InfeasibleError(
         f"{worst.device} (rank {worst.rank}) needs {worst.total / 2**30:.2f} GiB but has {worst.capacity / 2**30:.2f}"
         f"{others}: {worst.activations / 2**30:.2f} GiB are activations, {state / 2**30:.2f} GiB parameters, gradients "
-        f"and optimizer state; "
-        f"use more micro-batches ({more}), more stages, split, or more devices"
+        f"and optimizer state; use {', '.join(cures[:-1])}, or {cures[-1]}"
     )
 
 

@@ -25,13 +25,13 @@ from whale.ir.workload import Prediction, Workload
 from whale.planner.advice import advised, gib
 from whale.planner.balance.by_speed import pipeline_by_speed
 from whale.planner.cost.precision import BY_DTYPE
+from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.schedules.orders import FITTED
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
 from whale.planner.search.choices import PRICED
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.prices import Prices
 from whale.planner.search.simple import least_after_compiling, simple_plans
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
@@ -368,7 +368,7 @@ def plan_pipeline(
     settings.check(batch)
     _require_priced(settings)
     precision = BY_DTYPE.get(profile.precision, "fp32")
-    prices = Prices.of(profile, cluster, precision=precision, eager=True, batch=batch)
+    prices = CostModel.of(profile, cluster, precision=precision, batch=batch)
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"
         raise UsageError(
@@ -398,7 +398,7 @@ def plan_pipeline(
 
 
 def _pipeline(
-    prices: Prices, cuts: Sequence[range], batch: int, micro_batches: int, replicas: int, schedule: str
+    prices: CostModel, cuts: Sequence[range], batch: int, micro_batches: int, replicas: int, schedule: str
 ) -> Candidate:
     """Stages of these layers, each on as many devices, with rows by speed."""
     stages = []

@@ -1,6 +1,7 @@
 """What one rank runs in a step, put together from a compilation and this rank's tensors.
 
 Groups and transport are the caller's: those of a launch, or ones that reach nobody, to try a step without other ranks.
+The compilation stays as it is: what runs are copies of its graphs' modules, which have groups.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.graph.values import value_name, value_tensor
 from whale.ir.program import Program, Reduce
 from whale.runtime.executor import Executor
@@ -20,7 +21,7 @@ from whale.runtime.failure import Failures
 from whale.runtime.module import CompiledStep
 from whale.runtime.random import Clock
 from whale.runtime.reduce import Bucket, Reducer
-from whale.runtime.stage import LocalStage
+from whale.runtime.stage import LocalStage, bound
 
 __all__ = ["assemble"]
 
@@ -61,11 +62,9 @@ def assemble(
     for stage in compilation.stages:
         if rank not in stage.mesh.ranks:
             continue
-        programs = compilation.local_programs(stage, rank, seeded)
-        for local in programs:
-            bridge: Any
-            for bridge in local.bridges:
-                bridge.group = bridge_group(tuple(sorted(bridge.ranks)))
+        programs = bound(
+            compilation.local_programs(stage, rank, seeded), lambda name, ranks: bridge_group(tuple(sorted(ranks)))
+        )
         names = [compilation.parameter_name(v) for v in stage.stored if v[0].name in compilation.captured.parameters]
         outputs = tuple(value_name(v) for v in stage.sent)
         if stage.loss is not None:

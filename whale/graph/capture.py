@@ -12,6 +12,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
 from whale.graph.capture_checks import capture_error, check_batch, check_hooks, check_static, refusing
+from whale.graph.deferred_code import deferred_code
 from whale.graph.repeats import Repeats
 
 Batch = Any
@@ -191,6 +193,14 @@ def fake_batch(leaves: Mapping[str, Any], mode: FakeTensorMode, device: torch.de
         }
 
 
+def _without_caches(model: nn.Module) -> None:
+    """Let a transformer not keep the keys and values of its attentions, which only generating text reads."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False  # type: ignore[union-attr]
+
+
 def capture(
     model: nn.Module,
     batch: Batch,
@@ -214,10 +224,17 @@ def capture(
     def exported(*, copying: bool) -> tuple[torch.export.ExportedProgram, int]:
         """The program, and how many stages the forward enters; of alike layers most are copies, or all are traced."""
         duplicate = fake_copy(model, mode, device)
+        _without_caches(duplicate)
         wrap_annotated(duplicate)
         try:
-            with warnings.catch_warnings(), recording() as entered, preserve_node_meta(), refusing():
+            with ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
+                entered = stack.enter_context(recording())
+                stack.enter_context(preserve_node_meta())
+                stack.enter_context(refusing())
+                if copying:
+                    stack.enter_context(deferred_code())
                 check = Repeats(duplicate, entered).check if copying else lambda: None
                 root = _Loss(duplicate, list(fakes), loss_fn, check).train(model.training)
                 program = torch.export.export(root, tuple(fakes.values()), strict=False)

@@ -18,13 +18,13 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from whale.annotations import NODE_KEY
 from whale.graph.canonical import drop_dead
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of
 from whale.graph.partition import Partition, partition
+from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, resolve, value_tensor
-from whale.ir.strategy import Scope, Strategy, encode_scopes
+from whale.ir.strategy import Scope, Strategy
 
 __all__ = ["Chain", "Layer", "chain_of"]
 
@@ -64,9 +64,9 @@ class Chain:
 
 
 def chain_of(captured: Captured, model: nn.Module) -> Chain:
-    """Cut a captured model into layers. Its graph is used up: it becomes that of the chain."""
-    _forget_annotations(captured)
-    pinned = partition(captured).stages[0].nodes
+    """Cut a captured model into layers. Its graph is used up: it becomes that of the chain. Its annotations, which say
+    how one run uses the model, are not the chain's."""
+    pinned = partition(captured, NodeScopes()).stages[0].nodes
     segments = _segments(captured, pinned, _layer_paths(model, pinned))
     index = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
     kinds: dict[str, int] = {}
@@ -87,15 +87,16 @@ def chain_of(captured: Captured, model: nn.Module) -> Chain:
     )
     repeats = [(s, firsts[k]) for s, k in zip(segments, kind_of, strict=True) if firsts[k] is not s]
     _contract(captured, repeats, keep={node for values in sent for node, _ in values})
-    for kind, segment in enumerate(firsts):
-        scope = Scope(strategy=Strategy(kind="stage"), region=f"{kind}: {segment.name}")
-        for node in segment.nodes:
-            node.meta["custom"] = {NODE_KEY: encode_scopes((scope,))}
+    scopes = {
+        node: (Scope(strategy=Strategy(kind="stage"), region=f"{kind}: {segment.name}"),)
+        for kind, segment in enumerate(firsts)
+        for node in segment.nodes
+    }
     return Chain(
         layers=layers,
         names=tuple(s.name for s in firsts),
         captured=captured,
-        partition=_sending(partition(captured), sent),
+        partition=_sending(partition(captured, NodeScopes(of=scopes)), sent),
     )
 
 
@@ -103,13 +104,6 @@ def _sending(kinds: Partition, sent: Sequence[Iterable[Value]]) -> Partition:
     """The partition with what the first layer of each kind sends, whether or not the first of another kind reads it."""
     stages = [replace(s, sent=tuple(dict.fromkeys((*s.sent, *v)))) for s, v in zip(kinds.stages, sent, strict=True)]
     return replace(kinds, stages=tuple(stages))
-
-
-def _forget_annotations(captured: Captured) -> None:
-    """The chain is of the bare model: annotations say how one run uses it."""
-    captured.stage_regions = ()
-    for node in captured.graph.nodes:
-        node.meta["custom"] = {k: v for k, v in (node.meta.get("custom") or {}).items() if k != NODE_KEY}
 
 
 # --- which modules are layers -----------------------------------------------------------------------------------------

@@ -7,17 +7,18 @@ needs a floating value computes it from its own rows of the batch. So only hidde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from whale.annotations import NODE_KEY
 from whale.errors import AnnotationError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
+from whale.graph.scoping import NodeScopes, recorded_scopes
 from whale.graph.values import Value, is_call, operands, value_tensor
-from whale.ir.strategy import ScopePath, StageCut, cut_at_stage, decode_scopes
+from whale.ir.strategy import ScopePath, StageCut, cut_at_stage
 
 aten = torch.ops.aten
 
@@ -55,56 +56,67 @@ class TaskGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The stages of a graph, and its floating nodes."""
+    """The stages of a graph, its floating nodes, and the annotations that made the stages."""
 
     stages: tuple[TaskGraph, ...]
     floating: frozenset[fx.Node]
     stage_of: dict[fx.Node, int]
+    scopes: NodeScopes
 
 
-def scopes_of(node: fx.Node) -> ScopePath:
-    """The annotation path that the capture recorded on a node."""
-    text = (node.meta.get("custom") or {}).get(NODE_KEY)
-    return decode_scopes(text) if text else ()
+@dataclass(frozen=True, kw_only=True)
+class Dataflow:
+    """What cutting a graph into stages needs to know of it, whatever the annotations: its calls, those of them that are
+    pinned, and what these read; the rest is floating."""
+
+    calls: tuple[fx.Node, ...]
+    pinned: tuple[fx.Node, ...]
+    floating: frozenset[fx.Node]
+    reads: dict[fx.Node, list[Value]]
 
 
-def partition(captured: Captured) -> Partition:
-    """Cut the graph at its ``stage`` annotations; a model without any is one stage.
-
-    Raises :class:`AnnotationError` where the annotated stages are not in the order of the data's flow.
-    """
-    calls = [n for n in captured.graph.nodes if is_call(n)]
+def dataflow(captured: Captured) -> Dataflow:
+    """The calls of a graph, and what they read."""
+    calls = tuple(n for n in captured.graph.nodes if is_call(n))
     floating = floating_nodes(captured)
-    pinned = [n for n in calls if n not in floating]
-    known: dict[str, StageCut] = {}
-    cuts = {n: _cut_of(n, known) for n in calls}
+    pinned = tuple(n for n in calls if n not in floating)
+    return Dataflow(calls=calls, pinned=pinned, floating=floating, reads={node: operands(node) for node in pinned})
+
+
+def partition(captured: Captured, scopes: NodeScopes | None = None, flow: Dataflow | None = None) -> Partition:
+    """Cut a graph at its ``stage`` annotations; a model without any is one stage.
+
+    Args:
+        captured: the graph.
+        scopes: the annotations of its operators; by default those with which it was captured.
+        flow: of the graph, where it is known already.
+
+    Raises:
+        AnnotationError: the annotated stages are not in the order of the data's flow.
+    """
+    scopes = scopes if scopes is not None else recorded_scopes(captured)
+    flow = flow if flow is not None else dataflow(captured)
+    known = {path: cut_at_stage(path) for path in dict.fromkeys((*scopes.of.values(), ()))}
+    cuts = {node: known[scopes.of.get(node, ())] for node in flow.calls}
     order: dict[str, StageCut] = {}
-    for node in pinned:
+    for node in flow.pinned:
         scope = cuts[node].stage
         if scope is not None:
             order.setdefault(scope.region, cuts[node])
-    _check_not_empty(captured, cuts, order)
+    _check_not_empty(scopes.stage_regions, cuts, order)
     number = {region: i for i, region in enumerate(order)}
-    reads = {node: operands(node) for node in pinned}
-    stage_of = _assign(pinned, cuts, number, reads)
+    stage_of = _assign(flow.pinned, cuts, number, flow.reads)
     return Partition(
-        stages=_task_graphs(order, pinned, cuts, stage_of, reads),
-        floating=floating,
+        stages=_task_graphs(order, flow.pinned, cuts, stage_of, flow.reads),
+        floating=flow.floating,
         stage_of=stage_of,
+        scopes=scopes,
     )
 
 
-def _cut_of(node: fx.Node, known: dict[str, StageCut]) -> StageCut:
-    """A node's annotation path, cut at its stage; nodes of one module have the same."""
-    text = (node.meta.get("custom") or {}).get(NODE_KEY) or ""
-    if text not in known:
-        known[text] = cut_at_stage(scopes_of(node))
-    return known[text]
-
-
-def _check_not_empty(captured: Captured, cuts: dict[fx.Node, StageCut], order: dict[str, StageCut]) -> None:
+def _check_not_empty(regions: Sequence[str], cuts: dict[fx.Node, StageCut], order: dict[str, StageCut]) -> None:
     """Refuse a stage without work: it would have devices, and leave them idle."""
-    seen: dict[str, fx.Node | None] = dict.fromkeys(captured.stage_regions)
+    seen: dict[str, fx.Node | None] = dict.fromkeys(regions)
     for node, cut in cuts.items():
         scope = cut.stage
         if scope is not None and seen.get(scope.region) is None:
@@ -137,7 +149,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _assign(
-    pinned: list[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int], reads: dict[fx.Node, list[Value]]
+    pinned: Sequence[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int], reads: dict[fx.Node, list[Value]]
 ) -> dict[fx.Node, int]:
     """Stage of every pinned node: annotated, else the latest of its inputs, else the first of its users."""
     stage_of: dict[fx.Node, int] = {}
@@ -170,7 +182,7 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 def _task_graphs(
     order: dict[str, StageCut],
-    pinned: list[fx.Node],
+    pinned: Sequence[fx.Node],
     cuts: dict[fx.Node, StageCut],
     stage_of: dict[fx.Node, int],
     reads: dict[fx.Node, list[Value]],

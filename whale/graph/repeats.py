@@ -3,8 +3,9 @@
 Tracing an operator takes torch milliseconds, copying a node takes microseconds, so a capture costs what the kinds of
 layers cost, hardly what their number does. Two modules are alike if nothing tells them apart when they are called:
 class and attributes, modules inside of them, shapes of parameters and inputs, other arguments, the modes that torch is
-in, and all that their code reaches through objects, closures and globals. Both the first and the second are traced,
-and only where their operators are equal are those of the third a copy.
+in, and all that their code reaches through objects, closures and globals. A number that differs from layer to layer,
+such as a layer's place in its list, tells them apart if the layer reads it when it is called. Both the first and the
+second are traced, and only where their operators are equal are those of the third a copy.
 
 A layer that does more than return a result is traced every time: one that changes any of these, its arguments or what
 its buffers are, or that enters annotations. What it leaves where only others look is seen in the end, by who reads it
@@ -19,7 +20,8 @@ import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -66,6 +68,9 @@ _WATCHES = "_whale_watches"
 Token = tuple[Any, ...]
 """What stands for a node in a description: a number among the layer's own nodes, inputs or parameters."""
 
+Name = tuple[str, str]
+"""An attribute of a module inside of a layer: the module's path in it, and the attribute's name."""
+
 
 class _Unknown(Exception):
     """A layer reaches something of which nobody can say whether it changed."""
@@ -87,11 +92,16 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trace:
-    """A call that was traced: its nodes, and its result as tokens of nodes and inputs, or plain values."""
+    """A call that was traced: its nodes, and its result as tokens of nodes and inputs, or plain values.
+
+    ``inputs`` are the tokens by which the inputs are known after the call: an operator that returns its argument, as a
+    cast to the type that it has does, takes that argument's place in the tracer.
+    """
 
     call: _Call
     nodes: tuple[fx.Node, ...]
     text: tuple[Any, ...]
+    inputs: tuple[Token, ...]
     results: tuple[Token, ...]
     shapes: tuple[Any, ...]
     structure: pytree.TreeSpec
@@ -99,11 +109,26 @@ class _Trace:
 
 @dataclass
 class _Kind:
-    """Layers that are alike: those that were traced, how many are copies, and whether there is something against it."""
+    """Layers that are alike: those that were traced, how many are copies, and whether there is something against it.
 
+    ``numbers`` are those that differ among a list's layers and that these read.
+    """
+
+    numbers: dict[Name, int]
     traces: list[_Trace] = field(default_factory=list)
     copies: int = 0
     refused: bool = False
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function look at tensors, and make some, without the modes that trace what is done with them."""
+
+    @functools.wraps(function)
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return untraced
 
 
 class Repeats:
@@ -111,13 +136,14 @@ class Repeats:
 
     def __init__(self, model: nn.Module, entered: Mapping[str, int]) -> None:
         self._entered = entered
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, list[_Kind]] = {}
         self._unknown: set[type] = set()
         for parent in list(model.modules()):
             if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(parent) > TRACED:
+                names = _numbered(list(parent.children()))
                 for child in parent.children():
                     if "forward" not in child.__dict__:
-                        child.forward = self._watched(child)
+                        child.forward = self._watched(child, names)
 
     def check(self) -> None:
         """Be sure that nobody reads what is within a layer that stands for others.
@@ -125,33 +151,34 @@ class Repeats:
         Raises:
             Escaped: somebody does.
         """
-        for kind in self._kinds.values():
+        for kind in (kind for kinds in self._kinds.values() for kind in kinds):
             for trace in kind.traces if kind.copies else ():
                 inside = set(trace.nodes)
-                leaving = {trace.nodes[token[1]] for token in trace.results if token[0] == "here"}
+                leaving = {trace.nodes[token[1]] for token in (*trace.results, *trace.inputs) if token[0] == "here"}
                 if any(user not in inside for node in inside - leaving for user in node.users):
                     raise Escaped
 
-    def _watched(self, module: nn.Module) -> Callable[..., Any]:
+    def _watched(self, module: nn.Module, names: Collection[Name]) -> Callable[..., Any]:
         forward = module.forward
 
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:
             mode = get_proxy_mode()
-            described = None if mode is None else self._described(mode.tracer, module, args, kwargs)
-            if mode is None or described is None:
+            found = None if mode is None else self._found(mode.tracer, module, names, args, kwargs)
+            if mode is None or found is None:
                 return forward(*args, **kwargs)
-            key, call = described
-            kind = self._kinds.setdefault(key, _Kind())
-            if kind.refused:
-                return forward(*args, **kwargs)
-            if len(kind.traces) == TRACED:
+            call, numbers, kinds, kind = found
+            if kind is not None and len(kind.traces) == TRACED:
                 kind.copies += 1
                 return _copied(mode.tracer, kind.traces[-1], call, (args, kwargs))
-            before, known = self._state(module), _last(mode.tracer.graph)
-            result = forward(*args, **kwargs)
-            trace = _traced(mode.tracer, call, known, (args, kwargs), result)
-            changed = before is None or before != self._state(module)
+            before, last = self._state(module), _last(mode.tracer.graph)
+            with _noting_reads(module, names) as read:
+                result = forward(*args, **kwargs)
+            if kind is None:
+                kind = _Kind({name: value for name, value in numbers.items() if name in read})
+                kinds.append(kind)
+            trace = _traced(mode.tracer, call, last, (args, kwargs), result)
+            changed = before is None or before != self._state(module) or read != kind.numbers.keys()
             if trace is None or changed or any(trace.text != one.text for one in kind.traces):
                 kind.refused = True
             else:
@@ -161,15 +188,26 @@ class Repeats:
         watched.__dict__[_WATCHES] = True
         return watched
 
-    def _described(self, tracer: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Hashable, _Call] | None:
-        if type(module) in self._unknown:
-            return None
+    @_untraced
+    def _found(
+        self, tracer: Any, module: nn.Module, names: Collection[Name], args: Any, kwargs: Any
+    ) -> tuple[_Call, dict[Name, int], list[_Kind], _Kind | None] | None:
+        """A call, the numbers of its layer, the kinds that differ in such numbers alone, and the one that it is of;
+        None where the call is to be traced, whatever came before."""
         try:
-            return _described(tracer, module, args, kwargs)
+            described = None if type(module) in self._unknown else _described(tracer, module, names, args, kwargs)
         except _Unknown:
             self._unknown.add(type(module))
             return None
+        if described is None:
+            return None
+        key, call = described
+        numbers = _numbers(module, names)
+        kinds = self._kinds.setdefault(key, [])
+        kind = next((one for one in kinds if one.numbers.items() <= numbers.items()), None)
+        return None if kind is not None and kind.refused else (call, numbers, kinds, kind)
 
+    @_untraced
     def _state(self, module: nn.Module) -> Hashable:
         """What a call must leave as it was; None where nobody can say."""
         own = tuple((name, _Same(x)) for name, x in _tensors(module))
@@ -182,8 +220,11 @@ class Repeats:
 # --- what tells modules and calls apart -------------------------------------------------------------------------------
 
 
-def _described(tracer: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Hashable, _Call] | None:
-    """A description that alike calls share, and the call; None where not all of it is known to the tracer."""
+def _described(
+    tracer: Any, module: nn.Module, names: Collection[Name], args: Any, kwargs: Any
+) -> tuple[Hashable, _Call] | None:
+    """A description that alike calls share, but for the attributes in *names*, and the call; None where not all of it
+    is known to the tracer."""
     *around, (path, (name, _)) = tracer.module_stack.items()
     tensors = list(_tensors(module))
     own = [_node(tracer, x) for _, x in tensors]
@@ -194,7 +235,7 @@ def _described(tracer: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[
     if not all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves):
         return None
     key = (
-        _attributes(module),
+        _attributes(module, names),
         tuple((name, _shape(x)) for name, x in tensors),
         tuple(own.index(node) for node in own),
         (given := _given(args, kwargs)),
@@ -248,8 +289,56 @@ class _Same:
         return isinstance(other, _Same) and self.x is other.x
 
 
-def _attributes(module: nn.Module) -> Hashable:
-    """Everything that a module and those inside of it hold and reach, but parameters and buffers.
+def _numbered(layers: Sequence[nn.Module]) -> frozenset[Name]:
+    """The whole numbers that the layers of a list hold as attributes and that are not the same in all of them."""
+    values: dict[Name, set[int]] = {}
+    for layer in layers:
+        for path, inner in layer.named_modules():
+            for name, x in inner.__dict__.items():
+                if type(x) is int and not hasattr(type(inner), name):
+                    values.setdefault((path, name), set()).add(x)
+    return frozenset(name for name, found in values.items() if len(found) > 1)
+
+
+def _numbers(module: nn.Module, names: Collection[Name]) -> dict[Name, int]:
+    """The values of the attributes in *names*, as far as they are whole numbers."""
+    inside = dict(module.named_modules()) if names else {}
+    found = {(path, name): inside[path].__dict__.get(name) for path, name in names if path in inside}
+    return {name: x for name, x in found.items() if type(x) is int}
+
+
+@contextmanager
+def _noting_reads(module: nn.Module, names: Collection[Name]) -> Iterator[set[Name]]:
+    """Note which of the attributes in *names* are read meanwhile, of the module or of others of their classes."""
+    read: set[Name] = set()
+    paths = {id(inner): path for path, inner in module.named_modules()}
+    inside = dict(module.named_modules())
+    classes = {(type(inside[path]), name) for path, name in names if path in inside}
+
+    def noted(name: str) -> property:
+        def get(self: nn.Module) -> Any:
+            read.add((paths.get(id(self), "outside"), name))
+            if name not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return self.__dict__[name]
+
+        def put(self: nn.Module, value: Any) -> None:
+            self.__dict__[name] = value
+
+        return property(get, put)
+
+    for kind, name in classes:
+        setattr(kind, name, noted(name))
+    try:
+        yield read
+    finally:
+        for kind, name in classes:
+            delattr(kind, name)
+
+
+def _attributes(module: nn.Module, leave_out: Collection[Name] = ()) -> Hashable:
+    """Everything that a module and those inside of it hold and reach, but parameters, buffers, and whole numbers that
+    are to be left out.
 
     Raises:
         _Unknown: something is reached of which nobody can say whether it changed.
@@ -260,7 +349,9 @@ def _attributes(module: nn.Module) -> Hashable:
         held = [
             (name, reach.token(x))
             for name, x in inner.__dict__.items()
-            if name not in ("_parameters", "_buffers", "_modules") and _WATCHES not in getattr(x, "__dict__", ())
+            if name not in ("_parameters", "_buffers", "_modules")
+            and _WATCHES not in getattr(x, "__dict__", ())
+            and not ((path, name) in leave_out and type(x) is int)
         ]
         found.append((path, reach.token(type(inner)), tuple(held)))
     return tuple(found)
@@ -362,6 +453,7 @@ def _last(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 
 
+@_untraced
 def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -> _Trace | None:
     """The nodes after *known* as a trace; None where they cannot be copied."""
     nodes, node = [], known.next
@@ -371,7 +463,8 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
     place: dict[fx.Node, Token] = {node: ("input", i) for i, node in reversed(list(enumerate(call.inputs)))}
     place |= {node: ("own", i) for i, node in reversed(list(enumerate(call.own)))}
     after = [_node(tracer, x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-    if after != list(call.inputs) or _given(*given) != call.given or any(node.op != "call_function" for node in nodes):
+    same = all(_returned(node, was) for node, was in zip(after, call.inputs, strict=True))
+    if not same or _given(*given) != call.given or any(node.op != "call_function" for node in nodes):
         return None  # an input was changed, or something was made that is no operator
     text = []
     for i, node in enumerate(nodes):
@@ -379,6 +472,7 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
         values = [(_shape(x) if isinstance(x, Tensor) else x) for x in pytree.tree_leaves(node.meta.get("val"))]
         text.append((node.target, arguments, values, node.meta.get("custom"), _moved(node, call.path, "")))
         place[node] = ("here", i)
+    inputs = tuple(place[node] for node in after if node is not None)
     results, shapes = [], []
     leaves, structure = pytree.tree_flatten(result)
     for x in leaves:
@@ -393,11 +487,22 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
     return _Trace(
         call=call,
         nodes=tuple(nodes),
-        text=(text, results, shapes, repr(structure)),
+        text=(text, inputs, results, shapes, repr(structure)),
+        inputs=inputs,
         results=tuple(results),
         shapes=tuple(shapes),
         structure=structure,
     )
+
+
+def _returned(node: fx.Node | None, argument: fx.Node) -> bool:
+    """Whether a node is *argument*, or the result of operators that returned it as it was."""
+    while node is not None and node is not argument:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.is_mutable or not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return node is argument
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -423,6 +528,7 @@ def _moved(node: fx.Node, source: str, target: str) -> dict[str, tuple[str, Any]
 # --- the same once more -----------------------------------------------------------------------------------------------
 
 
+@_untraced
 def _copied(tracer: Any, trace: _Trace, call: _Call, given: Any) -> Any:
     """What a call returns whose nodes are copies of a trace."""
     nodes: dict[fx.Node, fx.Node] = dict(zip(trace.call.own, call.own, strict=True))
@@ -434,6 +540,9 @@ def _copied(tracer: Any, trace: _Trace, call: _Call, given: Any) -> Any:
         copy.meta = {**node.meta, "nn_module_stack": _moved(node, trace.call.path, call.path)}
         nodes[node] = copy
     inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    for x, token in zip(inputs, trace.inputs, strict=True):
+        if token[0] == "here":
+            track_tensor_tree(x, fx.Proxy(nodes[trace.nodes[token[1]]], tracer), constant=None, tracer=tracer)
     made: dict[Token, Any] = {}
     for token, shape in zip(trace.results, trace.shapes, strict=True):
         if token[0] == "here" and token not in made:

@@ -1,44 +1,69 @@
-"""Annotate a graph that was captured without annotations, as if its modules had been annotated before the capture.
+"""Which annotations each operator of a captured graph is under, as data beside the graph.
 
-So a model is captured once and compiled for many plans. Annotations inside a model's own ``forward`` need a capture:
-they leave no trace in its modules. Knows scopes and modules; nothing of devices and plans.
+The capture records them on the nodes, from the model's annotations and from ``with`` statements in its forward. A graph
+that was captured without annotations can be given those of any plan, by the modules in which its operators were
+computed: so a model is captured once and compiled for many plans. Knows scopes and modules; nothing of devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import fx, nn
 
 from whale.annotations import NODE_KEY
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import modules_around
-from whale.ir.strategy import ScopePath, encode_scopes
+from whale.ir.strategy import ScopePath, decode_scopes
 
-__all__ = ["put_scopes"]
+__all__ = ["NodeScopes", "module_paths", "recorded_scopes", "scopes_by_module"]
 
 
-def put_scopes(captured: Captured, model: nn.Module, scopes: Mapping[str, ScopePath]) -> None:
-    """Give every operator the scopes of the innermost module in *scopes* that it was computed in, and no others.
+@dataclass(frozen=True, kw_only=True)
+class NodeScopes:
+    """The annotations of a graph's operators; those that have none are left out.
 
-    Args:
-        captured: whose graph is changed.
-        model: that it was captured from.
-        scopes: by module path, as `whale.annotations.module_scopes` returns them.
+    ``stage_regions`` are the regions of ``stage`` annotations, those of modules that compute nothing included.
     """
+
+    of: Mapping[fx.Node, ScopePath] = field(default_factory=dict)
+    stage_regions: tuple[str, ...] = ()
+
+
+def recorded_scopes(captured: Captured) -> NodeScopes:
+    """The annotations with which a model was captured."""
+    texts = {node: (node.meta.get("custom") or {}).get(NODE_KEY) for node in captured.graph.nodes}
+    paths = {text: decode_scopes(text) for text in dict.fromkeys(texts.values()) if text}
+    return NodeScopes(
+        of={node: paths[text] for node, text in texts.items() if text}, stage_regions=captured.stage_regions
+    )
+
+
+def module_paths(captured: Captured, model: nn.Module) -> dict[fx.Node, tuple[str, ...]]:
+    """For every operator the modules whose forward was running, innermost first, each by the first of its names."""
     first: dict[int, str] = {}
     name = {path: first.setdefault(id(module), path) for path, module in model.named_modules(remove_duplicate=False)}
-    texts = {path: encode_scopes(scope) for path, scope in scopes.items()}
-    for node in captured.graph.nodes:
-        if node.op != "call_function":
-            continue
-        custom = {key: value for key, value in (node.meta.get("custom") or {}).items() if key != NODE_KEY}
-        text = next((texts[path] for path in _paths(node, name) if path in texts), None)
-        node.meta["custom"] = custom if text is None else {**custom, NODE_KEY: text}
+    return {
+        node: tuple(name.get(path, path) for path in reversed(modules_around(node)))
+        for node in captured.graph.nodes
+        if node.op == "call_function"
+    }
+
+
+def scopes_by_module(paths: Mapping[fx.Node, tuple[str, ...]], scopes: Mapping[str, ScopePath]) -> NodeScopes:
+    """Give every operator the scopes of the innermost annotated module in which it was computed.
+
+    Args:
+        paths: of the operators' modules, as `module_paths` returns them.
+        scopes: by module path, as `whale.annotations.module_scopes` returns them.
+    """
+    known: dict[tuple[str, ...], ScopePath] = {}
+    for own in paths.values():
+        if own not in known:
+            known[own] = next((scopes[path] for path in own if path in scopes), ())
     stages = (scope.region for path in scopes.values() for scope in path if scope.strategy.kind == "stage")
-    captured.stage_regions = tuple(dict.fromkeys(stages))
-
-
-def _paths(node: fx.Node, name: Mapping[str, str]) -> Iterator[str]:
-    """The modules whose forward was running, innermost first, each by the first of its names."""
-    return (name.get(path, path) for path in reversed(modules_around(node)))
+    return NodeScopes(
+        of={node: known[own] for node, own in paths.items() if known[own]},
+        stage_regions=tuple(dict.fromkeys(stages)),
+    )

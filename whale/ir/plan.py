@@ -191,6 +191,7 @@ class Plan(FileRecord):
         annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
         stages: of the pipeline, in order; empty: the annotations decide.
+        assumptions: what was not given when it was made and how it was taken, for a reader.
         prediction, workload: what the step should take, and the numbers from which that was computed.
         predicted: the digest of the decisions that ``prediction`` is of.
     """
@@ -204,6 +205,7 @@ class Plan(FileRecord):
     schedule: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,40}$")] = "1f1b"
     annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
+    assumptions: Annotated[tuple[Annotated[str, StringConstraints(max_length=400)], ...], Field(strict=False)] = ()
     predicted: Hash = ""
     prediction: Prediction | None = None
     workload: Workload | None = None
@@ -285,7 +287,7 @@ class Plan(FileRecord):
 
     def digest(self) -> str:
         """A hash of all that it decides; what it predicts is not part of it."""
-        decided = self.model_dump(mode="json", exclude={"prediction", "workload", "predicted"})
+        decided = self.model_dump(mode="json", exclude={"assumptions", "prediction", "workload", "predicted"})
         return hash_of(decided)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.graph.values import value_name, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.program import Program

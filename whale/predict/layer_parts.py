@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.errors import UsageError
 from whale.graph.capture_checks import module_of
 from whale.ir.profile import ModelProfile

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.compile.assembly import assemble
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
@@ -32,7 +32,7 @@ from whale.planner.cost.memory import MESSAGES
 from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Likeness, likeness
-from whale.runtime.collectives import Rehearsal
+from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.random import Clock
 from whale.strategies.dry_run import TaskCalls, WithoutData
@@ -103,7 +103,7 @@ def occupancy(
     Raises:
         UsageError: an unknown optimizer.
     """
-    with _without_data(device), _unchanged_bridges(compilation, rank, clock):
+    with _without_data(device):
         trial = _Trial(compilation, rank, device, clock)
         trial.run(_program(compilation, rank, schedule))
     return _held(trial.found(), rank, optimizer, device, Counter())
@@ -129,7 +129,7 @@ def brief_occupancy(
     program = first.known_programs[rank]
     like = likeness(first, rank, program, clock)
     if (device, like.description) not in known:
-        with _without_data(device), _unchanged_bridges(first, rank, clock):
+        with _without_data(device):
             trial = _Trial(first, rank, device, clock)
             trial.run(program, begin=trial.hold_gradients)
         known[device, like.description] = like, trial.found()
@@ -222,24 +222,6 @@ def _short(compilation: Compilation, schedule: str) -> Order:
     return compilation.order
 
 
-@contextmanager
-def _unchanged_bridges(compilation: Compilation, rank: int, clock: Clock | None) -> Iterator[None]:
-    """Give bridges back the groups that they had: local programs are shared with whoever runs them for real."""
-    stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
-    bridges: list[Any] = [
-        bridge
-        for stage in stages
-        for program in compilation.local_programs(stage, rank, clock)
-        for bridge in program.bridges
-    ]
-    before = [bridge.group for bridge in bridges]
-    try:
-        yield
-    finally:
-        for bridge, group in zip(bridges, before, strict=True):
-            bridge.group = group
-
-
 class _Nobody:
     """A transport whose messages are done at once."""
 
@@ -261,7 +243,7 @@ class _Nobody:
         return _Done()
 
 
-class _AloneOnProcessors(Rehearsal):
+class _AloneOnProcessors(DryGroup):
     """A group of gloo without other ranks: it sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
 
     def note(self, op: str, x: Tensor, *shapes: Any) -> None:
@@ -329,7 +311,7 @@ class _Trial:
     def run(self, program: Program, begin: Callable[[], None] = lambda: None) -> None:
         self.noting = _Noting(program)
         self.noting.live, self.noting.called, self.noting.begin = self.live, [], begin
-        alone = _AloneOnProcessors if self.device == "cpu" else Rehearsal
+        alone = _AloneOnProcessors if self.device == "cpu" else DryGroup
         step = assemble(
             self.compilation,
             self.rank,

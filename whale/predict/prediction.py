@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.layers import forward_flops
 from whale.planner.cost.precision import precision_named

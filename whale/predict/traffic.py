@@ -15,11 +15,11 @@ from typing import Literal
 
 import torch
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Send, box_size
 from whale.runtime.random import Clock
-from whale.strategies.dry_run import rehearse
+from whale.strategies.dry_run import dry_run
 
 __all__ = ["Message", "bucket_bytes", "call_bytes", "traffic"]
 
@@ -70,7 +70,7 @@ def traffic(compilation: Compilation, rank: int, clock: Clock | None = None) -> 
         calls = {}  # micro-batches of equally many rows make equal calls
         for index, (rows, program) in enumerate(zip(compilation.rows, programs, strict=True)):
             if rows not in calls:
-                calls[rows] = rehearse(compilation.captured, stage, rank, program, index)
+                calls[rows] = dry_run(compilation.captured, stage, rank, program, index)
             for call in calls[rows].forward:
                 found["forward", call.op, call.ranks, call_bytes(call)] += 1
             for call in calls[rows].backward:

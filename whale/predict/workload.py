@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from whale.compile.compile import Compilation
+from whale.compile.compilation import Compilation
 from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload

@@ -25,17 +25,17 @@ from whale.ir.check import CollectiveCall
 from whale.ir.placement import Cut, Placement
 
 Group = Any
-"""A ``torch.distributed`` process group, None where the axis has one rank, or a :class:`Rehearsal`."""
+"""A ``torch.distributed`` process group, None where the axis has one rank, or a :class:`DryGroup`."""
 
 # torch 2.13 renamed them and warns of the old names.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Rehearsal:
-    """Takes the place of a process group where a program is run without processes: calls are noted, not made.
+class DryGroup:
+    """A process group of a dry run, in which a program runs without other processes: calls are noted, not made.
 
-    ``calls`` is shared by all that rehearse together, so it has the order in which they came.
+    ``calls`` is shared by the groups of a dry run, so it has the order in which they came.
     """
 
     def __init__(self, node: str, ranks: tuple[int, ...], calls: list[CollectiveCall]) -> None:
@@ -45,6 +45,18 @@ class Rehearsal:
         """Note a call, with what all ranks must agree on: the common shape, or one for each rank."""
         dtype = str(x.dtype).removeprefix("torch.")
         self.calls.append(CollectiveCall(self.node, op, self.ranks, dtype, tuple(tuple(shape) for shape in shapes)))
+
+
+class CollectiveModule(nn.Module):
+    """A module of a local graph that its ranks run together.
+
+    In a compiled graph it has no group; the copies that run have one (:func:`whale.runtime.stage.bound`).
+    """
+
+    ranks: tuple[int, ...]
+    """Global ranks that take part, in the order of the mesh axis."""
+
+    group: Group = None
 
 
 def parts(x: Tensor, cut: Cut, whole: bool = True) -> list[Tensor]:
@@ -123,7 +135,7 @@ def _side_by_side(stacked: Tensor, cut: Cut) -> Tensor:
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Sum over the group, in place (P -> R)."""
-    if isinstance(group, Rehearsal):
+    if isinstance(group, DryGroup):
         group.note("all_reduce", x, x.shape)
     elif group is not None:
         dist.all_reduce(x, op=op, group=group)
@@ -144,7 +156,7 @@ def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
     if len(set(sizes)) > 1 and sizes[index] < largest:
         flat = torch.cat([flat, flat.new_zeros(largest - sizes[index])])
     gathered = flat.new_empty(world * largest)
-    if isinstance(group, Rehearsal):
+    if isinstance(group, DryGroup):
         group.note("all_gather", x, *shapes)
     else:
         _gather_single(gathered, flat, group=group)
@@ -162,7 +174,7 @@ def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
     result = torch.empty_like(pieces[index])
     even = len({piece.numel() for piece in pieces}) == 1
     together = torch.cat([piece.view(-1) for piece in pieces]) if even else x
-    if isinstance(group, Rehearsal):
+    if isinstance(group, DryGroup):
         group.note("reduce_scatter", x, *(piece.shape for piece in pieces))
     elif even:
         _reduce_scatter_single(result.view(-1), together, group=group)
@@ -176,13 +188,13 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
     if group is None:
         return x
     world = len(source.sizes)
-    if isinstance(group, Rehearsal):
+    if isinstance(group, DryGroup):
         whole = [source.extent if d == source.dim else size for d, size in enumerate(x.shape)]
         group.note("all_to_all", x, whole, source.sizes, target.sizes)
     if all(cut.even and cut.contiguous for cut in (source, target)):
         stacked = _stacked(x, target)
         exchanged = torch.empty_like(stacked)
-        if not isinstance(group, Rehearsal):
+        if not isinstance(group, DryGroup):
             dist.all_to_all_single(exchanged, stacked, group=group)
         return _side_by_side(exchanged, source)
     outgoing = [take(x, target, rank).contiguous() for rank in range(world)]
@@ -195,7 +207,7 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = x.new_empty(sum(sizes))
     sent = torch.cat([piece.reshape(-1) for piece in outgoing])
-    if not isinstance(group, Rehearsal):
+    if not isinstance(group, DryGroup):
         dist.all_to_all_single(received, sent, sizes, [p.numel() for p in outgoing], group=group)
     pieces = [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
     return assemble(pieces, source)
@@ -282,18 +294,12 @@ class _BridgeFunction(torch.autograd.Function):
         return _convert(grad, a, b, c.target_cut, c.source_cut, c.index, ctx.group, c.reuse_gradient), None, None
 
 
-class Bridge(nn.Module):
+class Bridge(CollectiveModule):
     """A change of placement inside a stage, as a module of the lowered graph."""
 
     def __init__(self, conversion: Conversion) -> None:
         super().__init__()
-        self.conversion = conversion
-        self.group: Group = None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks that take part, in the order of the axis."""
-        return self.conversion.ranks
+        self.conversion, self.ranks = conversion, conversion.ranks
 
     def forward(self, x: Tensor) -> Tensor:
         """Convert the value; the gradient is converted back in the backward pass."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.runtime.collectives import Group, Rehearsal
+from whale.runtime.collectives import CollectiveModule, DryGroup
 
 __all__ = ["Halo", "Reach", "Stretch", "WindowedCall"]
 
@@ -56,13 +56,12 @@ class Reach:
         return 0 if source == target else stop - start
 
 
-class Halo(nn.Module):
+class Halo(CollectiveModule):
     """Brings the rows around its part that a rank reads, and gives their gradients back."""
 
     def __init__(self, reach: Reach, ranks: tuple[int, ...], index: int) -> None:
         super().__init__()
         self.reach, self.ranks, self.index = reach, ranks, index
-        self.group: Group = None
         others = range(len(ranks))
         self.sent = [reach.num_moved(index, rank) for rank in others]
         self.received = [reach.num_moved(rank, index) for rank in others]
@@ -127,7 +126,7 @@ class Halo(nn.Module):
         received = x.new_empty(sum(sizes))
         if self.most:  # else no rank reads what another holds
             sent = torch.cat(outgoing) if outgoing else x.new_empty(0)
-            if isinstance(self.group, Rehearsal):
+            if isinstance(self.group, DryGroup):
                 size = len(self.ranks)
                 busiest = [*x.shape[:dim], self.most * size, *x.shape[dim + 1 :]]  # as if each sent as much
                 held, read = ([b - a for a, b in stretches] for stretches in (self.reach.held, self.reach.read))

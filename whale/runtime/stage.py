@@ -6,14 +6,16 @@ micro-batch. Knows tensors and graphs; not how they were made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from whale.runtime.collectives import CollectiveModule, Group
 from whale.runtime.random import Clock
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
@@ -26,19 +28,28 @@ Source = tuple[str, Any]
 
 @dataclass(eq=False)
 class LocalCode:
-    """A graph with the modules that it calls. torch makes code of it when it is first run, if it ever is."""
+    """A graph with the modules that it calls. torch makes code of it when it is first run, if it ever is.
+
+    ``unbound`` is the code of which this is a copy with process groups: both run the same function.
+    """
 
     root: nn.Module
     graph: fx.Graph
+    unbound: LocalCode | None = None
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The graph as torch runs it."""
+        """The graph as a module of torch."""
         return fx.GraphModule(self.root, self.graph)
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """What the graph computes, as a function of a root with the modules that it calls, and of its placeholders."""
+        return type(self.module).forward if self.unbound is None else self.unbound.function
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        return self.module(*args)
+        return self.function(self.root, *args)
 
 
 @dataclass
@@ -54,17 +65,60 @@ class LocalProgram:
     """What one rank runs for a stage and one micro-batch.
 
     The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values.
-    ``bridges`` are the modules that need a process group. ``depends_on_position`` says that the program is right for
-    one micro-batch only, not for others of as many rows. ``nothing`` is set where the rank has no row of the
-    micro-batch and nobody waits for it inside the stage: the shapes and dtypes of what it then returns unrun.
+    ``bridges`` are the modules that need a process group, which they have in copies only (:func:`bound`).
+    ``depends_on_position`` says that the program is right for one micro-batch only, not for others of as many rows.
+    ``nothing`` is set where the rank has no row of the micro-batch and nobody waits for it inside the stage: the shapes
+    and dtypes of what it then returns unrun.
     """
 
     constant: LocalGraph
     step: LocalGraph
     micro_batch: LocalGraph
-    bridges: list[nn.Module] = field(default_factory=list)
+    bridges: list[CollectiveModule] = field(default_factory=list)
     depends_on_position: bool = False
     nothing: tuple[tuple[tuple[int, ...], torch.dtype], ...] | None = None
+
+
+def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, ...]], Group]) -> list[LocalProgram]:
+    """Copies of programs whose modules have process groups; the programs themselves stay as they are.
+
+    Args:
+        programs: those of a stage's micro-batches; what they have in common their copies have in common.
+        group_of: the group of a module, by its name in its graph and its ranks.
+    """
+    codes: dict[int, LocalCode] = {}
+
+    def of_graph(graph: LocalGraph) -> LocalGraph:
+        code = graph.code
+        if id(code) not in codes:
+            codes[id(code)] = LocalCode(_with_groups(code.root, group_of), code.graph, unbound=code)
+        return LocalGraph(codes[id(code)], graph.sources)
+
+    def of_program(program: LocalProgram) -> LocalProgram:
+        graphs = [of_graph(graph) for graph in (program.constant, program.step, program.micro_batch)]
+        inside = (module for graph in graphs for module in graph.code.root.modules())
+        return replace(
+            program,
+            constant=graphs[0],
+            step=graphs[1],
+            micro_batch=graphs[2],
+            bridges=[module for module in inside if isinstance(module, CollectiveModule)],
+        )
+
+    copies = {id(program): of_program(program) for program in programs}
+    return [copies[id(program)] for program in programs]
+
+
+def _with_groups(module: nn.Module, group_of: Callable[[str, tuple[int, ...]], Group], name: str = "") -> nn.Module:
+    """A copy of a module and those inside of it, with a group for each that needs one; all else is shared."""
+    bare = copy.copy(module)
+    bare._modules = {
+        key: None if child is None else _with_groups(child, group_of, f"{name}.{key}".lstrip("."))
+        for key, child in module._modules.items()
+    }
+    if isinstance(bare, CollectiveModule):
+        bare.group = group_of(name, bare.ranks)
+    return bare
 
 
 def part(x: Tensor, intervals: Intervals) -> Tensor:
@@ -113,7 +167,7 @@ class LocalStage:
     @property
     def peers(self) -> tuple[int, ...]:
         """The ranks that collectives inside this stage wait for, this one included."""
-        return tuple(sorted({rank for program in self.programs for b in program.bridges for rank in b.ranks}))  # type: ignore[union-attr]
+        return tuple(sorted({rank for program in self.programs for b in program.bridges for rank in b.ranks}))
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Start a step on a global batch: forget what depended on the last one."""

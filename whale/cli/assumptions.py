@@ -1,0 +1,68 @@
+"""What a verb assumed because its options did not say it: in every output, with the option that changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from whale.cli.model_loader import LoadedModel
+from whale.errors import UsageError
+
+__all__ = ["assumptions_text", "in_precision", "is_given", "said_of_model", "said_of_optimizer"]
+
+
+def is_given(option: str) -> bool:
+    """Whether the user gave an option, by the name of its parameter, of the verb that runs."""
+    source = click.get_current_context().get_parameter_source(option)
+    return source not in (None, click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+
+
+def in_precision(loaded: LoadedModel, precision: str | None) -> str:
+    """Put the model in a number type, by its name or dtype; None leaves it. Returns the name of what it has.
+
+    Raises:
+        UsageError: models do not run in that one.
+    """
+    import torch
+
+    from whale.compile.trace import precision_of
+    from whale.planner.cost.precision import BY_DTYPE
+
+    if precision is not None:
+        types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
+        dtype = precision if precision in BY_DTYPE else types.get(precision)
+        if dtype is None:
+            raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
+        loaded.model.to(getattr(torch, dtype))
+    return "tf32" if precision == "tf32" else precision_of(loaded.model)
+
+
+def said_of_model(loaded: LoadedModel, precision: str, *, rows: int) -> tuple[str, ...]:
+    """What was assumed of a model and its batch: of options that the verb has and that were not given.
+
+    Args:
+        loaded: the model.
+        precision: that it has.
+        rows: of its batch.
+    """
+    said = list(loaded.assumptions)
+    params = {parameter.name for parameter in click.get_current_context().command.params}
+    if "precision" in params and not is_given("precision"):
+        said.append(f"{precision}, the model's number type; --precision NAME changes it")
+    if "batch_size" in params and not is_given("batch_size"):
+        said.append(f"a batch of {rows} row{'s' if rows != 1 else ''}, as in the example; --batch N changes it")
+    return (*said, *said_of_optimizer())
+
+
+def said_of_optimizer() -> tuple[str, ...]:
+    """What was assumed of the optimizer, where the verb has such an option."""
+    context = click.get_current_context()
+    if "optimizer" not in context.params or is_given("optimizer"):
+        return ()
+    return (f"the state of {context.params['optimizer']} in memory; --optimizer NAME changes it",)
+
+
+def assumptions_text(said: Sequence[str]) -> str:
+    """The assumptions as lines; empty if there are none."""
+    return "\n".join(["assumed:", *(f"  {one}" for one in said)]) if said else ""

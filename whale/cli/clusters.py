@@ -1,0 +1,46 @@
+"""Cluster files as every verb reads them: device types are the known ones and those that a profile brings along."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from whale.errors import InputFileError
+
+if TYPE_CHECKING:
+    from whale.ir.cluster import Cluster
+    from whale.ir.profile import ModelProfile
+
+__all__ = ["load_cluster"]
+
+
+def load_cluster(path: str | PathLike[str], profile: ModelProfile | None) -> Cluster:
+    """Read a cluster file that may name known device types and those of *profile*.
+
+    Raises:
+        InputFileError: with file and line; of an unknown device type, from where its figures may come.
+    """
+    from whale.ir.cluster import Cluster
+    from whale.planner.catalog import device_types, device_types_with
+
+    catalog = device_types() if profile is None else device_types_with(profile)
+    try:
+        return Cluster.load(path, catalog=catalog)
+    except InputFileError as error:
+        if not error.message.startswith("unknown device type"):
+            raise
+        raise InputFileError(
+            f"{error.message}, or {_where_else(error.message, profile)}", path=error.path, line=error.line
+        ) from error
+
+
+def _where_else(message: str, profile: ModelProfile | None) -> str:
+    """What else than the file may define a device type that *message* calls unknown."""
+    if profile is None:
+        return "give a profile that has its figures (--profile)"
+    for name, figures in profile.device_types.items():
+        if message.startswith(f"unknown device type {name!r}"):
+            return f"complete it in the profile of {profile.name}, which has only its {', '.join(figures) or 'name'}"
+    return (
+        f"give a profile that has its figures (that of {profile.name} has {', '.join(profile.device_types) or 'none'})"
+    )

@@ -1,0 +1,224 @@
+"""A compiled model: its stages with their devices and placements, what they exchange, and the order of their tasks.
+
+It is the same on every rank, and data: nobody who runs it, or tries it without data, changes it. From it follow the
+programs of the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from whale.compile.trace import Traced
+from whale.errors import UsageError
+from whale.graph.capture import Captured
+from whale.graph.partition import Partition
+from whale.graph.values import Value, needs_grad, value_name, value_shape, value_tensor
+from whale.ir.check import check_programs
+from whale.ir.placement import Placement, Segment
+from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
+from whale.ir.schedule import Order, peak_in_flight
+from whale.planner.assignment.assign import Assignment
+from whale.runtime.module import Shard
+from whale.runtime.random import Clock
+from whale.runtime.stage import LocalProgram
+from whale.strategies.analysis import Analysis
+from whale.strategies.dry_run import calls_as_text, check_stage, stage_calls
+from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
+from whale.strategies.placing import Report
+
+__all__ = ["Compilation", "LocalParameter", "StoredForm", "placement_of"]
+
+
+class LocalParameter(NamedTuple):
+    """What a rank has of a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+StoredForm = tuple[str, int, tuple[Segment, ...]]
+"""How a parameter is stored on a mesh axis, whatever the graph: kind, dim, segments of the cut."""
+
+
+@dataclass(kw_only=True)
+class Compilation:
+    """A model, compiled for one batch signature; the same on every rank.
+
+    ``rows`` are the units of the batch in each micro-batch.
+    """
+
+    traced: Traced
+    partition: Partition
+    assignment: Assignment
+    stages: tuple[PlacedStage, ...]
+    edges: tuple[Edge, ...]
+    order: Order
+    rows: tuple[int, ...]
+    reduces: tuple[ReduceSpec, ...]
+    bucket_parameters: tuple[tuple[str, ...], ...]
+    report: Report
+    rank_specs: tuple[StageSpec, ...] = field(default=())
+    _lowered: dict[tuple[int, int, Clock | None], list[LocalProgram]] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> Captured:
+        """The graph of the model."""
+        return self.traced.captured
+
+    @property
+    def analysis(self) -> Analysis:
+        """The axes of that graph."""
+        return self.traced.analysis
+
+    def program(self, rank: int) -> Program:
+        """The tasks, transfers and reductions of one rank."""
+        return project_rank(self.order, self.rank_specs, self.edges, self.reduces, rank)
+
+    def programs(self) -> dict[int, Program]:
+        """The programs of all ranks, for the static check."""
+        return project(self.order, self.rank_specs, self.edges, self.reduces)
+
+    @cached_property
+    def of_first(self) -> Compilation:
+        """The same for the first micro-batch alone: what its ranks run of it is all that one of its kind needs."""
+        order = tuple(task for task in self.order if task.micro_batch == 0)
+        return replace(self, rows=self.rows[:1], order=order, _lowered={})
+
+    @cached_property
+    def known_programs(self) -> dict[int, Program]:
+        """Those of all ranks, made once: for a step that is short."""
+        return self.programs()
+
+    @cached_property
+    def most_in_flight(self) -> dict[int, int]:
+        """Of each stage how many micro-batches it keeps at one time at most."""
+        return peak_in_flight(self.order)
+
+    def local_programs(self, stage: PlacedStage, rank: int, clock: Clock | None) -> list[LocalProgram]:
+        """What *rank* runs of a stage in each micro-batch; graphs are shared between micro-batches of equal size."""
+        key = (stage.index, rank, clock)
+        if key not in self._lowered:
+            by_rows: dict[Any, LocalProgram] = {}
+            found = self._lowered[key] = []
+            for index, rows in enumerate(self.rows):
+                base = by_rows.get(rows)
+                if base is None or base.depends_on_position:
+                    base = by_rows[rows] = lower(self.captured, self.analysis, stage, rank, index, clock=clock)
+                found.append(at_micro_batch(base, stage, rank, index))
+        return self._lowered[key]
+
+    def check(self, rank: int, clock: Clock | None) -> str:
+        """Prove that the programs of all ranks fit together, and the collectives inside of them.
+
+        *rank* is this one: what it runs is lowered here, and kept. Returns what all ranks must find alike.
+        Raises :class:`ScheduleError` for the first fault.
+        """
+        check_programs(self.programs(), self.rank_specs, self.edges, self.reduces, order=self.order)
+        texts = []
+        for stage in self.stages:
+            calls = stage_calls(self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank)
+            check_stage(stage.index, calls)
+            texts.append(calls_as_text(stage, calls))
+        self._lowered = {key: programs for key, programs in self._lowered.items() if key[1] == rank}
+        return "\n".join(texts)
+
+    def texts(self) -> dict[str, str]:
+        """Everything that ranks must agree on, by what it is; the same on every rank that has compiled the same."""
+        captured = self.captured
+        graph = [f"{captured.parameters} {captured.buffers} {captured.inputs} {captured.mutated}"]
+        for node in captured.graph.nodes:
+            values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+            kinds = [(v.dtype, tuple(v.shape)) for v in values]
+            target = getattr(node.target, "__qualname__", node.target)  # a function has an address in its text
+            graph.append(f"{node.op} {node.name} {target} {node.args} {node.kwargs} {kinds}")
+        placements = []
+        for stage in self.stages:
+            placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes}")
+            placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
+            for placed in (stage.stored, stage.sent):
+                placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())
+        order = f"{self.rows} {' '.join(map(str, self.order))} {self.reduces} {self.bucket_parameters}"
+        return {
+            "the captured model (its code, its sizes or the example batch)": "\n".join(graph),
+            "its placement (annotations, cluster or options)": "\n".join(placements),
+            "the order of its tasks (micro-batches or schedule)": order,
+        }
+
+    def parameter_name(self, value: Value) -> str:
+        """Name of the parameter behind a placeholder."""
+        return self.captured.parameters[value[0].name]
+
+    def stored_forms(self) -> dict[tuple[int, str], tuple[StoredForm, ...]]:
+        """How every stage stores every parameter, for a later compilation to do the same."""
+        forms = {}
+        for stage in self.stages:
+            for value, placements in stage.stored.items():
+                if value[0].name in self.captured.parameters:
+                    forms[stage.index, self.parameter_name(value)] = tuple(
+                        _form(self.analysis, value, p) for p in placements
+                    )
+        return forms
+
+    def local_parameters(self, rank: int) -> dict[str, LocalParameter]:
+        """The part of every parameter that lies on a rank, in the order of `shards`."""
+        found: dict[str, LocalParameter] = {}
+        for stage in self.stages:
+            if rank not in stage.mesh.ranks:
+                continue
+            at = (0, *stage.mesh.coordinates(rank))
+            for value, placements in stage.stored.items():
+                if value[0].name in self.captured.parameters:
+                    shape = stage.layout.local_shape(value, placements, at)
+                    part = LocalParameter(shape, value_tensor(value).dtype, needs_grad(value))
+                    found[self.parameter_name(value)] = part
+        return {name: found[name] for name in dict.fromkeys(self.captured.parameters.values()) if name in found}
+
+    def shards(self) -> dict[str, Shard]:
+        """Where every parameter that the loss reads lies."""
+        parts: dict[str, dict[int, Any]] = {}
+        values: dict[str, Value] = {}
+        for stage in self.stages:
+            for value, placements in stage.stored.items():
+                if value[0].name not in self.captured.parameters:
+                    continue
+                name = self.parameter_name(value)
+                values[name] = value
+                held = parts.setdefault(name, {})
+                for rank in stage.mesh.ranks:
+                    held[rank] = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(rank)))
+        # The order is the model's: parameters() must list them alike on every rank.
+        captured_order = [name for name in dict.fromkeys(self.captured.parameters.values()) if name in values]
+        return {
+            name: Shard(
+                shape=value_shape(value),
+                dtype=value_tensor(value).dtype,
+                parts=parts[name],
+                trainable=needs_grad(value),
+            )
+            for name in captured_order
+            for value in [values[name]]
+        }
+
+
+def _form(analysis: Analysis, value: Value, placement: Placement) -> StoredForm:
+    if placement.kind != "S":
+        return placement.kind, -1, ()
+    return "S", placement.dim, analysis.atoms.segments(analysis.dims[value][placement.dim], placement.atom, {})
+
+
+def placement_of(analysis: Analysis, value: Value, form: StoredForm) -> Placement:
+    """The placement of this graph that stores a parameter as *form* says."""
+    kind, dim, segments = form
+    if kind != "S":
+        return Placement(kind)  # type: ignore[arg-type]
+    for leaf in analysis.atoms.leaves(analysis.dims[value][dim]):
+        if analysis.atoms.segments(analysis.dims[value][dim], leaf, {}) == segments:
+            return Placement("S", dim, leaf)
+    raise UsageError(f"{value[0].name} cannot be stored in this batch's graph as it is: its dim {dim} is cut elsewhere")

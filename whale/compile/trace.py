@@ -1,0 +1,169 @@
+"""From a model and an example of its batch to a graph with all that depends on them alone.
+
+A model is traced once and compiled for as many plans, clusters and annotations as there are: this is what those
+compilations have in common. Nothing is allocated; no device and no plan is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from whale.errors import UsageError
+from whale.graph.capture import Captured, capture, mark_gradients
+from whale.graph.capture_checks import where
+from whale.graph.identity import model_hash
+from whale.graph.masks import recognize_masks
+from whale.graph.ordering import settle_order
+from whale.graph.partition import Dataflow, Partition, dataflow, partition
+from whale.graph.scoping import module_paths, scopes_by_module
+from whale.graph.values import Value, needs_grad, resolve
+from whale.ir.strategy import ScopePath
+from whale.planner.cost.precision import BY_DTYPE
+from whale.strategies.analysis import Analysis, Choice, analyse
+from whale.strategies.placing import batch_placeholders, place_time
+from whale.strategies.ungroup import ungroup
+
+__all__ = ["Traced", "main_dtype", "precision_of", "trace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A model's step as a graph.
+
+    Attributes:
+        captured: the graph of the loss.
+        analysis: the axes of its values, and how each operator can be cut.
+        flow: its operators, and what they read.
+        annotated: its stages, by the annotations with which the model was traced.
+        paths: of each operator the modules that computed it, innermost first.
+        loss: the value that is the loss.
+        dtype: the number type by whose speeds the model is placed (:func:`main_dtype`).
+    """
+
+    captured: Captured
+    analysis: Analysis
+    flow: Dataflow
+    annotated: Partition
+    paths: Mapping[fx.Node, tuple[str, ...]]
+    loss: Value
+    dtype: str
+
+    @cached_property
+    def hash(self) -> str:
+        """What the model is, whatever its batch and annotations: the hash that plans and profiles have of it."""
+        return model_hash(self.captured)
+
+    @cached_property
+    def units(self) -> int:
+        """Rows of the batch that can be told apart; 1 where the batch cannot be cut."""
+        return self.analysis.atoms.size(self.analysis.batch_leaf) if self.analysis.batch_leaf >= 0 else 1
+
+    def stages(self, scopes: Mapping[str, ScopePath]) -> Partition:
+        """The stages under other annotations, by module path as `whale.annotations.module_scopes` returns them.
+
+        Raises:
+            AnnotationError: the data does not flow from stage to stage in their order, or a stage computes nothing.
+        """
+        return partition(self.captured, scopes_by_module(self.paths, scopes), self.flow)
+
+    def cut_in_time(self, micro_batches: int) -> Mapping[fx.Node, Choice]:
+        """How every operator is cut into micro-batches.
+
+        Raises:
+            UsageError: an operator computes a row of the batch from others.
+        """
+        if micro_batches > 1 and self._cut_in_time is not None:
+            return self._cut_in_time
+        return place_time(self.captured, self.analysis, self.annotated, micro_batches)
+
+    @cached_property
+    def _cut_in_time(self) -> Mapping[fx.Node, Choice] | None:
+        """The same for any number of micro-batches; None where the batch cannot be cut."""
+        try:
+            return place_time(self.captured, self.analysis, self.annotated, 2)
+        except UsageError:
+            return None
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    device: torch.device | str,
+    training: bool,
+    loss_fn: Callable[..., Any] | None = None,
+    promote: bool = False,
+) -> Traced:
+    """Trace the loss of *model* for batches like *batch*.
+
+    Args:
+        model: annotated or not; on the meta device where its values are not needed.
+        batch: an example of the global batch.
+        device: on which the model is to run.
+        training: whether it trains; it decides what dropout is, and that there must be something to train.
+        loss_fn: for a model that does not return its loss.
+        promote: turn casts to float32 inside the model into casts to float64.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        AnnotationError: its annotations are not in the order of the data's flow.
+        UsageError: its loss depends on nothing that could be trained.
+    """
+    captured = capture(model.train(training), batch, device=device, loss_fn=loss_fn, promote=promote)
+    recognize_masks(captured)
+    if ungroup(captured.graph):
+        mark_gradients(captured, model)
+    settle_order(captured)
+    flow = dataflow(captured)
+    stages = partition(captured, flow=flow)
+    loss = resolve(captured.graph.output_node().args[0][0])  # type: ignore[index, arg-type]
+    _check_loss(loss, stages, training)
+    return Traced(
+        captured=captured,
+        analysis=analyse(captured.graph, batch_placeholders(captured)),
+        flow=flow,
+        annotated=stages,
+        paths=module_paths(captured, model),
+        loss=loss,
+        dtype=main_dtype(model),
+    )
+
+
+def _check_loss(loss: Value, stages: Partition, training: bool) -> None:
+    if loss[0] not in stages.stage_of:
+        raise UsageError(
+            f"the loss{where(loss[0])} depends on no parameter of the model: there is nothing to train; return a loss "
+            "that is computed from the parameters"
+        )
+    if training and not needs_grad(loss):
+        raise UsageError(
+            f"the loss{where(loss[0])} depends on no parameter that requires a gradient: there is nothing to train; "
+            "unfreeze a parameter with requires_grad_(), or call model.eval() first and use eval_step"
+        )
+
+
+def main_dtype(model: nn.Module) -> str:
+    """The number type by whose speeds a model is placed, as clusters name it: that of its first floating parameter.
+
+    float64 counts as float32: a model in float64 is there to check one in float32, and is placed as that is.
+    """
+    name = _first_dtype(model)
+    return name if name != "float64" else "float32"
+
+
+def precision_of(model: nn.Module) -> str:
+    """The precision in which a model's step is priced: that of its first floating parameter, ``tf32`` where that is
+    float32 and the process lets CUDA multiply it so (``torch.set_float32_matmul_precision("high")``)."""
+    name = BY_DTYPE[_first_dtype(model)]
+    return "tf32" if name == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else name
+
+
+def _first_dtype(model: nn.Module) -> str:
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    return str(first.dtype).removeprefix("torch.") if first is not None else "float32"
