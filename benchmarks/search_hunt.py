@@ -34,11 +34,12 @@ from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 from harness import report, table
 from hunt_cases import Problem, drawn
 
 from whale.cli.model_loader import load_model
-from whale.cli.search import _Model
+from whale.cli.search import _Model, search
 from whale.commands.searching import Choice, Searched, Trial, compile_candidate, search_plans, settings_for
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
@@ -152,7 +153,8 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
     cluster = Cluster.parse(problem.cluster, catalog=device_types())
     wall, busy = time.monotonic(), time.process_time()
     loaded = load_model(problem.model, dict(problem.settings), batch_size=problem.batch, device="meta")
-    model = _Model.of(loaded, None, cluster, problem.precision, "adamw", ())
+    with click.Context(search):
+        model = _Model.of(loaded, None, cluster, problem.precision, "adamw", ())
     slower = max(1.0, (time.monotonic() - wall) / max(0.1, time.process_time() - busy))
     settings = SearchSettings(
         eager=True,

@@ -70,9 +70,10 @@ def simple_plans(
 
 
 def least_after_compiling(candidate: Candidate) -> float:
-    """Return the seconds below which a candidate's step does not come if its sums of gradients run beside the
-    backward as far as can be."""
-    return candidate.prediction.step_seconds - candidate.prediction.breakdown.get("reduction", 0.0)
+    """Return the seconds of a candidate's step without its sums of gradients, which may run beside the backward, and
+    without what ranks that it leaves idle add."""
+    prediction = candidate.prediction
+    return prediction.step_seconds - sum(prediction.breakdown.get(part, 0.0) for part in ("reduction", "overhead"))
 
 
 def _sequences(meshes: Meshes) -> Iterator[tuple[str, tuple[Mesh, ...]]]:
