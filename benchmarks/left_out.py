@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from published_runs import Run
 
-from whale.planner.cost import layers, silicon, stage
+from whale.planner.cost import layer_cost, layers, plan, silicon, stage
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -102,7 +102,16 @@ CONSTANTS = (
     _of_module(layers, "COLLECTIVE_LAUNCH_SECONDS", 40e-6, 0.7),
     _of_module(layers, "LOCKSTEP_SLOWDOWN", 1.2, 0.2),
     _of_module(stage, "BACKWARD_OVERLAP", 0.4, 0.5),
-    _of_module(stage, "SHARDED_SLOWDOWN", 0.5, 0.5),
+    _of_module(plan, "SHARDED_SLOWDOWN", 0.5, 0.5),
+    _of_designs(tuple(name for name in silicon.DESIGNS if name != "grace-hopper"), "launch", 50e-6, 0.5),
+    _of_designs(("grace-hopper",), "launch", 50e-6, 0.5),
+    Constant(
+        name="layer_cost.SUSTAINED of T4",
+        rough=0.75,
+        spread=0.3,
+        get=lambda: layer_cost.SUSTAINED["T4"],
+        put=lambda value: layer_cost.SUSTAINED.update(T4=value),
+    ),
 )
 
 
