@@ -90,9 +90,9 @@ def _of_laws(attribute: str, rough: float, spread: float) -> Constant:
 HOPPER = ("hopper", "grace-hopper")
 CONSTANTS = (
     _of_laws("sustained", 0.9, 0.1),
-    _of_designs(("volta", "turing"), "tensor_joules", 2.8e-12, 0.25),
-    _of_designs(("ampere-80",), "tensor_joules", 1.3e-12, 0.25),
-    _of_designs(HOPPER, "tensor_joules", 0.9e-12, 0.25),
+    _of_designs(("volta",), "tensor_joules", 3.3e-12, 0.25),
+    _of_designs(("ampere-80",), "tensor_joules", 1.4e-12, 0.25),
+    _of_designs(HOPPER, "tensor_joules", 1.0e-12, 0.25),
     _of_designs(("ampere-80",), "bandwidth", 0.8, 0.1),
     _of_designs(HOPPER, "bandwidth", 0.8, 0.1),
     _of_designs(("ampere-80",), "flash", 0.55, 0.25),
@@ -103,8 +103,7 @@ CONSTANTS = (
     _of_module(layers, "LOCKSTEP_SLOWDOWN", 1.2, 0.2),
     _of_module(stage, "BACKWARD_OVERLAP", 0.4, 0.5),
     _of_module(plan, "SHARDED_SLOWDOWN", 0.5, 0.5),
-    _of_designs(tuple(name for name in silicon.DESIGNS if name != "grace-hopper"), "launch", 50e-6, 0.5),
-    _of_designs(("grace-hopper",), "launch", 50e-6, 0.5),
+    _of_designs(tuple(silicon.DESIGNS), "launch", 50e-6, 0.5),
     Constant(
         name="layer_cost.SUSTAINED of T4",
         rough=0.75,

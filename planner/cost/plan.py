@@ -81,7 +81,7 @@ class PlanStage:
 SCATTERED_BEFORE = 0.3
 """Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
 
-SHARDED_SLOWDOWN = 0.7
+SHARDED_SLOWDOWN = 0.8
 """How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
 the shorter of them."""
 

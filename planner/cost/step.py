@@ -19,10 +19,14 @@ from whale.planner.simulation.simulate import simulate
 
 __all__ = ["AGREED_BYTES", "overlap_slowdown", "relative_error", "step", "step_overhead", "timing_of"]
 
-COMPUTE_ERROR, LAUNCH_ERROR, COMMUNICATION_ERROR = 0.15, 0.3, 0.5
+COMPUTE_ERROR, LAUNCH_ERROR, COMMUNICATION_ERROR = 0.17, 0.3, 0.5
 """By how much, as a share of it, each part of a step may be off with 9 chances in 10: computation, what the host's
 launches decide, and exposed communication. With each source of published runs left out in turn nine of ten of its runs
 lie within what that gives (``python benchmarks/published.py --left-out``)."""
+
+CROWDED, CROWDED_ERROR = 0.95, 0.08
+"""The part of a device's memory beyond which the allocator may have to give blocks back and ask for others while the
+device waits, and by how much more a step may then be off: published runs at the limit take up to 25% longer."""
 
 UNLIKE = sqrt(2)
 """How many times as far off a step of unlike devices may be: they err apart (assumed)."""
@@ -71,9 +75,11 @@ def step(
         launched: the part of the tasks' time that the host's launches decide.
     """
     seconds = timing.seconds
-    error = relative_error(devices, timing, measured=measured, launched=launched)
-    peak = sum(num * precision.rate(type_)[0] for type_, num in devices.items())
     found = tuple(memory)
+    error = relative_error(devices, timing, measured=measured, launched=launched)
+    if any(device.total > CROWDED * device.capacity for device in found):
+        error += CROWDED_ERROR
+    peak = sum(num * precision.rate(type_)[0] for type_, num in devices.items())
     return Prediction(
         step_seconds=seconds,
         step_seconds_interval=(seconds / (1 + error), seconds * (1 + error)),
