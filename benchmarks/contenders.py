@@ -16,11 +16,11 @@ from whale.commands.searching import Choice, Trial, compile_candidate, search_pl
 from whale.errors import UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, Degrees, Fixed, SearchSettings, StageChoice
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.prices import Prices
 
 SINGLE = ("data", "tensor", "pipeline")
 MOST_DRAWS = 2_000
@@ -32,7 +32,7 @@ def searched(profile: ModelProfile, cluster: Cluster, batch: int, trial: Trial) 
     one tensor group, stages of one device each."""
 
     def best(**narrowed: Any) -> Choice:
-        settings = SearchSettings(eager=True, **narrowed)
+        settings = SearchSettings(**narrowed)
         return search_plans(profile, cluster, batch=batch, settings=settings, trial=trial).best
 
     def of_degrees(data: int, tensor: int) -> Fixed:
@@ -57,12 +57,12 @@ def drawn(
     profile: ModelProfile, cluster: Cluster, batch: int, trial: Trial, known: dict[str, Choice], count: int
 ) -> list[Choice]:
     """Distinct random plans that compile, fit and are not in *known*, in the order of their predictions."""
-    prices = Prices.of(profile, cluster, eager=True, batch=batch)
+    prices = CostModel.of(profile, cluster, batch=batch)
     seen: set[object] = {look(choice) for choice in known.values()}
     return sorted(islice(_random_plans(prices, trial, seen), count), key=lambda choice: choice.prediction.step_seconds)
 
 
-def _random_plans(prices: Prices, trial: Trial, seen: set[object]) -> Iterator[Choice]:
+def _random_plans(prices: CostModel, trial: Trial, seen: set[object]) -> Iterator[Choice]:
     numbers = random.Random(0)
     for _ in range(MOST_DRAWS):
         candidate = draw(prices, numbers)
@@ -75,7 +75,7 @@ def _random_plans(prices: Prices, trial: Trial, seen: set[object]) -> Iterator[C
             yield choice
 
 
-def draw(prices: Prices, numbers: random.Random) -> Candidate:
+def draw(prices: CostModel, numbers: random.Random) -> Candidate:
     """A random plan on all devices: number of stages, devices and mesh of each, cuts, and micro-batches; rows are by
     speed."""
     num_devices, num_layers, batch = len(prices.cluster.devices), len(prices.profile.layers), prices.batch

@@ -17,14 +17,14 @@ from whale.ir.cluster import DeviceType
 from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.memory import StateBytes
 from whale.planner.cost.precision import precision_named
-from whale.planner.search.prices import Hop, Prices, TensorGroup
+from whale.planner.cost.stage import CostModel, Hop, TensorGroup
 
 UNKNOWN_SECONDS = 1e3
 """Cost of a layer on rows that were not measured: larger than any plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SailorPrices(Prices):
+class SailorPrices(CostModel):
     """Costs by the formulas ``rules``."""
 
     rules: Strict

@@ -27,9 +27,8 @@ from whale.planner.cost.configuration import Configuration, Layout
 from whale.planner.cost.estimate import Estimate, estimate
 from whale.planner.cost.memory import framework_bytes, state_bytes
 from whale.planner.cost.precision import precision_named
-from whale.planner.cost.stage import Stages
 from whale.planner.cost.step import GPU_OVERLAP_SLOWDOWN
-from whale.planner.network.topology import Topology
+from whale.planner.cost.uniform import Stages
 from whale.planner.simulation.simulate import simulate
 
 V100, P100 = "V100-SXM2-32GB", "P100-PCIe-16GB"
@@ -214,7 +213,7 @@ def data_parallel(profile: ModelProfile, cluster: Cluster, rows: Sequence[float]
     done = 0.0
     for layer in reversed(whole):
         done += stages.cost(range(layer, layer + 1), 0, kinds[0], rows[kinds[0]]).backward
-        size += stages.parameters([layer])[0] * 4
+        size += stages.prices.parameters([layer], 1)[0] * 4
         while size >= BUCKET_BYTES or (layer == 0 and size > 0):
             part, size = min(size, BUCKET_BYTES), max(0.0, size - BUCKET_BYTES)
             total += part
@@ -223,7 +222,7 @@ def data_parallel(profile: ModelProfile, cluster: Cluster, rows: Sequence[float]
                     ranks=tuple(range(len(kinds))),
                     stages=(0,),
                     bytes=round(part),
-                    seconds=stages.price("all_reduce", group, part) if len(group) > 1 else 0.0,
+                    seconds=stages.prices.all_reduce(group, 1, part),
                     ready=min(1.0, done / first),
                 )
             )
@@ -239,7 +238,7 @@ def data_parallel(profile: ModelProfile, cluster: Cluster, rows: Sequence[float]
         micro_batches=1,
         stages=(work,),
         reductions=tuple(reductions),
-        update=tuple(stages.update(whole, 0, rank) for rank in kinds),
+        update=tuple(cost.update for cost in costs),
         overlap_slowdown=GPU_OVERLAP_SLOWDOWN,
     )
     return simulate(workload).step_seconds
@@ -248,7 +247,7 @@ def data_parallel(profile: ModelProfile, cluster: Cluster, rows: Sequence[float]
 def _stages(profile: ModelProfile, cluster: Cluster, batch: float) -> Stages:
     configuration = Configuration(batch=round(batch), micro_batch=1, precision="fp32", balance="speed")
     layout = Layout.of(replace(configuration, micro_batch=max(1, round(batch) // len(cluster.devices))), cluster)
-    return Stages(profile=profile, layout=layout, topology=Topology.of(cluster))
+    return Stages.of(profile, layout)
 
 
 def balanced_batch(name: str, profile: ModelProfile, paper: float) -> Figure:
@@ -288,10 +287,10 @@ def classifier(resnet: ModelProfile, classes: int, devices: int, *, hybrid: bool
     group = tuple(range(devices))
     features = batch * devices * width * 4
     seconds = cost.forward + cost.backward
-    seconds += stages.price("all_gather", group, features) + stages.price("reduce_scatter", group, features)
-    seconds += 2 * stages.price("all_reduce", group, batch * devices * 4)  # of the largest logit and of the sum
-    update = stages.update(range(1), 0, 0)
-    return devices * batch / (data_parallel(trunk, cluster, [batch] * devices, head=seconds) + update)
+    over = stages.prices.over
+    seconds += over("all_gather", group, 1, features) + over("reduce_scatter", group, 1, features)
+    seconds += 2 * over("all_reduce", group, 1, batch * devices * 4)  # of the largest logit and of the sum
+    return devices * batch / (data_parallel(trunk, cluster, [batch] * devices, head=seconds) + cost.update)
 
 
 def replace_layers(

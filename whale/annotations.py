@@ -1,10 +1,9 @@
-"""The annotations a user writes: ``replicate``, ``split``, ``stage``, ``cluster``, ``annotate`` and the default
-strategy.
+"""Annotations: ``replicate``, ``split``, ``stage``, ``cluster``, ``annotate`` and the default strategy.
 
-An annotation says how a region of the model uses the machines. It is inert: entering one does nothing, and marking a
-module stores one small plain attribute on it, until a capture of the model is *recording*; only then do the operators
-that are traced inside carry their scopes, as ``node.meta["custom"]["whale_scopes"]``. This file knows neither graphs
-nor devices, and loads torch only while recording.
+An annotation says how a region of the model uses the devices. It is inert: entering one does nothing, and marking a
+module stores one small plain attribute on it. Only while a capture is *recording* do the operators that are traced
+inside receive their scopes, as ``node.meta["custom"]["whale_scopes"]``. This module knows neither graphs nor devices,
+and imports torch only while recording.
 
 For the capture: :func:`recording`, :func:`module_scopes`, :func:`enter_module`, and the constant :data:`NODE_KEY`.
 """
@@ -58,14 +57,13 @@ NODE_KEY = "whale_scopes"
 
 _ATTRIBUTE = "_whale_scopes"
 _ROOT = "."
-"""Region of the whole model: no module's path, and not the empty string, which is what has no annotation."""
+"""Region of the whole model: neither a module path nor the empty string, which means no annotation."""
 ModuleT = TypeVar("ModuleT", bound="torch.nn.Module")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Annotation:
-    """A strategy that can be put on a region of a model: make one with ``replicate``, ``split``, ``stage`` or
-    ``cluster``.
+    """A strategy for a region of a model: make one with ``replicate``, ``split``, ``stage`` or ``cluster``.
 
     It is a context manager, for use inside ``forward``, and may be entered any number of times, also within itself:
     each entry is a region of its own. Called with a module it marks that module and returns it.
@@ -89,7 +87,7 @@ class Annotation:
             recorder.leave(self)
 
     def __call__(self, module: ModuleT) -> ModuleT:
-        """Mark *module* as a region of this strategy, in place of any mark that it had, and return it.
+        """Mark *module* as a region of this strategy, replacing any previous mark, and return it.
 
         To put several strategies on one module, outer to inner, give ``whale.annotate`` a list.
         """
@@ -100,7 +98,7 @@ class Annotation:
 
 @known_arguments(AnnotationError)
 def replicate(n: int | None = None) -> Annotation:
-    """Data parallel: *n* replicas of the region, each on its share of the batch; None takes the devices that are left.
+    """Data parallelism: *n* replicas of the region, each with a share of the batch; None takes the remaining devices.
 
     >>> print(replicate(2))
     replicate(2)
@@ -110,11 +108,12 @@ def replicate(n: int | None = None) -> Annotation:
 
 @known_arguments(AnnotationError)
 def split(n: int | None = None, *, dim: int | None = None) -> Annotation:
-    """The operators of the region are cut over *n* devices; None takes the devices that are left.
+    """Tensor or spatial parallelism: the operators of the region are split over *n* devices; None takes the remaining
+    devices.
 
-    Tensor parallel without *dim*: its matrices are stored and computed in parts. With *dim* its activations are: the
-    operators are cut along dim *dim* of what comes into the region (for the whole model: of the batch's tensors), such
-    as the depth of an image or the length of a sequence, and parameters are whole on all devices.
+    Without *dim*, the region's matrices are stored and computed in shards. With *dim*, activations are split along dim
+    *dim* of the region's input (for the whole model: of the batch's tensors), such as the depth of an image or the
+    length of a sequence, and parameters are whole on all devices.
 
     >>> print(split(4), split(2, dim=1))
     split(4) split(2, dim=1)
@@ -124,7 +123,8 @@ def split(n: int | None = None, *, dim: int | None = None) -> Annotation:
 
 @known_arguments(AnnotationError)
 def stage(n: int | None = None) -> Annotation:
-    """Pipeline: the region is one stage, on *n* devices of its own; None takes what its regions need, or 1."""
+    """Pipeline parallelism: the region is one stage on *n* devices of its own; None takes as many as its regions need,
+    or 1."""
     return Annotation(strategy=Strategy(kind="stage", degree=n))
 
 
@@ -137,11 +137,11 @@ def cluster(
     type: str | None = None,
     name: str | None = None,
 ) -> Annotation:
-    """Which physical devices the region may use.
+    """Select the physical devices that the region may use.
 
     Args:
-        layout: ``"all"`` devices; ``"row"``, each stage takes a row of *number* consecutive devices; ``"average"``, the
-            devices are cut into *number* equal groups and each stage takes one; or a list of ranks.
+        layout: ``"all"`` devices; ``"row"``, each stage takes *number* consecutive devices; ``"average"``, the devices
+            are divided into *number* equal groups and each stage takes one; or a list of ranks.
         number: of devices in a row, or of groups.
         type: of the devices, such as ``"A100"``.
         name: of a device or of a node.
@@ -171,7 +171,7 @@ _DEFAULT: ContextVar[Strategy | None] = ContextVar("whale_default_strategy", def
 
 
 def set_default_strategy(strategy: Annotation | None) -> None:
-    """What operators without an annotation get: ``replicate(...)`` or ``split(...)``; None forgets it.
+    """Set the strategy of operators without an annotation: ``replicate(...)`` or ``split(...)``; None resets it.
 
     Raises:
         AnnotationError: *strategy* is a stage or a cluster, which only make sense for a region.
@@ -197,7 +197,7 @@ def get_default_strategy() -> Strategy | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Mark:
-    """What a module carries: strategies outer to inner, and where they came from.
+    """The mark of a module: strategies outer to inner, and their origin.
 
     ``key`` is the key of ``annotate``; ``path`` is the module's path below the module that ``annotate`` was given,
     which tells the same key used on two sub-models apart. On the module it is a dict of strings, so that a copy or a
@@ -217,7 +217,7 @@ class _Mark:
         """The scopes of the module at *path*.
 
         A stage or cluster is one region for all modules of its key; a replicate or split is one for each module. Where
-        a module carries several of the latter, the innermost is named by the path and the outer ones by path and depth.
+        a module has several replicates or splits, the path names the innermost, and path and depth the outer ones.
         """
         if self.path:
             above = path.removesuffix(f".{self.path}") if path.endswith(f".{self.path}") else ""
@@ -253,15 +253,15 @@ def _check_module(module: object, given: str) -> None:
 
 @known_arguments(AnnotationError)
 def annotate(model: torch.nn.Module, mapping: Mapping[str, Annotation | Sequence[Annotation]]) -> None:
-    """Put strategies on the modules of *model* by their paths, without touching its code.
+    """Put strategies on the modules of *model* by their paths, without changing its code.
 
     A key is a module path, in which ``[0-7]`` is an inclusive range, ``[0,2,5]`` a list and ``*`` one component; ``""``
-    is the whole model. A value is a strategy, or a list of them from outer to inner. Of two keys that match one module
+    is the whole model. A value is a strategy, or a list of them from outer to inner. If two keys match one module
     the more specific wins: fewer ``*``, then fewer brackets, then brackets within the other's. A key on a module inside
     another annotated module replaces what the outer one says there; it does not nest in it. Calling it again forgets
     the mapping of the last call on the same modules, and keeps the marks that the model's own code made.
 
-    The model still runs alone as before, and its state dict, copies and pickles keep their keys.
+    The annotated model still runs on one device as before, and its state dict, copies and pickles have the same keys.
 
     Raises:
         AnnotationError: a key matches nothing, two keys tie, or a value is no strategy or a nest without a meaning.
@@ -368,7 +368,7 @@ def _has_no_forward(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The state after one entry: the scopes that hold, which of them came from modules, and how to leave again."""
+    """The state after one entry: the active scopes, which of them came from modules, and how to leave."""
 
     opener: Annotation | None
     scopes: ScopePath
@@ -419,7 +419,7 @@ class _Recorder:
 
 
 _RECORDER: ContextVar[_Recorder | None] = ContextVar("whale_recorder", default=None)
-_num_recording = 0  # in all threads: while it is 0, nobody needs to ask for a recorder
+_num_recording = 0  # in all threads: while it is 0, no recorder is looked up
 _NUM_RECORDING_LOCK = Lock()
 
 
@@ -431,7 +431,7 @@ def _count_recording(change: int) -> None:
 
 @contextmanager
 def recording() -> Iterator[Counter[str]]:
-    """While active, scopes that are entered are noted on the nodes that a tracer of torch makes.
+    """Context in which entered scopes are recorded on the nodes of a torch tracer.
 
     Put the tracing (``torch.export.export``, non-strict) inside, under ``torch.fx.traceback.preserve_node_meta()``.
     Regions of ``with`` statements are numbered from 0 by kind in the order of entry: ``stage#0``, ``stage#1``,
@@ -453,8 +453,8 @@ def recording() -> Iterator[Counter[str]]:
 def enter_module(scopes: ScopePath) -> Iterator[None]:
     """Enter the scopes of an annotated module, around its forward; does nothing unless recording.
 
-    They take the place of those that came from modules further out, and lie inside those entered by ``with``
-    statements; ``with`` statements in the module's forward nest in them.
+    They replace scopes of outer modules, and nest inside those entered by ``with`` statements; ``with`` statements in
+    the module's forward nest in them.
     """
     recorder = _RECORDER.get()
     if recorder is None:

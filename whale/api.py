@@ -1,6 +1,6 @@
-"""What a training script calls: ``parallelize``, ``verify``, ``shard_dataset``.
+"""Public functions for training scripts: ``parallelize``, ``verify``, ``shard_dataset``.
 
-It joins the world, compiles the model and hands this rank's part to the runtime. Every error that can be found is
+They join the process group, compile the model and pass this rank's part to the runtime. Every detectable error is
 raised before any process group is made.
 """
 
@@ -58,28 +58,28 @@ def parallelize(
     device: str | None = None,
     promote_casts: bool = False,
 ) -> ParallelModule:
-    """Make this rank's part of *model*, annotated or not, so that its steps equal the local model's steps.
+    """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
 
     Args:
-        model: any module, on the CPU or on this rank's device. For models too large for a host: one on the meta device,
-            or a function that builds it. Then no rank makes a parameter that it does not own, and the values are those
-            of the model built on the CPU at this place, with torch's seed as it is here.
+        model: any module, on the CPU or on this rank's device. Models too large for a host may be on the meta device,
+            or be passed as a function that builds them. Then no rank creates a parameter that it does not own, and the
+            values are those of the model built on the CPU at this point, with torch's current seed.
         example_batch: a global batch, of which only shapes and dtypes matter: a dict of keyword arguments, a tuple of
             positional ones, or one tensor. The first dim of its tensors is the batch.
         state_dict: whole tensors under the model's names, for a model on the meta device or a function. Mapped from a
             file they are read only in parts.
-        cluster: a cluster file, or a Cluster; by default the devices of the launch, taken as equal (for ``plan="auto"``
+        cluster: a cluster file, or a Cluster; by default the devices of the launch, assumed equal (for ``plan="auto"``
             as detected).
-        plan: a plan file, or a Plan: what to run, decided before. ``"auto"``: rank 0 searches for one, for a model
-            without annotations; *micro_batches* and *schedule*, where given, are kept.
-        micro_batches: the parts of the batch that a pipeline works on at a time; must divide it.
+        plan: a plan file, or a Plan. ``"auto"``: rank 0 searches for one, for a model without annotations, with the
+            given *micro_batches* and *schedule*.
+        micro_batches: number of micro-batches; must divide the batch.
         schedule: ``gpipe``, ``1f1b`` (the default), ``1f1b_deep`` (more warm-up forwards, for slow links),
-            ``interleaved``, ``zero_bubble`` or ``zero_bubble_1p`` (the memory of 1F1B's first stage on all),
-            ``zero_bubble_h2`` or ``zero_bubble_2p`` (twice that, and next to no bubble), or ``greedy``.
+            ``interleaved``, ``zero_bubble`` or ``zero_bubble_1p`` (the memory of 1F1B's first stage on all stages),
+            ``zero_bubble_h2`` or ``zero_bubble_2p`` (twice that, and almost no bubble), or ``greedy``.
         loss_fn: ``loss_fn(output, batch)``, for a model that does not return its loss.
         prefer: ``consecutive`` or ``replica_in_node``: which devices are neighbours.
         seed: of dropout and other random operators, which then do not use torch's generator.
-        timeout_seconds: the longest that a rank waits for another.
+        timeout_seconds: limit for every wait of a rank for another.
         device: ``cpu`` or ``cuda``; by default cuda where there is one.
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
 
@@ -191,7 +191,7 @@ def parallelize(
 
 
 def _clock_of(clock: Clock, size: int, compilation: Compilation) -> Clock | None:
-    """Random operators are seeded by position; where all is computed at once, they draw as the local model does."""
+    """Random operators are seeded by position; with a single rank, they draw as the local model does."""
     return clock if size > 1 or len(compilation.rows) > 1 else None
 
 
@@ -203,7 +203,7 @@ def _sample(model: nn.Module, count: int = 256) -> tuple[list[str], list[float]]
 
 
 _CHECKED_RANKS = 1024
-"""Up to this many ranks every launch proves its programs; it takes milliseconds for small worlds."""
+"""Number of ranks up to which every launch proves its programs; it takes milliseconds for small worlds."""
 
 
 class _Builder:
@@ -271,7 +271,7 @@ class _Builder:
             }
             self.groups = groups(sets, world.failures.timeout_seconds)
             self.reduce_groups = groups({spec.ranks for spec in compilation.reduces}, world.failures.timeout_seconds)
-            # What may wait for each other on a device's queue has groups of its own.
+            # Operations that may wait for each other on a device's queue have separate groups.
             purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
             everyone = tuple(range(world.size))
             self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
@@ -340,7 +340,7 @@ class _Builder:
 
 
 def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:
-    """Put the plan's annotations on our copy of the model, in place of its own, which they keep."""
+    """Put the plan's annotations on a copy of the model, replacing its own annotations there."""
     own = module_scopes(template)
     forget(template)
     try:
@@ -364,7 +364,7 @@ def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:
 
 
 def _leaves(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The leaves of a batch as a step is given it: as one object, or as the model's own arguments."""
+    """The leaves of a batch in the form of a step's arguments: as one object, or as the model's arguments."""
     positional = batch_leaves(args[0] if len(args) == 1 else args) if args else {}
     return positional | kwargs
 
@@ -406,7 +406,7 @@ def _check_devices(model: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """How far a parallel step is from the local one. Gradients' errors are relative to the largest element of each.
+    """Differences between a parallel and a local step. Errors of gradients are relative to the largest element of each.
 
     ``worst`` names the parameter with the largest error; ``passed`` compares with ``tolerance``.
     """

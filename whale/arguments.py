@@ -1,7 +1,7 @@
-"""Refuse wrong arguments of the public functions in the caller's words, before anything is done with them.
+"""Argument checks of the public functions, with errors in the caller's words.
 
-It knows names, types and ranges; what arguments mean together is checked where they are used. It loads neither torch
-nor anything of Whale but its errors.
+It knows names, types and ranges; combinations of arguments are checked where they are used. It imports neither torch
+nor anything of Whale except its errors.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no whole number of at least 1; True is none."""
+    """Refuse anything except a whole number of at least 1; True is not one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name}={value!r}: it must be a whole number of at least 1")
 
 
 def check_number(name: str, value: object, *, above: float) -> None:
-    """Refuse what is no finite number above *above*."""
+    """Refuse anything except a finite number above *above*."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > above
     if not good:
         raise UsageError(f"{name}={value!r}: it must be a number above {above:g}")

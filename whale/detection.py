@@ -1,8 +1,8 @@
-"""What torchrun started, as a cluster: for a launch without a cluster file.
+"""Detected cluster of a launch without a cluster file.
 
-Each rank says what it runs on; figures of known accelerators are those of the catalog. What a launch cannot tell, such
-as the network between nodes, is assumed, alike for all: it matters for how good a plan is, never for whether it is
-right. Nothing is measured: the same launch gives the same cluster.
+Each rank reports its device; figures of known accelerators come from the catalog. Properties that a launch cannot
+detect, such as the network between nodes, are assumed equal for all: they affect the quality of a plan, never its
+correctness. Nothing is measured: the same launch gives the same cluster.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from whale.runtime.launch import World
 __all__ = ["cluster_of", "detect"]
 
 PROCESS = {"float64": 2.5e10, "float32": 5e10}
-"""FLOP/s of a CPU rank, which has one thread under torchrun: eight float32 multiply-adds a cycle at 3 GHz, all but the
-oldest servers do so (AVX2), without the second unit that not all have."""
+"""FLOP/s of a CPU rank, which has one thread under torchrun: eight float32 multiply-adds a cycle at 3 GHz, as on all
+except the oldest servers (AVX2), without a second unit, which not all have."""
 PROCESS_MEMORY_BANDWIDTH = 1e10
 """Bytes per second that one core moves, on common servers 8 to 15 GB/s."""
 GLOO_WITHIN_NODE = Link(bandwidth=1e9, latency=5e-5)
@@ -32,21 +32,21 @@ BETWEEN_CPU_NODES = Link(bandwidth=1.25e9, latency=5e-5)
 BETWEEN_GPU_NODES = Link(bandwidth=12.5e9, latency=1.5e-5)
 """100 Gbit/s, as most nodes of accelerators have at least."""
 MEMORY_TOLERANCE = 0.1
-"""Drivers report up to some percent less than is advertised (`whale.planner.catalog.device_types`)."""
+"""Drivers report up to some percent less than the data sheet (`whale.planner.catalog.device_types`)."""
 
 
 def detect(world: World) -> Cluster:
-    """The devices of a launch. Every rank calls it, and all get the same.
+    """Detect the devices of a launch. Every rank calls it, with the same result.
 
     Raises:
-        UsageError: an accelerator that is not known beside others, or ranks that are not in the order of nodes.
+        UsageError: an unknown accelerator next to others, or ranks that are not in the order of nodes.
         WorkerError: a rank did not come.
     """
     return cluster_of(places_of(world, None))
 
 
 def cluster_of(places: Sequence[Place]) -> Cluster:
-    """The cluster of ranks that run in these places.
+    """The cluster of ranks with these devices.
 
     >>> places = [Place(rank=rank, device_type="cpu", node="here", memory_bytes=2**34) for rank in range(2)]
     >>> [device.memory_bytes / 2**30 for device in cluster_of(places).devices]
@@ -95,7 +95,7 @@ def _type_of(place: Place, places: Sequence[Place]) -> DeviceType:
 
 
 def _known(place: Place) -> DeviceType | None:
-    """The accelerator of the catalog that a driver's name means: of the same model, with as much memory.
+    """The catalog's accelerator for a driver's name: the same model, with as much memory.
 
     >>> found = _known(Place(rank=0, device_type="H100-80GB-HBM3", node="n", memory_bytes=85_520_809_984))
     >>> found.name if found else None

@@ -1,4 +1,4 @@
-"""Every exception that Whale raises on purpose, as one tree.
+"""The exceptions of Whale, as one tree.
 
 ::
 

@@ -19,10 +19,10 @@ from whale.ir.profile import Affine, ModelProfile
 from whale.planner.balance.cuts import CutProblem, Group, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
-from whale.planner.cost.memory import FRAGMENTATION, framework_bytes, state_bytes
-from whale.planner.cost.stage import Stages
+from whale.planner.cost.stack import WHALE, Stack
+from whale.planner.cost.uniform import Stages
 from whale.planner.network.communication import send
-from whale.planner.network.topology import Topology
+from whale.planner.schedules.in_flight import in_flight
 
 __all__ = ["boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "rows_by_speed"]
 
@@ -63,6 +63,7 @@ def pipeline_by_speed(
     replicas: int,
     precision: str,
     schedule: str = "1f1b",
+    stack: Stack = WHALE,
 ) -> tuple[range, ...]:
     """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
 
@@ -102,7 +103,7 @@ def pipeline_by_speed(
         balance="speed",
     )
     layout = Layout.of(configuration, cluster)
-    stages = Stages(profile=profile, layout=layout, topology=Topology.of(cluster, profile.links))
+    stages = Stages.of(profile, layout, stack=stack)
     parts = [part for part in range(2, rows + 1) if rows % part == 0]
     more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
     return cuts_by_speed(stages, [more])
@@ -128,7 +129,7 @@ def boundless(stages: Stages) -> Stages:
     cluster = stages.layout.cluster
     devices = tuple(replace(device, type=replace(device.type, memory_bytes=2**60)) for device in cluster.devices)
     layout = replace(stages.layout, cluster=replace(cluster, devices=devices))
-    return Stages(profile=stages.profile, layout=layout, topology=stages.topology)
+    return stages.changed(layout)
 
 
 def cut_problem(stages: Stages) -> CutProblem:
@@ -136,25 +137,29 @@ def cut_problem(stages: Stages) -> CutProblem:
     layout, profile = stages.layout, stages.profile
     rows = layout.configuration.batch / (layout.data * layout.num_micro_batches)
     groups = tuple(_group(stages, stage, rows) for stage in range(layout.configuration.pipeline))
-    outputs = [kind.output.total(rows, stages.precision.element_bytes) for kind in profile.chain()]
+    outputs = [kind.output.total(rows, stages.prices.precision.element_bytes) for kind in profile.chain()]
     position = {group.name: stage for stage, group in enumerate(groups)}
 
     @cache
     def sent(num_bytes: float, source: int, target: int) -> float:
         ends = layout.rank(stage=source, replica=0), layout.rank(stage=target, replica=0)
         size = num_bytes / layout.configuration.tensor
-        return sum(send(stages.topology, *way, size).seconds for way in (ends, ends[::-1]))
+        return sum(send(stages.prices.topology, *way, size).seconds for way in (ends, ends[::-1]))
 
     def tie(layers: tuple[int, ...], elements: float) -> Tie:
-        one = state_bytes(elements / layout.configuration.tensor, precision=stages.precision).total
-        return Tie(layers, one, stages.price("all_reduce", _ends(stages), 4 * elements / layout.configuration.tensor))
+        part, prices = elements / layout.configuration.tensor, stages.prices
+        seconds = prices.all_reduce(_ends(stages), layout.configuration.tensor, prices.gradient_bytes * part)
+        return Tie(layers, prices.state(part).total, seconds)
 
     return CutProblem(
         groups=groups,
         micro_batches=layout.num_micro_batches,
         send=lambda layer, a, b: sent(outputs[layer], position[a.name], position[b.name]),
         ties=tuple(tie(layers, elements) for layers, elements in profile.tied),
-        in_flight=(layout.num_micro_batches,) * len(groups) if layout.configuration.schedule == "gpipe" else None,
+        in_flight=tuple(
+            in_flight(layout.configuration.schedule, len(groups), stage, layout.num_micro_batches)
+            for stage in range(len(groups))
+        ),
     )
 
 
@@ -175,8 +180,8 @@ def _group(stages: Stages, stage: int, rows: float) -> Group:
     devices = [layout.cluster.devices[rank] for replica in replicas for rank in layout.devices_of(stage, replica)]
     smallest = min(devices, key=lambda device: device.memory_bytes)
     seconds = {kind: max(cost.forward + cost.backward for cost in found) for kind, found in costs.items()}
-    kept = {kind: max(cost.kept for cost in found) * (1 + FRAGMENTATION) for kind, found in costs.items()}
-    working = {kind: max(cost.working for cost in found) * (1 + FRAGMENTATION) for kind, found in costs.items()}
+    kept = {kind: max(cost.kept for cost in found) * stages.prices.waste for kind, found in costs.items()}
+    working = {kind: max(cost.working for cost in found) * stages.prices.waste for kind, found in costs.items()}
     state = {kind: stages.state([layer]).total for kind, layer in first_of.items()}
     return Group(
         name=f"{smallest.name} (stage {stage})",
@@ -184,7 +189,7 @@ def _group(stages: Stages, stage: int, rows: float) -> Group:
         fixed_bytes=tuple(state[kind] for kind in profile.layers),
         kept_bytes=tuple(kept[kind] for kind in profile.layers),
         working_bytes=tuple(working[kind] for kind in profile.layers),
-        overhead_bytes=framework_bytes(smallest.type, len(layout.order)),
+        overhead_bytes=stages.prices.overhead_bytes[smallest.type.name],
         capacity_bytes=smallest.memory_bytes,
     )
 
@@ -234,19 +239,21 @@ def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tu
     layout = stages.layout
     given, micro_batches = layout.configuration, layout.num_micro_batches
     own = cuts[stage :: given.pipeline]
-    in_flight = given.pipeline - stage
-    if len(own) > 1:  # interleaved, as Megatron's warm-up counts its chunks
-        in_flight = 2 * in_flight - 1 + (len(own) - 1) * given.pipeline
-    in_flight = micro_batches * len(own) if given.schedule == "gpipe" else min(in_flight, micro_batches * len(own))
+    schedule = given.schedule
+    held = in_flight(schedule, given.pipeline, stage, micro_batches)
+    if len(own) > 1 and schedule != "gpipe":  # interleaved, as Megatron's warm-up counts its chunks
+        held = min(2 * (given.pipeline - stage) - 1 + (len(own) - 1) * given.pipeline, micro_batches * len(own))
+    elif len(own) > 1:
+        held *= len(own)
     devices = [layout.cluster.devices[rank] for rank in layout.devices_of(stage, replica)]
     smallest = min(devices, key=lambda device: device.memory_bytes)
-    framework = framework_bytes(smallest.type, len(layout.order))
+    framework = stages.prices.overhead_bytes[smallest.type.name]
     fixed = framework + stages.state([layer for part in own for layer in part]).total
 
     def activations(samples: float) -> float:
         costs = [stages.cost(part, stage, replica, samples / micro_batches) for part in own]
-        kept = in_flight * sum(cost.kept for cost in costs) / len(own)
-        return (kept + max(cost.working for cost in costs)) * (1 + FRAGMENTATION)
+        kept = held * sum(cost.kept for cost in costs) / len(own)
+        return (kept + max(cost.working for cost in costs)) * stages.prices.waste
 
     even = given.batch / layout.data
     slope = (activations(2 * even) - activations(even)) / even
@@ -273,7 +280,7 @@ def _relieved(
     for ladder in ladders if ladders is not None else _options(layout):
         for step, (change, fields) in enumerate(ladder):
             changed = Layout.of(replace(layout.configuration, **fields), layout.cluster)
-            other = Stages(profile=stages.profile, layout=changed, topology=stages.topology)
+            other = stages.changed(changed)
             if step == len(ladder) - 1 or _works(attempt, other):
                 yield change, other
                 break

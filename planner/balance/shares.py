@@ -357,7 +357,7 @@ def _shortage(
 
 
 OTHERWISE = "divide the layers over more stages or a tensor group, or use devices with more memory"
-"""What may help where no change that is known does: what every command and the executor can do."""
+"""Advice if no known change fits, valid for every command and the executor."""
 
 
 def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:

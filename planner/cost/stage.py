@@ -1,50 +1,52 @@
-"""What the stages of a configuration cost on its devices: times of a micro-batch, collectives priced and overlapped,
-memory.
+"""What a stage costs on the devices of a replica: layers, collectives, messages, sums of gradients, memory.
 
-From layers to stages: sums over the layers of a stage, the slowest device of each group, what its collectives expose.
-The order of tasks is not known here, nor what the other stages do.
+The only place that knows links, reductions and what a device holds. A replica is as slow as its slowest device, and
+everything that makes replicas cost alike (device types, where they lie in their nodes, the nodes' links) is the key
+under which a price is kept, so thousands of equal devices are priced like one, and a later search for the same model,
+on other machines or with another batch, finds what it shares with the first. It knows no pipelines.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
-from typing import Any
+from math import lcm
+from typing import Any, NamedTuple
 
-from whale.ir.cluster import DeviceType
-from whale.ir.profile import LayerKind, ModelProfile
-from whale.planner.cost.configuration import Layout
-from whale.planner.cost.layers import Collective, LayerSeconds, attention_is_fused, layer_seconds, variant_of
-from whale.planner.cost.memory import StateBytes, gradient_bytes, kept_bytes, state_bytes, working_bytes
-from whale.planner.cost.precision import Precision, precision_named
-from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
-from whale.planner.network.communication import collective
+from whale.ir.cluster import Cluster, DeviceType
+from whale.ir.profile import ModelProfile
+from whale.ir.program import BUCKET_BYTES
+from whale.planner.cost.layer_cost import LayerCosts, LayerMemo
+from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
+from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
+from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.cost.precision import precision_named
+from whale.planner.cost.stack import WHALE, Stack
+from whale.planner.cost.step import AGREED_BYTES, step_overhead
+from whale.planner.network.communication import collective, send
 from whale.planner.network.topology import Topology
 
-__all__ = ["StageCost", "Stages", "exposed_seconds"]
+__all__ = ["CostModel", "Hop", "Memo", "StageCost", "TensorGroup", "exposed_seconds"]
 
 BACKWARD_OVERLAP = 0.4
 """Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
 of the input is reduced while they run): calibrated on layer_times.csv."""
 
-SHARDED_SLOWDOWN = 0.7
-"""How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
-the shorter of them."""
+Shape = tuple[tuple[int, int, int, int], ...]
+"""Where a group lies: kind of node, its devices and adapters there, and how many such nodes follow each other."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageCost:
-    """One stage of the schedule on one replica's devices, for one micro-batch; seconds and bytes of the slowest and
-    fullest device.
+class StageCost(NamedTuple):
+    """A micro-batch through a stage, or a layer, on one replica: seconds of its slowest device, bytes of its fullest.
 
     Attributes:
-        forward, backward, weights: seconds, exposed collectives included.
+        forward, backward: seconds, exposed collectives included.
+        weights: the part of ``backward`` that only gradients of weights need.
         communication: seconds of collectives among ``forward`` + ``backward``.
         kept: bytes of a micro-batch from forward to backward; ``working``: beside them while a layer runs.
-        output: bytes that it hands to the next stage (all devices of the tensor group together).
+        update: seconds of the optimizer, once a step.
         measured: whether all times were measured.
     """
 
@@ -54,240 +56,463 @@ class StageCost:
     communication: float
     kept: float
     working: float
-    output: float
+    update: float
     measured: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stages:
-    """Prices the stages of a layout; equal layers, devices and groups are priced once."""
+NOTHING = StageCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, True)
 
-    profile: ModelProfile
-    layout: Layout
-    topology: Topology
-    _layers: dict[Any, LayerSeconds] = field(default_factory=dict)
-    _collectives: dict[Any, float] = field(default_factory=dict)
 
-    @cached_property
-    def precision(self) -> Precision:
-        """The number types of the run."""
-        return precision_named(self.layout.configuration.precision)
+class Hop(NamedTuple):
+    """What a message between two tensor groups takes: seconds besides its bytes, and bytes per second."""
 
-    def fused(self, device: DeviceType) -> bool:
-        """Whether attention is one kernel on *device*."""
-        given = self.layout.configuration.attention
-        return attention_is_fused(device, self.precision) if given == "auto" else given == "fused"
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorGroup:
+    """The devices of one replica of a stage. Groups that cost alike are one object.
+
+    They lie tensor innermost, and outside of it positions that divide the rows: over these experts are split, or the
+    tokens of a row (context parallelism), or both.
+
+    Attributes:
+        kind: a number; groups of the same number cost alike, on whatever cluster.
+        ranks: of one of them.
+        types: the different ones among its devices, by name.
+        shape: where it lies.
+        num_alike: how many such groups the stage has.
+        sharing: how many of them communicate at the same time over the same adapters.
+        memory_bytes: of its smallest device.
+        expert: the degree over which experts alone are split, and rows divided; else 1.
+        context: the degree over which tokens of a row are divided; else 1.
+    """
+
+    kind: int
+    ranks: tuple[int, ...]
+    types: tuple[DeviceType, ...]
+    shape: Shape
+    num_alike: int
+    sharing: int
+    memory_bytes: int
+    expert: int = 1
+    context: int = 1
 
     @property
-    def eager(self) -> bool:
-        """Whether kernels are PyTorch's own: ZeRO 2 and 3 over several devices are FSDP, without Megatron."""
-        given = self.layout.configuration
-        return given.zero >= 2 and self.layout.data * given.context > 1
+    def degree(self) -> int:
+        """Its devices."""
+        return len(self.ranks)
 
-    def cost(self, layers: range, stage: int, replica: int, rows: float) -> StageCost:
-        """What *layers* take on the devices of a replica's pipeline stage, for *rows* rows."""
-        given = self.layout.configuration
-        rows = rows / given.context
+    @property
+    def positions(self) -> int:
+        """Devices that divide the rows."""
+        return lcm(self.expert, self.context)
+
+    @property
+    def tensor(self) -> int:
+        """The degree over which all matrices are split."""
+        return self.degree // self.positions
+
+    def whole_rows(self, rows: int) -> int:
+        """Rows of a micro-batch with which each of its devices has as many as the one that has most."""
+        return -(-rows // self.expert) * self.expert
+
+    def ranks_of(self, axis: str) -> tuple[int, ...]:
+        """The ranks of its first ``tensor``, ``expert`` or ``context`` group."""
+        if axis == "tensor":
+            return self.ranks[: self.tensor]
+        return self.ranks[:: self.tensor][: self.expert if axis == "expert" else self.context]
+
+
+class Memo(LayerMemo):
+    """What was priced already, for one profile, precision, stack and optimizer; others empty it.
+
+    Keys say all that a price depends on, so it may be handed from a search to the next one on other machines.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: tuple[Any, ...] = ()
+        self.kinds_of_nodes: dict[Any, int] = {}
+        self.kinds_of_groups: dict[Any, int] = {}
+        self.layers: dict[Any, StageCost] = {}
+        self.collectives: dict[Any, float] = {}
+        self.hops: dict[Any, Hop] = {}
+
+    def begin(self, *of: Any) -> Memo:
+        """Itself, emptied if it has prices of something else."""
+        if self._of != of:
+            self.__dict__.update(Memo().__dict__)
+            self._of = of
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel(LayerCosts):
+    """Prices of a model's stages and messages on a cluster.
+
+    Attributes:
+        cluster: the devices and their links.
+        batch: rows of the step, all of which every device of Whale's stack holds.
+    """
+
+    cluster: Cluster
+    batch: int = 0
+    memo: Memo = field(default_factory=Memo)
+    _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
+    _known: dict[tuple[tuple[int, ...], int, int, int], TensorGroup] = field(default_factory=dict, init=False)
+    _within: dict[tuple[int, tuple[int, ...], int, int], TensorGroup] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        profile: ModelProfile,
+        cluster: Cluster,
+        *,
+        precision: str = "fp32",
+        stack: Stack = WHALE,
+        optimizer: Optimizer = "adamw",
+        batch: int = 0,
+        known: Memo | None = None,
+    ) -> CostModel:
+        """Return the prices, with what is *known*."""
+        number = precision_named(precision)
+        memo = (known or Memo()).begin(profile, number, stack, optimizer)
+        return cls(
+            profile=profile,
+            cluster=cluster,
+            precision=number,
+            stack=stack,
+            optimizer=optimizer,
+            batch=batch,
+            memo=memo,
+        )
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The links of the cluster, with the curves of the profile."""
+        return Topology.of(self.cluster, self.profile.links)
+
+    @cached_property
+    def num_of_types(self) -> dict[DeviceType, int]:
+        """How many devices there are of each type."""
+        types = {id(device.type): device.type for device in self.cluster.devices}
+        found: dict[DeviceType, int] = {}
+        for key, num in Counter(id(device.type) for device in self.cluster.devices).items():
+            found[types[key]] = found.get(types[key], 0) + num
+        return found
+
+    @cached_property
+    def overhead_bytes(self) -> dict[str, float]:
+        """What is taken on a device of each type before any layer, by the name of the type."""
+        num = len(self.cluster.devices)
+        given = self.batch * self.profile.row_bytes if self.runs else 0.0
+        return {type_.name: framework_bytes(type_, num) + given for type_ in self.num_of_types}
+
+    @cached_property
+    def step_overhead(self) -> float:
+        """Seconds of a step that belong to no task."""
+        ranks = range(len(self.cluster.devices))
+        agreed = self.collective("all_reduce", ranks, AGREED_BYTES) if self.runs and len(ranks) > 1 else 0.0
+        return step_overhead(self.num_of_types, agreed)
+
+    @cached_property
+    def wasted(self) -> float:
+        """The part of the activations that is reserved beyond them."""
+        return max(wasted_share(type_) for type_ in self.num_of_types) if self.runs else FRAGMENTATION
+
+    @property
+    def waste(self) -> float:
+        """How many times as much as the activations is reserved for them."""
+        return 1 + self.wasted
+
+    def knows(self, type_: DeviceType, degree: int, per_node: int) -> bool:
+        """Whether layers have times on groups of so many devices of a type, of which a node has *per_node*.
+
+        Times that hold the collectives of their group tell nothing of other groups, nor of one that spans nodes.
+        """
+        told = True
+        for kind in self.profile.kinds:
+            own = [one for one in kind.measured if one.device_type == type_.name and one.includes_communication]
+            if own and degree > 1:
+                told = told and degree <= per_node and any(one.tensor_degree == degree for one in own)
+        return told
+
+    # Groups
+
+    def group(self, ranks: Sequence[int], num_alike: int, expert: int = 1, context: int = 1) -> TensorGroup:
+        """The group of these ranks, one of *num_alike* in its stage."""
+        key = (tuple(ranks), num_alike, expert, context)
+        if key not in self._known:
+            self._known[key] = self._found(*key)
+        return self._known[key]
+
+    def _found(self, own: tuple[int, ...], num_alike: int, expert: int, context: int) -> TensorGroup:
+        places = self._places
+        node = places[own[0]][0]
+        if all(places[rank][0] == node for rank in own):  # where they lie there is all that matters
+            here = tuple(places[rank][1] for rank in own)
+            key = (self._kinds_of_nodes[node], here, expert, context)
+            if key not in self._within:
+                self._within[key] = self._group(own, num_alike, expert, context)
+            return self._within[key]
+        return self._group(own, num_alike, expert, context)
+
+    def _group(self, own: tuple[int, ...], num_alike: int, expert: int, context: int) -> TensorGroup:
+        shape = self.shape(own)
+        sharing = self.topology.sharing(own, num_alike)
+        types = {self.cluster.devices[rank].type.name: self.cluster.devices[rank].type for rank in own}
+        ordered = tuple(types[name] for name in sorted(types))
+        known = self.memo.kinds_of_groups
+        kind = known.setdefault((shape, sharing, ordered, expert, context), len(known))
+        if kind not in self._groups:
+            self._groups[kind] = TensorGroup(
+                kind=kind,
+                ranks=own,
+                types=ordered,
+                shape=shape,
+                num_alike=num_alike,
+                sharing=sharing,
+                memory_bytes=min(type_.memory_bytes for type_ in ordered),
+                expert=expert,
+                context=context,
+            )
+        return self._groups[kind]
+
+    def shape(self, ranks: Sequence[int]) -> Shape:
+        """Where ranks lie, for a key. Linear in the ranks."""
+        kinds, places, parts = self._kinds_of_nodes, self._places, self._parts
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            node, position = places[rank]
+            by_node.setdefault(node, []).append(position)
+        runs: list[tuple[int, int, int, int]] = []
+        for node in sorted(by_node):
+            key = (kinds[node], *by_node[node])
+            if key not in parts:
+                parts[key] = (kinds[node], len(by_node[node]), self._num_adapters(node, by_node[node]))
+            own = parts[key]
+            if runs and runs[-1][:3] == own:
+                runs[-1] = (*own, runs[-1][3] + 1)
+            else:
+                runs.append((*own, 1))
+        return tuple(runs)
+
+    def _num_adapters(self, node: int, positions: Sequence[int]) -> int:
+        """Adapters of a node that devices at these positions use (`whale.planner.network.topology` deals them out
+        so)."""
+        here = self.cluster.nodes[node]
+        if here.inter is None:
+            return 0
+        num_adapters, num_devices = here.inter.num_adapters, len(here.ranks)
+        return len({position * num_adapters // num_devices for position in positions})
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        """Of each rank the index of its node and its position there."""
+        return [(index, place) for index, node in enumerate(self.cluster.nodes) for place in range(len(node.ranks))]
+
+    @cached_property
+    def _kinds_of_nodes(self) -> list[int]:
+        """Of each node a number: nodes of the same number have the same links and devices."""
+        found: list[int] = []
+        numbers: dict[Any, int] = {}  # by types that are the same objects, which are told apart more quickly
+        for node in self.cluster.nodes:
+            types = tuple(self.cluster.devices[rank].type for rank in node.ranks)
+            look = (node.intra, node.inter, tuple(map(id, types)))
+            if look not in numbers:
+                known = self.memo.kinds_of_nodes
+                numbers[look] = known.setdefault((node.intra, node.inter, types), len(known))
+            found.append(numbers[look])
+        return found
+
+    # Layers
+
+    def layer(self, kind: int, group: TensorGroup, rows: float, micro_batches: int, shards: int = 1) -> StageCost:
+        """A micro-batch of *rows* rows through a layer of this kind (a position in the profile), one of
+        *micro_batches* of a step, whose optimizer states *shards* devices may divide."""
+        if not rows:
+            return NOTHING._replace(update=self.layer(kind, group, 1, micro_batches, shards).update)
+        if self.runs:
+            rows = group.whole_rows(int(rows))
+        times = micro_batches if self._accumulates[kind] else 1
+        key = (kind, group.kind, rows, times, shards)
+        found = self.memo.layers.get(key)
+        if found is None:
+            found = self.memo.layers[key] = self._price(kind, group, rows / group.positions, times, shards)
+        return found
+
+    def _price(self, kind: int, group: TensorGroup, rows: float, micro_batches: int, shards: int) -> StageCost:
+        """Of *rows* rows on each device."""
+        degrees = group.tensor, group.expert
+        spent = [self.seconds(kind, type_, degrees, rows, micro_batches, shards) for type_ in group.types]
+        slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
+        forward = sum(self._collective_of(one, group) for one in slowest.forward_collectives)
+        backward = sum(self._collective_of(one, group) for one in slowest.backward_collectives)
+        if not self.runs:
+            context = self._context_seconds(kind, group, rows)
+            forward, backward = exposed_seconds(slowest, forward, backward, context=context)
+        once = (self.seconds(kind, type_, degrees, 1, micro_batches, shards) for type_ in group.types)
+        return StageCost(
+            forward=slowest.forward + forward,
+            backward=slowest.backward + backward,
+            weights=slowest.weights,
+            communication=forward + backward,
+            kept=max(self.kept(kind, type_, degrees, rows) for type_ in group.types),
+            working=max(self.working(kind, type_, degrees, rows) for type_ in group.types),
+            update=max(one.update for one in once),
+            measured=slowest.measured,
+        )
+
+    def stage(
+        self, layers: Iterable[int], group: TensorGroup, rows: float, micro_batches: int, shards: int = 1
+    ) -> StageCost:
+        """A micro-batch of *rows* rows through *layers* on one replica."""
         kinds = Counter(self.profile.layers[index] for index in layers)
-        devices = {self.layout.cluster.devices[rank].type for rank in self.layout.devices_of(stage, replica)}
-        forward = backward = weights = communication = kept = 0.0
-        measured = True
-        by_kind: dict[int, tuple[float, float]] = {}
-        for kind, count in kinds.items():
-            spent = [self._layer(kind, device, rows) for device in devices]
-            slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
-            exposed = self._exposed(self.profile.kinds[kind], slowest, stage, replica, rows)
-            by_kind[kind] = slowest.forward + exposed[0], slowest.backward + exposed[1]
-            forward += count * (slowest.forward + exposed[0])
-            backward += count * (slowest.backward + exposed[1])
-            weights += count * slowest.weights
-            communication += count * sum(exposed)
-            kept += count * max(self._kept(kind, device, rows) for device in devices)
-            measured = measured and slowest.measured
-        if given.zero >= 2 and len(self.layout.data_group(stage)) > 1:
-            units = self._units(layers, stage, by_kind)
-            ahead, back = sharded_seconds(units, regather=self._regathers, slowdown=SHARDED_SLOWDOWN)
-            communication += ahead - forward + back - backward
-            forward, backward = ahead, back
-        last = self.profile.kinds[self.profile.layers[layers[-1]]]
+        found = [(count, self.layer(kind, group, rows, micro_batches, shards)) for kind, count in kinds.items()]
+        backward = sum(count * price.backward for count, price in found)
+        forward = sum(count * price.forward for count, price in found)
         return StageCost(
             forward=forward,
             backward=backward,
-            weights=min(weights, backward),
-            communication=min(communication, forward + backward),
-            kept=kept,
-            working=max(self._working(kind, device, rows) for kind in kinds for device in devices),
-            output=last.output.total(rows, self.precision.element_bytes),
-            measured=measured,
+            weights=min(backward, sum(count * price.weights for count, price in found)),
+            communication=min(forward + backward, sum(count * price.communication for count, price in found)),
+            kept=sum(count * price.kept for count, price in found),
+            working=max(price.working for _, price in found),
+            update=sum(count * price.update for count, price in found),
+            measured=all(price.measured for _, price in found),
         )
 
-    def update(self, layers: Iterable[int], stage: int, replica: int) -> float:
-        """Seconds of the optimizer for *layers* on the slowest of the devices."""
-        devices = {self.layout.cluster.devices[rank].type for rank in self.layout.devices_of(stage, replica)}
-        kinds = Counter(self.profile.layers[index] for index in layers)
-        return max(sum(n * self._layer(kind, device, 1).update for kind, n in kinds.items()) for device in devices)
+    def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
+        """Seconds forward and backward of a step's only micro-batch through a layer on one device of a group of
+        *degree*, or of an *expert* degree, without its collectives."""
+        spent = self.seconds(kind, type_, (degree, expert), -(-rows // expert), 1)
+        return spent.forward, spent.backward
 
-    def parameters(self, layers: Iterable[int]) -> tuple[float, float]:
-        """Elements of parameters of *layers* on one device: those of experts apart, divided by the expert degree."""
-        positions = tuple(layers)
-        dense = experts = 0.0
-        for index in positions:
-            own, of_experts = _parameters(self.profile.kinds[self.profile.layers[index]], self.layout)
-            dense, experts = dense + own, experts + of_experts
-        for readers, shared in self.profile.tied:  # held once, however many layers of the stage read it
-            num = len(set(readers) & set(positions))
-            dense -= max(0, num - 1) * shared / self.layout.configuration.tensor
-        return max(0.0, dense), experts
-
-    def state(self, layers: Iterable[int]) -> StateBytes:
-        """Bytes of weights, gradients and optimizer states on one device."""
-        given = self.layout.configuration
-        shards = self.layout.data * given.context
-        zero = given.zero if given.pipeline == 1 else min(given.zero, 1)  # see _gathered
-        dense, experts = self.parameters(layers)
-        return state_bytes(dense, precision=self.precision, zero=zero, shards=shards) + state_bytes(
-            experts, precision=self.precision, zero=zero, shards=max(1, shards // given.expert)
-        )
-
-    def price(self, kind: str, ranks: tuple[int, ...], num_bytes: float, sharing: int = 1) -> float:
-        """Seconds of a collective."""
-        key = (kind, ranks, num_bytes, sharing)
-        if key not in self._collectives:
-            cost = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
-            self._collectives[key] = cost.seconds
-        return self._collectives[key]
-
-    def gradients(self, layers: range, stage: int) -> list[tuple[tuple[int, ...], float]]:
-        """The groups that sum gradients of *layers*, and the bytes of each: dense parameters, and experts'."""
-        zero = self.layout.configuration.zero
-        # float16 gradients are summed as they are, whatever holds them (Megatron)
-        size = 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, zero)
-        dense, experts = self.parameters(layers)
-        groups = [(self.layout.data_group(stage), dense * size)]
-        if experts:
-            groups.append((self.layout.expert_data_group(stage), experts * size))
-        return [(group, num_bytes) for group, num_bytes in groups if len(group) > 1 and num_bytes]
-
-    def _layer(self, kind: int, device: DeviceType, rows: float) -> LayerSeconds:
-        given = self.layout.configuration
-        key = (kind, device.name, rows)
-        if key not in self._layers:
-            self._layers[key] = layer_seconds(
-                self.profile.kinds[kind],
-                device,
-                tensor_degree=given.tensor,
-                rows=rows,
-                precision=given.precision,
-                fused_attention=self.fused(device),
-                eager=self.eager,
-                recompute=given.recompute if self._recomputes(kind) else "none",
-                sequence_parallel=bool(given.sequence_parallel),
-                expert_degree=given.expert,
-                optimizer_shards=self.layout.data * given.context if given.zero else 1,
-                accumulate=given.zero < 2,
-                num_micro_batches=self.layout.num_micro_batches,
-            )
-        return self._layers[key]
-
-    def _recomputes(self, kind: int) -> bool:
-        """Only blocks are computed again, not the embeddings nor the head."""
-        return self.profile.layers.count(kind) > 1
-
-    def _kept(self, kind: int, device: DeviceType, rows: float) -> float:
-        return kept_bytes(self.profile.kinds[kind], **self._amounts(kind, device))(rows)
-
-    def _working(self, kind: int, device: DeviceType, rows: float) -> float:
-        return working_bytes(self.profile.kinds[kind], **self._amounts(kind, device))(rows)
-
-    def _amounts(self, kind: int, device: DeviceType) -> dict[str, Any]:
-        given = self.layout.configuration
-        return {
-            "tensor_degree": given.tensor,
-            "recompute": given.recompute if self._recomputes(kind) else "none",
-            "precision": self.precision,
-            "fused_attention": self.fused(device),
-            "eager": self.eager,
-            "sequence_parallel": bool(given.sequence_parallel),
-        }
-
-    def _exposed(
-        self, kind: LayerKind, spent: LayerSeconds, stage: int, replica: int, rows: float
-    ) -> tuple[float, float]:
-        """Seconds by which a layer's collectives lengthen its forward and its backward."""
-        forward = sum(self._seconds_of(one, stage, replica) for one in spent.forward_collectives)
-        backward = sum(self._seconds_of(one, stage, replica) for one in spent.backward_collectives)
-        return exposed_seconds(spent, forward, backward, context=self._context_seconds(kind, stage, replica, rows))
-
-    def _seconds_of(self, one: Collective, stage: int, replica: int) -> float:
-        given = self.layout.configuration
-        if one.group == "expert":
-            if given.expert == 1:
-                return 0.0
-            group = self.layout.expert_group(stage, replica)
-            return one.num * self.price(one.kind, group, one.bytes, self.topology.sharing(group, given.tensor))
-        group = self.layout.tensor_group(stage, replica)
-        if len(group) == 1:
+    def _collective_of(self, one: Collective, group: TensorGroup) -> float:
+        degree = group.expert if one.group == "expert" else group.tensor
+        if degree == 1:
             return 0.0
-        return one.num * self.price(
-            one.kind, group, one.bytes, self.topology.sharing(group, self.layout.data * given.context)
-        )
+        return one.num * self._among(group, one.group, one.kind, one.bytes)
 
-    def _context_seconds(self, kind: LayerKind, stage: int, replica: int, rows: float) -> float:
+    def _among(self, group: TensorGroup, axis: str, kind: str, num_bytes: float) -> float:
+        """Seconds of a collective over an axis of a group."""
+        ranks = group.ranks_of(axis)
+        if len(ranks) == group.degree:
+            return self.collective(kind, ranks, num_bytes, group.sharing, group.shape)
+        sharing = self.topology.sharing(ranks, group.num_alike * group.degree // len(ranks))
+        return self.collective(kind, ranks, num_bytes, sharing)
+
+    def _context_seconds(self, kind: int, group: TensorGroup, rows: float) -> float:
         """Gathering keys and values over the context group, for each attention of a layer."""
-        given = self.layout.configuration
-        if given.context == 1 or not kind.variants:
+        given = self.profile.kinds[kind]
+        if group.context == 1 or not given.variants:
             return 0.0
-        total = 0.0
-        group = self.layout.context_group(stage, replica)
-        for kernel in variant_of(kind, given.tensor).forward:
+        total, size = 0.0, self.precision.element_bytes
+        for kernel in variant_of(given, group.tensor).forward:
             if kernel.kind == "attention" and len(kernel.dims) == 4:
-                heads, queries, _, size = (dim(rows) for dim in kernel.dims)
-                both = kernel.read.total(rows, self.precision.element_bytes)
-                both -= heads * queries * size * self.precision.element_bytes
-                total += kernel.count * self.price(
-                    "all_gather", group, max(0.0, both) * given.context, self.topology.sharing(group, given.tensor)
-                )
+                heads, queries, _, head_size = (dim(rows) for dim in kernel.dims)
+                both = kernel.read.total(rows, size) - heads * queries * head_size * size
+                total += kernel.count * self._among(group, "context", "all_gather", max(0.0, both) * group.context)
         return total
 
-    @property
-    def _regathers(self) -> bool:
-        """Whether weights are gathered again for the backward; in a pipeline they stay whole for the step."""
-        given = self.layout.configuration
-        return given.zero == 3 and given.pipeline == 1
+    # What is stored and summed
 
-    def _units(self, layers: range, stage: int, seconds: dict[int, tuple[float, float]]) -> list[ShardedUnit]:
-        """What is gathered at a time: each block, and the layers before, between and after blocks together.
+    def state_of(
+        self, layers: Iterable[int], degree: int, expert: int = 1, *, shards: int = 1, zero: int = 0
+    ) -> StateBytes:
+        """Bytes of weights, gradients and optimizer states of *layers* on a device; *shards* devices divide what *zero*
+        says, of experts as many fewer as hold others."""
+        positions = list(layers)
+        frozen = sum(self.frozen_of(self.profile.layers[index], degree, expert) for index in positions)
+        dense, experts = self.parameters(positions, degree, expert)
+        if not zero or shards == 1:
+            return self.state(dense + experts, frozen)
+        whole = self.state(dense, frozen, shards=shards, zero=zero)
+        return whole + self.state(experts, shards=max(1, shards // expert), zero=zero)
 
-        Where weights are not gathered for every micro-batch (ZeRO 2, pipelines), and gradients in a pipeline not
-        reduced with every one, a micro-batch has its share of what the step has.
+    def step_bytes(self, parameters: float) -> float:
+        """What the optimizer's step takes besides, where it goes through lists of parameters."""
+        if not self.runs or any(type_.is_processor for type_ in self.num_of_types):
+            return 0.0
+        return costs_of(self.optimizer).in_lists * parameters * self.precision.element_bytes
+
+    def handed_bytes(self, layer: int, rows: float) -> float:
+        """What a stage that ends with a layer holds of a micro-batch because it hands it on: nothing in stacks like
+        Megatron's, which let it go."""
+        return self.output_bytes(layer, rows) if self.runs else 0.0
+
+    def over(self, kind: str, ranks: Sequence[int], num_alike: int, num_bytes: float) -> float:
+        """Seconds of one collective over a data group, in each of *num_alike* of the stage at once."""
+        if len(ranks) < 2 or not num_bytes:
+            return 0.0
+        return self.collective(kind, ranks, num_bytes, self.topology.sharing(ranks, num_alike))
+
+    def all_reduce(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
+        """Seconds to sum gradients over the data group *ranks* (one of each tensor group) while the other *degree* - 1
+        data groups of the stage do the same. As Whale runs it they come in messages, one after the other."""
+        if len(ranks) < 2 or not num_bytes:
+            return 0.0
+        message = min(num_bytes, max(BUCKET_BYTES, self._largest_bytes / degree)) if self.runs else num_bytes
+        return num_bytes / message * self.collective("all_reduce", ranks, message, self.topology.sharing(ranks, degree))
+
+    @cached_property
+    def _largest_bytes(self) -> float:
+        """Of the gradients of the largest parameter of a layer, each of which is a message of its own: on average over
+        the bytes of the model. All gradients of a layer where that is not known."""
+        sizes = []
+        for index, num in Counter(self.profile.layers).items():
+            kind, whole = self.profile.kinds[index], sum(self.parameters_of(index, self.tensor_degrees[0]))
+            largest = variant_of(kind, self.tensor_degrees[0]).largest if kind.variants else 0
+            sizes.append((num * whole, (largest or whole) * self.tensor_degrees[0]))
+        total = sum(weight for weight, _ in sizes)
+        return sum(weight * size for weight, size in sizes) / max(total, 1.0) * self.gradient_bytes
+
+    # Messages
+
+    def collective(
+        self, kind: str, ranks: Sequence[int], num_bytes: float, sharing: int = 1, shape: Shape | None = None
+    ) -> float:
+        """Seconds of a collective."""
+        key = (kind, shape or self.shape(ranks), num_bytes, sharing)
+        if key not in self.memo.collectives:
+            cost = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
+            self.memo.collectives[key] = cost.seconds
+        return self.memo.collectives[key]
+
+    def handed(self, whole: float, source: int, target: int, positions: int = 1) -> int:
+        """Bytes that a device sends when its group of *source* devices hands *whole* to one of *target*, or, if that is
+        more, that one of these receives; *positions* of these divide the rows.
+
+        As Whale runs it each device of the target gets all of its rows, from the devices of the source in turn. Other
+        stacks send the whole from one device of each position, or parts, which the target gathers.
         """
-        given, count = self.layout.configuration, self.layout.num_micro_batches
-        group = self.layout.data_group(stage)
-        size = min(2, self.precision.element_bytes) if self.precision.mixed else self.precision.element_bytes
-        sharing = self.topology.sharing(group, given.tensor)
-        gathers = 1.0 if self._regathers else 1 / count
-        reduces = 1 / count if given.pipeline > 1 else 1.0
-        found = []
-        for together, run in groupby(layers, key=lambda index: self._unit_of(index)):
-            members = list(run)
-            num = len(members) if together >= 0 else 1
-            num_bytes = sum(self.parameters(members)) / num * size
-            ahead, back = (sum(seconds[self.profile.layers[index]][way] for index in members) / num for way in (0, 1))
-            found.append(
-                ShardedUnit(
-                    forward=ahead,
-                    backward=back,
-                    gather=gathers * self.price("all_gather", group, num_bytes, sharing),
-                    reduce=reduces * self.price("reduce_scatter", group, num_bytes, sharing),
-                    num=num,
-                )
-            )
-        return found
+        if self.runs and positions == 1:
+            return round(whole * max(1.0, target / source))
+        return round(whole / (min(source, target) if self.runs or self.stack.scatters else positions))
 
-    def _unit_of(self, index: int) -> int:
-        """The kind of a block; below zero for a layer that is none."""
-        kind = self.profile.layers[index]
-        return kind if self._recomputes(kind) else -1
+    def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
+        """What *num_bytes* (`handed`) from a device of the group *source* to one of *target* take, all pairs sending at
+        once; not as Whale runs it, ``into`` (the target's) then gathers *whole*."""
+        a, b = source[0], target[0]
+        node = self.cluster.node_of(a)
+        same = self.cluster.node_of(b) is node
+        sharing = 1
+        if not same and node.inter is not None:
+            senders = len(node.ranks)  # all replicas of the node send
+            if not self.runs:
+                senders = min(len(source), len(target)) if self.stack.scatters else into.positions
+            sharing = max(1, senders // node.inter.num_adapters)
+        key = (self.shape((a,)), self.shape((b,)), same, into.kind, num_bytes, whole, sharing)
+        if key not in self.memo.hops:
+            cost = send(self.topology, a, b, max(1, num_bytes), sharing=sharing)
+            latency = cost.latency
+            if into.tensor > 1 and num_bytes and self.stack.scatters and not self.stack.sequence_parallel:
+                latency += self._among(into, "tensor", "all_gather", whole / into.positions)
+            self.memo.hops[key] = Hop(latency, max(1, num_bytes) / cost.transfer)
+        return self.memo.hops[key]
 
 
 def exposed_seconds(
@@ -305,11 +530,3 @@ def exposed_seconds(
         max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
         max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),
     )
-
-
-def _parameters(kind: LayerKind, layout: Layout) -> tuple[float, float]:
-    given = layout.configuration
-    if not kind.variants:
-        return (kind.parameters or 0.0) / given.tensor, 0.0
-    variant = variant_of(kind, given.tensor)
-    return variant.parameters - variant.expert_parameters, variant.expert_parameters / given.expert

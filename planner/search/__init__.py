@@ -4,6 +4,7 @@
 """
 
 from whale.errors import InfeasibleError
+from whale.planner.cost.stage import Memo
 from whale.planner.search.choices import (
     Candidate,
     Degrees,
@@ -16,7 +17,6 @@ from whale.planner.search.choices import (
     StageChoice,
 )
 from whale.planner.search.evaluate import evaluate
-from whale.planner.search.prices import Memo
 from whale.planner.search.searching import search
 
 __all__ = [

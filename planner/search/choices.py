@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from whale.errors import UsageError
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.cost.plan import PlanStage
 from whale.planner.schedules.orders import SCHEDULES
 
 __all__ = [
@@ -33,43 +34,10 @@ OF_ONE_STAGE = tuple(schedule for schedule in SCHEDULES if schedule != "interlea
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageChoice:
-    """A stage of a plan.
+class StageChoice(PlanStage):
+    """A stage of a plan that Whale runs: whole rows, no context parallelism, and one of tensor and expert degree 1."""
 
-    Attributes:
-        first, last: its layers, [first, last) of the profile's chain.
-        ranks: row-major over data x tensor x expert, ascending along all.
-        data, tensor: degrees.
-        rows: of a micro-batch, for each data slice; a slice may have none.
-        expert: degree; the product of the three is the number of ranks, and one of tensor and expert is 1. The ranks of
-            an expert group divide the rows of a data slice, and only their experts are split.
-    """
-
-    first: int
-    last: int
-    ranks: tuple[int, ...]
-    data: int
-    tensor: int
     rows: tuple[int, ...]
-    expert: int = 1
-
-    @property
-    def size(self) -> int:
-        """Ranks of a data slice."""
-        return self.tensor * self.expert
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        """Data, tensor, expert."""
-        return self.data, self.tensor, self.expert
-
-    def slice(self, index: int) -> tuple[int, ...]:
-        """The ranks of a data slice: a tensor group, or an expert group.
-
-        >>> StageChoice(first=0, last=1, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(1, 1)).slice(1)
-        (2, 3)
-        """
-        return self.ranks[index * self.size : (index + 1) * self.size]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +107,6 @@ class Found:
         points: plans that were looked at.
         tried: how many were scored.
         seconds: that the search took.
-        exact: whether every plan of the space was scored or excluded by a bound.
     """
 
     candidates: tuple[Candidate, ...]
@@ -148,7 +115,6 @@ class Found:
     points: tuple[Point, ...]
     tried: int
     seconds: float
-    exact: bool
 
     @property
     def best(self) -> Candidate:
@@ -218,22 +184,18 @@ class SearchSettings:
         schedules: that may be chosen. Plans are priced with `PRICED` ones; of others they are found as for ``1f1b``,
             and whoever compiles them tries those too.
         max_stages: of the pipeline; None: as many as there are devices or layers.
-        eager: whether kernels are PyTorch's own, as Whale runs them, and bytes what it holds; or those of a stack such
-            as Megatron's.
         optimizer: that Whale runs.
         seed: of the refinement's random moves.
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
-        thorough: whether more is tried of everything, and a larger bound looked for in the end: for some seconds more,
-            up to the time limit.
+        thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
     precision: str = "fp32"
     micro_batches: int | None = None
     schedules: tuple[str, ...] = ("1f1b",)
     max_stages: int | None = None
-    eager: bool = False
     optimizer: Optimizer = "adamw"
     seed: int = 0
     time_limit: float = 10.0

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from whale.errors import InfeasibleError
 from whale.ir.profile import Affine
 from whale.planner.balance.shares import Worker, fastest_shares
+from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.choices import Candidate, StageChoice
 from whale.planner.search.devices import Mesh, lay_out
 from whale.planner.search.drafts import Draft
-from whale.planner.search.evaluate import cost_of, score
+from whale.planner.search.evaluate import score
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices, TensorGroup
 
 __all__ = ["fastest_rows", "laid_out"]
 
@@ -49,14 +49,14 @@ def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
     return score(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule, batch=batch)
 
 
-def _needed(prices: Prices, mesh: Mesh, layers: range) -> Mesh:
+def _needed(prices: CostModel, mesh: Mesh, layers: range) -> Mesh:
     """The mesh of a stage; without experts there is nothing that expert groups would split."""
     experts = prices.profile.experts
     return mesh if mesh.expert == 1 or any(experts[layer] for layer in layers) else mesh._replace(expert=1)
 
 
 def fastest_rows(
-    prices: Prices, layers: range, groups: Sequence[TensorGroup], rows: int, micro_batches: int, held: int
+    prices: CostModel, layers: range, groups: Sequence[TensorGroup], rows: int, micro_batches: int, held: int
 ) -> tuple[int, ...]:
     """Rows of a micro-batch for each of a stage's data slices.
 
@@ -84,18 +84,18 @@ def fastest_rows(
 
 
 def _worker(
-    prices: Prices, layers: range, group: TensorGroup, micro_batches: int, held: int, state: float, rows: int
+    prices: CostModel, layers: range, group: TensorGroup, micro_batches: int, held: int, state: float, rows: int
 ) -> Worker:
     known: dict[int, float] = {0: 0.0}
 
     def seconds(count: int) -> float:
         if count not in known:
-            cost = cost_of(prices, layers, group, count, micro_batches)
+            cost = prices.stage(layers, group, count, micro_batches)
             known[count] = cost.forward + cost.backward
         return known[count]
 
     def activations(count: int) -> float:
-        cost = cost_of(prices, layers, group, count, micro_batches)
+        cost = prices.stage(layers, group, count, micro_batches)
         return (held * cost.kept + cost.working) * prices.waste
 
     slope = (activations(rows) - activations(1)) / max(1, rows - 1)

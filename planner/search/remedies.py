@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from whale.ir.cluster import DeviceType
 from whale.planner.advice import advised, gib
+from whale.planner.cost.stage import CostModel
 from whale.planner.search.choices import SearchSettings
 from whale.planner.search.devices import pools_of, with_more
 from whale.planner.search.drafts import Draft
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
-from whale.planner.search.prices import Prices
 
 __all__ = ["QUICK_LOOK_SECONDS", "Look", "remedies", "shortage"]
 
@@ -35,7 +35,7 @@ MORE = (1, 2, 4, 8, 16)
 MULTIPLES = (2, 4, 8, 16)
 """Of the devices of a type that are weighed where no such addition is enough."""
 
-Look = Callable[[Prices, int, SearchSettings], int | None]
+Look = Callable[[CostModel, int, SearchSettings], int | None]
 """A quick look for a batch: the number of micro-batches of a plan that fits, None where none is found."""
 
 
@@ -53,7 +53,7 @@ def shortage(meshes: Meshes, nearest: Draft, batch: int, weighed: Iterable[tuple
 
 
 def remedies(
-    prices: Prices, batch: int, settings: SearchSettings, *, look: Look, seconds: float
+    prices: CostModel, batch: int, settings: SearchSettings, *, look: Look, seconds: float
 ) -> Iterator[tuple[bool, str]]:
     """Of each kind of change the least that would do, or the largest that was weighed, and whether it does.
 
@@ -62,7 +62,7 @@ def remedies(
     num = len(prices.cluster.devices)
     until = time.monotonic() + min(REMEDIES_SECONDS, max(QUICK_LOOK_SECONDS, seconds))
 
-    def fits(prices: Prices, batch: int) -> bool:
+    def fits(prices: CostModel, batch: int) -> bool:
         return time.monotonic() < until and look(prices, batch, settings) is not None
 
     for pool in pools_of(prices.cluster):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.ir.workload import Workload
+from whale.planner.simulation.simulate import simulate
 from whale.planner.simulation.timeline import Timeline
 
 __all__ = ["SETTLING", "Slot", "Timing", "long_timing", "slots_of"]
@@ -27,6 +28,10 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 SETTLING = 12
 """Micro-batches beyond the number of stages after which the pipeline is periodic. With slow messages the period may be
 as many micro-batches as are in flight, so the rate is measured over a number with many divisors."""
+
+
+SETTLED_TURNS = 3
+"""Micro-batches for each set of ranks after which schedules without a recurrence go on evenly."""
 
 
 class Timing(NamedTuple):
@@ -85,9 +90,35 @@ def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slo
 
 
 def long_timing(workload: Workload) -> Timing:
-    """Evaluate a ``gpipe`` or ``1f1b`` workload whose ranks have one stage each: all ranks of a slot together, in
-    O(stages) slots at most."""
-    return _Pass(workload, min(workload.micro_batches, len(workload.stages) + 2 * SETTLING)).step()
+    """Return how long a step takes, in a time that hardly grows with its micro-batches.
+
+    ``gpipe`` and ``1f1b`` whose ranks have one stage each go by a recurrence over all ranks of a slot at once, in
+    O(stages) slots at most. For other schedules two short steps are simulated and extrapolated.
+    """
+    depth, count = len(workload.stages), workload.micro_batches
+    ranks = [rank for stage in workload.stages for rank in stage.ranks]
+    if workload.schedule in ("gpipe", "1f1b") and len(set(ranks)) == len(ranks):
+        return _Pass(workload, min(count, depth + 2 * SETTLING)).step()
+    num_sets = len({stage.ranks for stage in workload.stages})
+    first = count % num_sets + num_sets * max(SETTLED_TURNS, -(-2 * SETTLING // num_sets))
+    if count <= first + num_sets:
+        return Timing.of(simulate(workload))
+    return _extrapolated(workload, first, first + num_sets)
+
+
+def _extrapolated(workload: Workload, first: int, second: int) -> Timing:
+    """Extrapolate from two steps of fewer micro-batches: past its warm-up a schedule takes as long for every further
+    turn, in which each set of ranks takes one more micro-batch for each set."""
+    one, other = (Timing.of(simulate(workload.model_copy(update={"micro_batches": num}))) for num in (first, second))
+    turns = (workload.micro_batches - first) / (second - first)
+
+    def after(few: float, more: float) -> float:
+        return max(0.0, few + turns * (more - few))
+
+    seconds = after(one.seconds, other.seconds)
+    breakdown = {part: after(one.breakdown[part], other.breakdown[part]) for part in other.breakdown}
+    waits = after(one.bubble * one.seconds, other.bubble * other.seconds)
+    return Timing(seconds, breakdown, min(1.0, waits / seconds) if seconds else 0.0)
 
 
 class _Inputs(NamedTuple):

@@ -90,7 +90,7 @@ def test_what_the_search_proposes_for_unlike_nodes_runs_with_the_local_gradients
     )
     link = Link(bandwidth=1e10, latency=1e-6)
     cluster = Cluster.of([("a", fast), ("b", slow)], inter=link)
-    settings = SearchSettings(eager=True, top=4, time_limit=60.0)
+    settings = SearchSettings(top=4, time_limit=60.0)
     found = search_plans(profile, cluster, batch=8, settings=settings, trial=trial)
     assert not found.refused
     plans = [choice.plan for choice in found.choices if choice.compiled]
@@ -110,7 +110,7 @@ def test_all_ranks_detect_the_same_devices(worlds: Worlds) -> None:
 
 
 def refused(world: World) -> str:
-    """What each rank is told where rank 0 can find nothing."""
+    """The error of each rank if rank 0 finds no plan."""
     tiny = DeviceType.of("tiny", speed={"float32": 1e9}, memory_bytes=2**10, memory_bandwidth=1e9)
     cluster = Cluster.homogeneous(2, tiny, intra=Link(bandwidth=1e9, latency=1e-5))
     with pytest.raises(whale.WhaleError) as caught:

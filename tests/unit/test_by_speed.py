@@ -1,4 +1,4 @@
-"""A configuration balanced over unlike devices: cuts and rows from measured layers, and what is said if none fits."""
+"""A configuration balanced on mixed devices: cuts and rows from measured layers, and the error if none fits."""
 
 import re
 from dataclasses import replace
@@ -11,8 +11,7 @@ from whale.ir.profile import Affine, Amount, LayerKind, MeasuredTimes, ModelProf
 from whale.planner.balance.by_speed import cuts_by_speed, rows_by_speed
 from whale.planner.cost.configuration import Configuration, Layout
 from whale.planner.cost.estimate import estimate
-from whale.planner.cost.stage import Stages
-from whale.planner.network.topology import Topology
+from whale.planner.cost.uniform import Stages
 
 GIB = 2**30
 
@@ -51,7 +50,7 @@ def profile(num_layers: int = 12) -> ModelProfile:
 
 
 def stages(configuration: Configuration, machines: Cluster) -> Stages:
-    return Stages(profile=profile(), layout=Layout.of(configuration, machines), topology=Topology.of(machines))
+    return Stages.of(profile(), Layout.of(configuration, machines))
 
 
 def test_replicas_on_slower_devices_get_fewer_rows() -> None:
@@ -110,7 +109,7 @@ def test_processors_have_no_driver_that_takes_memory() -> None:
     kind = profile().kinds[0].model_copy(update={"measured": (times,)})
     chain = profile(2).model_copy(update={"kinds": (kind,)})
     layout = Layout.of(Configuration(batch=1, pipeline=2, precision="fp32", balance="speed"), machines)
-    assert cuts_by_speed(Stages(profile=chain, layout=layout, topology=Topology.of(machines))) == (
+    assert cuts_by_speed(Stages.of(chain, layout)) == (
         range(1),
         range(1, 2),
     )

@@ -1,4 +1,4 @@
-"""What a plan of the search should give: as an estimate of the same degrees says, and by hand where there is none."""
+"""Predictions of the search's plans: equal to an estimate of the same degrees, or computed by hand."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from whale.ir.program import BUCKET_BYTES
 from whale.planner.catalog import device_types
 from whale.planner.cost.configuration import Configuration
 from whale.planner.cost.estimate import Estimate, estimate
+from whale.planner.cost.stack import WHALE, Stack
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import StageChoice, evaluate
-from whale.planner.search.prices import Prices
 from whale.planner.simulation.simulate import simulate
 
 A100 = device_types()["A100-SXM4-80GB"]
 V100 = device_types()["V100-SXM2-32GB"]
 NETWORK = Link(bandwidth=25e9, latency=1e-5, adapters=8)
 GOLDEN = Path(__file__).parents[1] / "golden" / "gpt_22b_profile.json"
+MEGATRON = Stack(name="megatron")
 FAST, SLOW = card("fast"), card("slow")
 
 
@@ -74,6 +76,7 @@ def test_uniform_degrees_are_scored_as_they_are_estimated(gpt: ModelProfile, deg
         micro_batches=wanted.layout.num_micro_batches,
         schedule=wanted.layout.configuration.schedule,
         precision=wanted.layout.configuration.precision,
+        stack=MEGATRON,
     ).prediction
     given = wanted.prediction
     assert found.step_seconds == pytest.approx(given.step_seconds, rel=1e-6)
@@ -100,7 +103,7 @@ def test_thousands_of_ranks_are_simulated_as_the_few_kinds_that_there_are(gpt: M
     assert sum(len(stage.ranks) for stage in found.workload.stages) == 2
     whole = simulate(found.workload)
     assert found.prediction.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
-    assert found.prediction.bubble == pytest.approx(whole.bubble, rel=1e-3)
+    assert found.prediction.bubble == pytest.approx(whole.bubble, rel=2e-3)  # of ranks that wait beside the slowest
     assert found.prediction.breakdown == pytest.approx(whole.breakdown, rel=1e-3)
 
 
@@ -130,7 +133,7 @@ def test_a_tensor_group_is_as_slow_as_its_slowest_device() -> None:
 
 
 def test_every_row_crosses_a_boundary_whatever_the_degrees() -> None:
-    """What one slice hands to four goes through its one link, and what four hand to one through that one's."""
+    """Messages from one replica to four use its one link, and messages from four to one use that one's link."""
     cluster = machines([FAST] * 8)
     for rows in (((8,), (2, 2, 2, 2)), ((2, 2, 2, 2), (8,)), ((5, 3), (2, 2, 2, 2))):
         ranks = (tuple(range(len(rows[0]))), tuple(range(4, 4 + len(rows[1]))))
@@ -168,7 +171,7 @@ def test_early_stages_keep_more_micro_batches_with_1f1b_and_all_with_gpipe() -> 
         schedule: [
             device.activations
             for device in evaluate(
-                small(), machines([FAST] * 4), stages, micro_batches=8, schedule=schedule
+                small(), machines([FAST] * 4), stages, micro_batches=8, schedule=schedule, stack=MEGATRON
             ).prediction.memory
         ]
         for schedule in ("1f1b", "gpipe")
@@ -212,7 +215,7 @@ def test_gradients_are_summed_in_the_messages_that_whale_sends(gpt: ModelProfile
         )
 
     profile = gpt.model_copy(update={"kinds": tuple(map(known, gpt.kinds))})
-    prices, other = (Prices.of(profile, nodes(A100, A100), precision="bf16", eager=eager) for eager in (True, False))
+    prices, other = (CostModel.of(profile, nodes(A100, A100), precision="bf16", stack=one) for one in (WHALE, MEGATRON))
     message = 2 * largest
     assert prices.all_reduce(ranks, 1, 100 * message) == pytest.approx(100 * prices.all_reduce(ranks, 1, message))
     assert prices.all_reduce(ranks, 1, message) == other.all_reduce(ranks, 1, message)

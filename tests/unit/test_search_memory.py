@@ -32,9 +32,10 @@ CLUSTER = Cluster.homogeneous(4, A100, intra=A100.intra_node)
 BATCH, MICRO_BATCHES = 32, 4
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 128, "heads": 4, "seq": 128, "vocab": 8192, "batch_size": BATCH}
 BELOW, ABOVE = 0.96, 1.1
-"""What the search counts, of what is held. Too much where an embedding has most of the parameters: its stage is taken
-to hold all of a micro-batch while it makes the gradient. Too little where a tied weight is cut anew for the head, as in
-a GPT of few hidden units whose stages are tensor parallel: the head's rows are divided, and its weight is gathered."""
+"""Memory that the search counts, relative to the compiled memory. It is too much if an embedding has most of the
+parameters, because its stage counts all saved activations of a micro-batch while it makes the gradient. It is too
+little if a tied weight is cut again for the head, as in a GPT of few hidden units whose stages are tensor parallel: the
+head's rows are divided, and its weight is gathered."""
 
 
 def model() -> nn.Module:
@@ -46,7 +47,7 @@ def small() -> ModelProfile:
 
 
 def stages(layout: str, profile: ModelProfile) -> list[StageChoice]:
-    """Of four devices."""
+    """A layout of the profile's layers on four devices."""
     num = len(profile.layers)
     middle = profile.paths.index("layers.2")
     every: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {
@@ -101,7 +102,6 @@ def test_bytes_of_the_search_are_those_of_the_compiled_plan(
             stages(layout, profile),
             micro_batches=MICRO_BATCHES,
             precision=precision,
-            eager=True,
             optimizer=optimizer,
         )
         choice = compile_candidate(candidate, profile, CLUSTER, batch=BATCH, trial=trial)
@@ -121,7 +121,6 @@ def test_weights_gradients_and_states_have_the_number_type_of_the_run(optimizer:
         [StageChoice(first=0, last=len(profile.layers), ranks=(0,), data=1, tensor=1, rows=(8,))],
         micro_batches=1,
         precision="bf16",
-        eager=True,
         optimizer=optimizer,
     ).prediction.memory
     parameters = sum(p.numel() for p in model().parameters())
@@ -138,14 +137,14 @@ def test_what_fits_depends_on_the_optimizer() -> None:
     )
     cluster = Cluster.homogeneous(1, card, intra=A100.intra_node)
     for optimizer, fits in (("sgd", True), ("adamw", False)):
-        settings = SearchSettings(eager=True, optimizer=optimizer, time_limit=60.0)  # type: ignore[arg-type]
+        settings = SearchSettings(optimizer=optimizer, time_limit=60.0)  # type: ignore[arg-type]
         with nullcontext() if fits else pytest.raises(InfeasibleError):
             assert search(small(), cluster, batch=8, settings=settings).best.prediction.fits
 
 
 def test_an_optimizer_that_nobody_knows_is_refused() -> None:
     with pytest.raises(UsageError, match="adamw"):
-        search(small(), CLUSTER, batch=8, settings=SearchSettings(eager=True, optimizer="adam"))  # type: ignore[arg-type]
+        search(small(), CLUSTER, batch=8, settings=SearchSettings(optimizer="adam"))  # type: ignore[arg-type]
 
 
 def test_what_is_too_large_for_eight_devices_is_split_over_more() -> None:

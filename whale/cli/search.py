@@ -57,7 +57,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--without", "without_", multiple=True, metavar="NODE|TYPE:N", help="What if this were missing?")
 @click.option("--with", "with_", multiple=True, metavar="NxTYPE", help="What if such a node were there too?")
 @click.option("--time-limit", type=_POSITIVE, default=10.0, metavar="S", help="Seconds [10].")
-@click.option("--thorough", is_flag=True, help="Try more plans, and look for a larger bound: seconds more.")
+@click.option("--thorough", is_flag=True, help="Try more of everything: seconds more.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of random moves [0].")
 @click.option("--top", type=_AT_LEAST_1, default=5, metavar="K", help="How many plans to show [5].")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan there.")
@@ -115,7 +115,6 @@ def search(
         micro_batches=micro_batches,
         schedules=schedules or ("1f1b",),
         max_stages=max_stages,
-        eager=True,
         optimizer=optimizer,
         thorough=thorough,
         seed=seed,

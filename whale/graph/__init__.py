@@ -1,1 +1,1 @@
-"""From a module to a graph: capture, partition into stages and regions. It knows no process groups and no costs."""
+"""Graph: capture of a module, partition into stages and regions. It knows no process groups and no costs."""

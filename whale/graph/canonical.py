@@ -1,8 +1,8 @@
-"""Rewrite a captured graph to a smaller vocabulary with the same meaning.
+"""Canonical form: rewrites a captured graph to a smaller set of operators with the same meaning.
 
-Drops operators that do nothing, inlines higher-order wrappers, and writes means of losses as a sum over a count, so
-that a part of a batch adds its part of the sum over the *global* count. Each rewrite keeps values bit-equal or, for
-means, equal up to the order of a sum.
+The rewrites remove no-op operators, inline higher-order wrappers, and express means of losses as a sum over a count, so
+that a part of a batch adds its part of the sum over the *global* count. Each rewrite preserves values bit for bit or,
+for means, up to the order of a sum.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _DROPPED = {aten._assert_tensor_metadata.default}
 
 
 def drop_dead(graph: fx.Graph, *, keep: Collection[fx.Node] = ()) -> None:
-    """Remove what nothing uses, except *keep*. After functionalization no operator is kept for a side effect."""
+    """Remove unused nodes, except *keep*. After functionalization no operator remains for a side effect."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and node not in keep:
             graph.erase_node(node)
@@ -83,12 +83,12 @@ def _identity(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _detach(graph: fx.Graph, node: fx.Node) -> None:
-    """``detach_`` of a fresh constant becomes plain ``detach``: there is nothing to change in place."""
+    """``detach_`` of a fresh constant becomes ``detach``: there is no alias to change."""
     node.target = aten.detach.default
 
 
 def _cast(graph: fx.Graph, node: fx.Node) -> None:
-    """A cast to the dtype and device that a tensor has is nothing."""
+    """Remove casts to the dtype and device that a tensor already has."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return
@@ -106,7 +106,7 @@ def _normalize_cast(graph: fx.Graph, node: fx.Node, new: torch.Tensor) -> None:
 
 
 def _promote_casts(graph: fx.Graph) -> None:
-    """Casts to float32 become casts to float64 (a graph for comparisons in float64); the fake values follow."""
+    """Turn casts to float32 into casts to float64 (for comparisons in float64), with their fake values."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -118,7 +118,7 @@ def _promote_casts(graph: fx.Graph) -> None:
 
 
 def _squeeze(graph: fx.Graph, node: fx.Node) -> None:
-    """Squeezes and unsqueezes are views with known sizes."""
+    """Express squeezes and unsqueezes as views with known sizes."""
     with graph.inserting_before(node):
         view = emit(graph, node, aten.reshape.default, node.args[0], list(node.meta["val"].shape))
     _replace(graph, node, view)
@@ -133,7 +133,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 def _permute(graph: fx.Graph, node: fx.Node) -> None:
-    """Every name for an exchange of dims is a permutation; which one, an example tells."""
+    """Express transpositions of every name as permutations, read off an example."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     sizes = _PRIMES[: source.meta["val"].dim()]
     if len(sizes) < source.meta["val"].dim():
@@ -144,7 +144,7 @@ def _permute(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
-    """Every split is one with the sizes of its parts: those of a part of the dim differ from those of the whole."""
+    """Express every split with explicit sizes, because chunk counts change on a shard of the dim."""
     bound = _bound(node)
     dim = bound["dim"]
     node.target = aten.split_with_sizes.default
@@ -157,7 +157,7 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _broadcast_tensors(graph: fx.Graph, node: fx.Node) -> None:
-    """Tensors that are broadcast together are each expanded to the common shape."""
+    """Expand tensors that are broadcast together to the common shape."""
     sources: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     for user in list(node.users):
         source = sources[user.args[1]]  # type: ignore[index]
@@ -171,7 +171,7 @@ def _broadcast_tensors(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _repeat(graph: fx.Graph, node: fx.Node) -> None:
-    """A tensor several times over is an expanded view, written out."""
+    """Express repetitions of a tensor as an expanded view."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     times: list[int] = list(node.args[1])  # type: ignore[arg-type]
     shape = [1] * (len(times) - source.meta["val"].dim()) + list(source.meta["val"].shape)
@@ -185,7 +185,8 @@ def _repeat(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> None:
-    """What is written over a tensor, in its shape and type; the functional operator itself has no derivative."""
+    """Express a full overwrite as the new value in the tensor's shape and dtype; the functional operator has no
+    derivative."""
     source = node.args[1]
     val, given = node.meta["val"], source.meta["val"]  # type: ignore[union-attr]
     with graph.inserting_before(node):
@@ -197,7 +198,7 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _arange(graph: fx.Graph, node: fx.Node) -> None:
-    """The form with all of start, end and step, of which a part can be told."""
+    """Express a slice with explicit start, end and step, so that it can be sharded."""
     bounds = {aten.arange.default: (0, *node.args), aten.arange.start: node.args}[node.target]  # type: ignore[index]
     node.target = aten.arange.start_step
     node.args = (*bounds, 1)
@@ -213,7 +214,7 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _slice(graph: fx.Graph, node: fx.Node) -> None:
-    """Every second element (gates beside values) is a choice of one from each pair, and pairs can be shared out."""
+    """Express strided slices (such as interleaved gates) as a choice from each pair, because pairs can be sharded."""
     bound = _bound(node)
     source: fx.Node = bound["self"]
     shape, dim, step = list(source.meta["val"].shape), bound["dim"], bound["step"]
@@ -230,7 +231,7 @@ def _slice(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _slice_scatter(graph: fx.Graph, node: fx.Node) -> None:
-    """What is written into a part of a dim stands between what was before and after it: a join."""
+    """Express a write into a slice as a concatenation of the parts before, inside and after it."""
     bound = _bound(node)
     base, dim = bound["self"], bound["dim"] % node.meta["val"].dim()
     size = node.meta["val"].shape[dim]
@@ -245,7 +246,7 @@ def _slice_scatter(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _within(graph: fx.Graph, like: fx.Node, x: fx.Node, dim: int, first: int, stop: int) -> list[fx.Node]:
-    """A stretch of a dim, as parts of the tensors that *x* joins."""
+    """Express a slice of a concatenation as the concatenated parts that it covers."""
     parts: list[fx.Node] = []
     joins = x.target is aten.cat.default and len(x.args) > 1 and x.args[1] == dim
     base = 0
@@ -273,7 +274,7 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _cat(graph: fx.Graph, node: fx.Node) -> None:
-    """Joining empty tensors (an empty key-value cache) is nothing."""
+    """Remove concatenations with empty tensors (an empty key-value cache)."""
     node.target = aten.cat.default
     tensors: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     full = [t for t in tensors if t.meta["val"].numel() > 0]
@@ -284,7 +285,8 @@ def _cat(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _index(graph: fx.Graph, node: fx.Node) -> None:
-    """``x[arange(len(x)), i]`` picks one position of each row: a gather, which leaves the rows apart."""
+    """Express ``x[arange(len(x)), i]``, which picks one position of each row, as a gather, which treats rows
+    independently."""
     arguments: tuple[Any, ...] = node.args
     source, indices = arguments
     if len(indices) != 2 or not all(isinstance(i, fx.Node) for i in indices):
@@ -323,7 +325,7 @@ def _bound(node: fx.Node) -> dict[str, Any]:
 
 
 def _elementwise_loss(graph: fx.Graph, node: fx.Node) -> None:
-    """A reduced loss is its elementwise form, reduced."""
+    """Express a reduced loss as its elementwise form, reduced."""
     bound = _bound(node)
     reduction = bound.get("reduction", _MEAN)
     if reduction == _NONE:
@@ -336,7 +338,7 @@ def _elementwise_loss(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
-    """A mean cross-entropy is a sum over the count (or the weight) of the targets that are not ignored."""
+    """Express a mean cross-entropy as a sum over the count (or the weight) of the targets that are not ignored."""
     bound = _bound(node)
     reduction = bound.get("reduction", _MEAN)
     if reduction == _NONE:
@@ -362,7 +364,7 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _convolution(graph: fx.Graph, node: fx.Node) -> None:
-    """Padding by a word is a number, where it is the same on both sides."""
+    """Express named padding as a number if it is equal on both sides."""
     bound = _bound(node)
     kernel = bound["weight"].meta["val"].shape[2:]
     dilation = [bound["dilation"]] if isinstance(bound["dilation"], int) else list(bound["dilation"])
@@ -375,7 +377,7 @@ def _convolution(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _adaptive_mean(graph: fx.Graph, node: fx.Node) -> None:
-    """A pooling to one position is a mean over space."""
+    """Express pooling to one position as a mean over space."""
     source, size = node.args
     if all(length == 1 for length in size):  # type: ignore[union-attr]
         with graph.inserting_before(node):

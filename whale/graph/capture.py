@@ -1,9 +1,9 @@
-"""Capture a model's training computation as one graph of aten operators, without allocating anything.
+"""Capture: a model's training computation as one graph of aten operators, without allocating anything.
 
 The model is copied with fake parameters, its annotated modules are wrapped, and ``torch.export`` (non-strict) records
 the loss as a function of parameters, buffers and batch. The graph is that of the *global* batch: shapes are plain
-numbers, and data parallelism, micro-batches and ragged batches are later cuts of it. Knows nothing of devices to
-run on, placements or process groups.
+numbers, and data parallelism, micro-batches and ragged batches later divide it. This module knows no devices to run on,
+placements or process groups.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Captured:
 
 
 def copy_of(captured: Captured) -> Captured:
-    """The same with a graph and names of its own, to be changed apart from it."""
+    """A copy with its own graph and names, which may be changed independently."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in captured.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -89,7 +89,7 @@ def batch_rows(batch: Batch) -> int | None:
 
 
 class _Loss(nn.Module):
-    """The model followed by the choice of its loss, and a *check* of what was computed."""
+    """The model with the selection of its loss, and a *check* of the result."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _Loss(nn.Module):
 
 
 def _write_replaced(held: Sequence[tuple[nn.Module, Mapping[str, torch.Tensor | None]]]) -> None:
-    """Write into the buffers that modules *held* what replaced them: torch.export sees that in the root only."""
+    """Copy replaced buffers into the original ones: torch.export handles replacement in the root module only."""
     replaced = [
         (old, module._buffers[name])
         for module, buffers in held
@@ -139,7 +139,7 @@ def _write_replaced(held: Sequence[tuple[nn.Module, Mapping[str, torch.Tensor | 
 
 
 def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """How many positional arguments, and which keywords, the model's forward takes of a batch with a loss_fn."""
+    """Number of positional arguments, and keywords, that the model's forward takes of a batch with a loss_fn."""
     signature = getattr(model.forward, "__wrapped__", model.forward)
     parameters = inspect.signature(signature).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -222,7 +222,8 @@ def capture(
     fakes = fake_batch(leaves, mode, device)
 
     def exported(*, copying: bool) -> tuple[torch.export.ExportedProgram, int]:
-        """The program, and how many stages the forward enters; of alike layers most are copies, or all are traced."""
+        """The exported program, and the number of stages that the forward enters; most equal layers are copies, unless
+        all are traced."""
         duplicate = fake_copy(model, mode, device)
         _without_caches(duplicate)
         wrap_annotated(duplicate)
@@ -243,12 +244,12 @@ def capture(
                     _detach_regions(program.graph)
                     program = program.run_decompositions({})
         except Exception as error:
-            if copying:  # the copies may be to blame
+            if copying:  # the copies may be the cause
                 return exported(copying=False)
             raise capture_error(error, model) from error
         return program, entered["stage"]
 
-    # A model that runs is traced whole: what tells its layers apart may hide where nobody looks.
+    # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))
     canonicalize(captured.graph, promote=promote)
@@ -306,12 +307,12 @@ _BLANKS = {
         "new_zeros", "new_ones", "new_full",
     )
 }  # fmt: skip
-"""Operators whose results share nothing with anybody."""
+"""Operators whose results have no alias."""
 
 
 def _mutates(graph: fx.Graph) -> bool:
-    """Whether an operator changes its arguments, beyond the harmless ``detach_`` of a fresh constant. What is written
-    into a blank that nobody else reads is made a value of its own first: that needs no second trace of the model."""
+    """Whether an operator changes its arguments, beyond the harmless ``detach_`` of a fresh constant. Writes into an
+    unaliased empty tensor become values of their own first, which saves a second trace of the model."""
     for module in [graph.owning_module, *_submodules(graph)]:
         written = set[fx.Node]()
         for node in module.graph.nodes if module is not None else ():
@@ -332,7 +333,7 @@ def _mutates(graph: fx.Graph) -> bool:
 
 
 def _detach_regions(graph: fx.Graph) -> None:
-    """Detach what regions under ``no_grad`` read: a program that is functionalized has no such regions any more."""
+    """Detach the inputs of regions under ``no_grad``: a functionalized program has no such regions any more."""
     for module in [graph.owning_module, *_submodules(graph)]:
         for node in list(module.graph.nodes) if module is not None else ():
             if getattr(node.target, "__name__", "") != "wrap_with_set_grad_enabled" or node.args[0]:
@@ -356,7 +357,7 @@ def _has_values(model: nn.Module) -> bool:
 
 
 def _functional(target: Any) -> Any:
-    """The operator that returns what this one writes over its first argument; None where there is none."""
+    """The functional variant of an operator that writes into its first argument; None if there is none."""
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
     found = getattr(packet, target._overloadname, None)
     if found is None or found._schema.is_mutable:
@@ -373,7 +374,7 @@ def _submodules(graph: fx.Graph) -> list[fx.GraphModule]:
 
 
 def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, leaves: Sequence[str]) -> Captured:
-    """Name every placeholder by what it holds, with the model's own names."""
+    """Name every placeholder by the model's name of its tensor."""
     first_name: dict[int, str] = {}
     aliases: dict[str, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -412,7 +413,7 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
 
 
 def _merge_tied(captured: Captured) -> None:
-    """One placeholder for every tensor, whatever the number of its names."""
+    """Merge the placeholders of tied tensors."""
     for table in (captured.parameters, captured.buffers):
         first: dict[str, fx.Node] = {}
         for node in list(captured.graph.nodes):

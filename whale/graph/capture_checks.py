@@ -1,8 +1,7 @@
-"""What a capture cannot record, and how it is refused: in the user's words, with the line of the user's file.
+"""Checks of a capture: models that cannot be captured are refused with the line of the user's file.
 
-Some of it torch notices (a branch on a tensor's values), some of it torch records wrongly without a word: a custom
-backward, a hook on a gradient, a value that is printed. Knows tracebacks, graphs and hooks; not how a model is
-captured.
+torch reports some problems (a branch on a tensor's values) and silently mishandles others: a custom backward, a hook on
+a gradient, a value that is printed. This module knows tracebacks, graphs and hooks, not how a model is captured.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_ten
 
 
 class _Refuse(TorchFunctionMode):
-    """Refuse calls of the model that leave no trace in the graph, or a wrong one."""
+    """Context that refuses calls which leave no trace in the graph, or a wrong one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -208,7 +207,7 @@ class _Refuse(TorchFunctionMode):
 
 
 def _called_by_model() -> bool:
-    """Whether the call under way was written in the model, and not in torch's own machinery."""
+    """Whether the current call comes from the model, not from torch's own machinery."""
     frame = sys._getframe(2)
     while frame.f_back is not None and (
         frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.endswith(_DISPATCH)
@@ -221,7 +220,7 @@ _DISPATCH = ("torch/_tensor.py", "torch/overrides.py", "torch/_tensor_str.py")
 
 
 class _WithoutDumps:
-    """A stream that leaves out the graph which torch.export prints before it raises."""
+    """A stream that drops the graph which torch.export prints before it raises."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -236,14 +235,14 @@ class _WithoutDumps:
 
 
 def _lines_of_model(tracer: Any, summary: StackSummary) -> StackSummary:
-    """Of the stack of an operator, the lines of the model: torch keeps those of functions called ``forward`` only."""
+    """Keep the model's lines of an operator's stack: torch keeps only those of functions called ``forward``."""
     start = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
     frames = [f for f in summary[start:] if f.name == "forward" or _is_model(f.filename)]
     return StackSummary.from_list(frames)
 
 
 class _Context:
-    """What a custom function's forward is given where only its operators matter."""
+    """The context passed to a custom function's forward when only its operators matter."""
 
     needs_input_grad: tuple[bool, ...] = ()
 
@@ -252,10 +251,10 @@ class _Context:
 
 
 def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a custom backward is what autograd derives from the forward: tried on small random numbers in float64.
+    """Whether a custom backward is what autograd derives from the forward, tested on small random numbers in float64.
 
-    Then the operators of the forward, which the capture records, have the same gradients, up to constants that were
-    rounded when the backward was written by hand (hence the tolerance).
+    If so, the captured operators of the forward have the same gradients, up to constants that were rounded when the
+    backward was written by hand (hence the tolerance).
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -297,14 +296,14 @@ def _agree(
             a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6)
             for a, b in zip(custom, derived, strict=True)
         )
-    except Exception:  # a function that cannot be tried cannot be trusted
+    except Exception:  # a function that cannot be tested is not trusted
         return False
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """While a model is captured: refuse what torch would record wrongly, note the model's lines on its operators, and
-    keep torch's own dumps off the screen.
+    """Context for a capture: refuse calls that torch would record wrongly, record the model's lines on its operators,
+    and silence torch's own dumps.
     """
     original = torch.autograd.Function.__dict__["apply"]
 
@@ -371,7 +370,7 @@ _DATA = (
 
 
 def capture_error(error: Exception, model: nn.Module) -> WhaleError:
-    """Say in the user's words why a model could not be captured, with the place in the user's source."""
+    """Explain in the user's words why a model cannot be captured, with the place in the user's source."""
     place = _place_of_traceback(error.__traceback__)
     if isinstance(error, UsageError):  # an annotation inside forward
         return type(error)(f"{place.file}:{place.line}: {error}" if place else str(error))

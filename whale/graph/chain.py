@@ -1,10 +1,10 @@
-"""Cut a captured model into a chain of layers, and recognise those that are equal.
+"""Layer chain: a captured model as a chain of layers, with equal layers recognised.
 
-A layer is a child of a ``ModuleList`` or ``Sequential`` whose children follow one another; what is computed between
-such layers with parameters of its own (embedding, final norm and head) is a layer too, and what has no parameters
-belongs to the layer before it. Layers are equal, of one *kind*, if their operators are, with shapes, whatever the
-values. Of every kind one layer is kept, so that the passes that follow cost as much as the model has kinds. Knows no
-devices and no costs.
+A layer is a child of a ``ModuleList`` or ``Sequential`` with consecutive children. Operators between such layers with
+their own parameters (embedding, final norm and head) are a layer too; operators without parameters belong to the layer
+before them. Layers are equal, of one *kind*, if their operators and shapes are, with any values. One layer of every
+kind remains, so that the following passes cost as much as the model has kinds. This module knows no devices and no
+costs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from whale.ir.strategy import Scope, Strategy
 __all__ = ["Chain", "Layer", "chain_of"]
 
 _SUBSTANCE = 0.7
-"""Share of a layer's parameters that an inner list must hold for its children to be the layers instead."""
+"""Fraction of a layer's parameters above which the children of an inner list are the layers instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,11 @@ class Layer:
     """One link of the chain.
 
     Attributes:
-        path: of its module, or of the first module with parameters where it is made of several.
-        kind: which of the kinds it is.
-        parameters: names of those that it reads, in order of use.
-        crossing: the values that are computed by then and needed later, as the first layer of their kind computes them.
+        path: of its module, or of the first module with parameters if it has several.
+        kind: index of its kind.
+        parameters: names of its parameters, in order of use.
+        crossing: values that are computed before its end and read later, as the first layer of their kind computes
+            them.
     """
 
     path: str
@@ -64,8 +65,7 @@ class Chain:
 
 
 def chain_of(captured: Captured, model: nn.Module) -> Chain:
-    """Cut a captured model into layers. Its graph is used up: it becomes that of the chain. Its annotations, which say
-    how one run uses the model, are not the chain's."""
+    """Cut a captured model into layers. Its graph is consumed and becomes the chain's."""
     pinned = partition(captured, NodeScopes()).stages[0].nodes
     segments = _segments(captured, pinned, _layer_paths(model, pinned))
     index = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
@@ -101,7 +101,7 @@ def chain_of(captured: Captured, model: nn.Module) -> Chain:
 
 
 def _sending(kinds: Partition, sent: Sequence[Iterable[Value]]) -> Partition:
-    """The partition with what the first layer of each kind sends, whether or not the first of another kind reads it."""
+    """The partition with the values that the first layer of each kind sends, even if no first layer reads them."""
     stages = [replace(s, sent=tuple(dict.fromkeys((*s.sent, *v)))) for s, v in zip(kinds.stages, sent, strict=True)]
     return replace(kinds, stages=tuple(stages))
 
@@ -121,7 +121,7 @@ def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
             path = path.rpartition(".")[0]
 
     def children(path: str) -> list[str]:
-        """Those that compute, in the order in which they do."""
+        """The modules that compute, in execution order."""
         prefix = f"{path}." if path else ""
         found = [prefix + name for name, _ in modules[path].named_children() if prefix + name in nodes_of]
         return sorted(found, key=lambda child: place[nodes_of[child][0]])
@@ -140,7 +140,7 @@ def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
                 yield from find(child)
 
     def descend(path: str) -> Iterator[str]:
-        """The layer itself, unless it is little more than a list of like modules."""
+        """The layer itself, unless it is mostly a list of equal modules."""
         inner = _inner_list(modules, path)
         alike = inner is not None and len({type(modules[child]) for child in children(inner)}) == 1
         if inner is not None and alike and is_chain(inner) and not bypassed(path, inner):
@@ -150,7 +150,7 @@ def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
             yield path
 
     def bypassed(path: str, inner: str) -> bool:
-        """Whether a module reads what came before its inner list once that has begun: a residual sum around it."""
+        """Whether a module reads inputs of its inner list after the list has begun: a residual connection around it."""
         begin, within = place[nodes_of[inner][0]], set(nodes_of[inner])
         after = [node for node in nodes_of[path] if node not in within and place[node] > begin]
         return any(place.get(source, begin) < begin for node in after for source, _ in operands(node))
@@ -159,7 +159,7 @@ def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
 
 
 def _inner_list(modules: Mapping[str, nn.Module], path: str) -> str | None:
-    """The list that holds most of a module's parameters: the module itself, or one inside of it."""
+    """The list with most of a module's parameters: the module itself, or one inside it."""
     whole = _num_parameters(modules[path])
     for name, module in modules[path].named_modules(prefix=path):
         is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0
@@ -173,7 +173,7 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def _follow_one_another(groups: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether each group of nodes reads what the one before it computed, directly or through nodes of no group."""
+    """Whether each group of nodes reads results of the one before it, directly or through nodes of no group."""
     member = {node: i for i, group in enumerate(groups) for node in group}
     for position, group in enumerate(groups):
         if position == 0:
@@ -204,7 +204,7 @@ class _Segment:
 
 
 def _segments(captured: Captured, pinned: Sequence[fx.Node], layers: Sequence[str]) -> list[_Segment]:
-    """The pinned nodes as runs of one layer each, in the order in which they are computed."""
+    """The pinned nodes in consecutive groups of one layer each, in execution order."""
     known = set(layers)
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in pinned:
@@ -264,7 +264,7 @@ class _Describer:
         self.leaving = [resolve(node) for node in outputs]
 
     def key(self, position: int, segment: _Segment) -> str:
-        """What a layer computes, from what, and what others read of it."""
+        """Text of a layer's operators, their inputs and the readers of their results."""
         local = {node: i for i, node in enumerate(segment.nodes)}
         seen: dict[tuple[str, Value], int] = {}
 
@@ -289,7 +289,7 @@ class _Describer:
         return "\n".join([*lines, repr(sent), repr(roots)])
 
     def _floating(self, node: fx.Node) -> str:
-        """A digest of how a floating value is computed."""
+        """Digest of the computation of a floating value."""
         if node not in self.floating:
             if node.op == "placeholder":
                 table = "buffer" if node.name in self.captured.buffers else "constant"
@@ -305,7 +305,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _arguments(node: fx.Node, token: Callable[[fx.Node], Any]) -> str:
-    """The arguments of a call as text, other nodes as *token* says."""
+    """The arguments of a call as text, with other nodes replaced by *token*."""
 
     def plain(x: Any) -> Any:
         if isinstance(x, fx.Node):
@@ -339,7 +339,7 @@ def _read_later(segment: _Segment, position: int, index: Mapping[fx.Node, int]) 
 def _crossing(
     segments: Sequence[_Segment], index: Mapping[fx.Node, int], firsts: Sequence[_Segment]
 ) -> list[tuple[Value, ...]]:
-    """For each segment the values that cross to later ones, as the first of their kind computes them."""
+    """The values of each segment that later segments read, as the first of their kind computes them."""
     crossing: list[list[Value]] = [[] for _ in segments]
     for position, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
         place = {node: i for i, node in enumerate(segment.nodes)}
@@ -350,10 +350,10 @@ def _crossing(
 
 
 def _contract(captured: Captured, repeats: Sequence[tuple[_Segment, _Segment]], *, keep: Collection[fx.Node]) -> None:
-    """Let the first layer of each kind stand for those that repeat it, and drop what nothing reads any more.
+    """Replace layers by the first of their kind, and remove unused nodes.
 
-    The first of a kind that only repeats read stays, with what it sends: *keep*. In A B A C the layer C then reads the
-    first A, and nothing B.
+    A first layer read only by removed layers stays, with the values that it sends (*keep*). In A B A C the layer C then
+    reads the first A, and nothing reads B.
     """
     graph = captured.graph
     output = graph.output_node()

@@ -1,4 +1,4 @@
-"""A name for what a model is: the same for every batch size, annotation, micro-batch, number type and process.
+"""Model hash: equal for every batch size, annotation, micro-batch, dtype and process.
 
 Two captured models have the same hash if they have the same parameters, by name and shape, and the same operators on
 them in the same order, up to casts and whole numbers: sizes follow the batch. Knows graphs only.
@@ -62,7 +62,7 @@ def model_hash(captured: Captured) -> str:
 
 
 def _heads(node: fx.Node) -> int | None:
-    """Heads of an attention: no parameter's shape has them, and yet they make another model."""
+    """Number of heads of an attention: no parameter shape has it, although it changes the model."""
     aten = torch.ops.aten
     if node.target not in (aten.scaled_dot_product_attention.default, aten.matmul.default):
         return None

@@ -1,8 +1,8 @@
-"""Recognise attention masks that are the same in every step, so that attention can run without one.
+"""Recognition of constant attention masks, so that attention can run without a mask.
 
-A traced model spells its causal mask out: a matrix of rows times columns, which a step would keep for the backward of
-every layer, and for which no kernel is as quick as for the word "causal". A mask that depends on nothing but shapes is
-computed here once and compared.
+A traced model contains its causal mask as a matrix of rows times columns, which every layer would save for the
+backward, and which is slower than the kernels for ``is_causal``. A mask that depends only on shapes is computed here
+once and compared.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from whale.graph.capture import Captured
 __all__ = ["recognize_masks"]
 
 _LARGEST = 2**28
-"""Masks of more elements (16,384 squared) are left as they are, for computing one takes that many bytes, and more."""
+"""Masks with more elements (16,384 squared) are not evaluated, because that takes as many bytes, and more."""
 
 
 def recognize_masks(captured: Captured) -> None:
-    """Set ``node.meta["mask"]`` of attention calls to ``"causal"`` or ``"none"`` where their mask says just that."""
+    """Set ``node.meta["mask"]`` of attention calls to ``"causal"`` or ``"none"`` if their mask is equivalent."""
     known: dict[fx.Node, Any] = {}
     words: dict[fx.Node, str] = {}
     for node in captured.graph.nodes:
@@ -54,7 +54,8 @@ def _in_words(mask: Tensor | None) -> str:
 
 
 def _value(node: fx.Node, captured: Captured, known: dict[fx.Node, Any]) -> Tensor | None:
-    """What a node is in every step; None if that depends on the batch, the parameters or chance."""
+    """Value of a node that is the same in every step; None if it depends on the batch, the parameters or random
+    numbers."""
     needed = _needed(node, captured)
     for step in needed or ():
         if step not in known:
@@ -67,7 +68,8 @@ def _value(node: fx.Node, captured: Captured, known: dict[fx.Node, Any]) -> Tens
 
 
 def _needed(node: fx.Node, captured: Captured) -> list[fx.Node]:
-    """The nodes that a value is computed from, in order, itself the last; none if it is not constant, or too large."""
+    """The nodes that a value is computed from, in order, ending with itself; none if it is not constant, or too
+    large."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:

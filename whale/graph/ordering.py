@@ -1,8 +1,8 @@
-"""Give a captured graph an order and names that do not depend on chance.
+"""Deterministic order and names of a captured graph.
 
-Python's sets have another order in every process, and some models go through one when they compute their masks or
-rotary tables. Ranks must agree on a graph to its names, so what depends on no parameter is put where it is first read,
-and nodes are numbered anew.
+Python's sets have another order in every process, and some models iterate over one to compute their masks or rotary
+tables. Ranks must agree on a graph including its names, so nodes that depend on no parameter move to where they are
+first read, and all nodes are renumbered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["settle_order"]
 
 
 def settle_order(captured: Captured) -> None:
-    """Replace the graph by one with equal nodes in a settled order, and rename its constants in that order."""
+    """Replace the graph by one with the same nodes in a deterministic order, and rename its constants in that order."""
     order = _order(captured)
     graph, copies, constants = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
     for node in captured.graph.nodes:
@@ -45,7 +45,7 @@ def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], name
 
 
 def _order(captured: Captured) -> list[fx.Node]:
-    """The nodes that depend on a parameter as the model computes them, each after what it is the first to read."""
+    """The nodes that depend on a parameter in execution order, each after the other nodes that it reads first."""
     anchored: set[fx.Node] = set()
     order: dict[fx.Node, None] = {}
     changing = {placeholder for placeholder, name in captured.buffers.items() if name in captured.mutated}

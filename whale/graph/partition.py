@@ -1,4 +1,4 @@
-"""Cut a captured graph into stages: which operators each stage computes, and which values cross.
+"""Partition of a captured graph into stages: the operators of each stage, and the values that cross boundaries.
 
 A node is *pinned* if it reads (through others) a parameter, changes a buffer or draws random numbers; it is computed
 once, in its stage. Everything else is *floating* (masks, positions, rotary tables, label shifts): each stage that
@@ -66,8 +66,8 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataflow:
-    """What cutting a graph into stages needs to know of it, whatever the annotations: its calls, those of them that are
-    pinned, and what these read; the rest is floating."""
+    """Dataflow of a graph, independent of annotations: its calls, the pinned ones, and what these read; the rest is
+    floating."""
 
     calls: tuple[fx.Node, ...]
     pinned: tuple[fx.Node, ...]

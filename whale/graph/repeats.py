@@ -1,17 +1,16 @@
-"""Trace a layer twice, and copy it from then on: alike children of a list compute one graph with other parameters.
+"""Traces of repeated layers: a layer is traced twice, and equal siblings in a list are copied with other parameters.
 
-Tracing an operator takes torch milliseconds, copying a node takes microseconds, so a capture costs what the kinds of
-layers cost, hardly what their number does. Two modules are alike if nothing tells them apart when they are called:
-class and attributes, modules inside of them, shapes of parameters and inputs, other arguments, the modes that torch is
-in, and all that their code reaches through objects, closures and globals. A number that differs from layer to layer,
-such as a layer's place in its list, tells them apart if the layer reads it when it is called. Both the first and the
-second are traced, and only where their operators are equal are those of the third a copy.
+Tracing an operator takes torch milliseconds, copying a node takes microseconds, so the cost of a capture grows with the
+kinds of layers, hardly with their number. Two modules are equal if they cannot be distinguished when they are called:
+by class and attributes, inner modules, shapes of parameters and inputs, other arguments, torch's modes, and everything
+that their code reaches through objects, closures and globals. The first and the second module are traced; only if their
+operators are equal is the third a copy.
 
-A layer that does more than return a result is traced every time: one that changes any of these, its arguments or what
-its buffers are, or that enters annotations. What it leaves where only others look is seen in the end, by who reads it
-(`Escaped`): the model is then to be captured without this. State that is out of sight, as in objects of C, may still be
-missed, so a model that runs is traced whole, and plans are made of copies: a plan of another graph than the run's is
-refused by its hash. Knows torch's tracer; nothing of devices and plans.
+A layer with side effects is traced every time: one that changes any of these, its arguments or its buffers, or that
+enters annotations. Values inside a layer that are read elsewhere are detected at the end (`Escaped`); the model is then
+captured without copies. Hidden state, as in C objects, may still be missed, so a model that will run is traced
+completely, and only plans are made of copies: a plan for another graph than the run's is refused by its hash. This
+module knows torch's tracer, and nothing of devices and plans.
 """
 
 from __future__ import annotations
@@ -54,30 +53,30 @@ TRACED = 2
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
 _REACHED = 10_000
-"""Objects that are looked at to tell what a layer reaches, at most; one that reaches more is traced."""
+"""Limit on the objects that a layer may reach and still be compared; a layer that reaches more is traced."""
 
 _STATELESS = ("torch", "whale", "logging", *sys.stdlib_module_names)
-"""Packages whose functions and classes find nothing that tells layers apart, but what `_modes` knows."""
+"""Packages whose functions and classes have no state that distinguishes layers, except `_modes`."""
 
 _CLASSES = ("transformers", *_STATELESS)
-"""Packages of which that is known of the classes only: functions of theirs may stand as hooks that collect values."""
+"""Packages for which this holds only for classes: their functions may be hooks that collect values."""
 
 _WATCHES = "_whale_watches"
-"""Mark of the functions that stand in place of a layer's forward."""
+"""Attribute of functions that replace a layer's forward."""
 
 Token = tuple[Any, ...]
-"""What stands for a node in a description: a number among the layer's own nodes, inputs or parameters."""
+"""Token of a node in a description: a number among the layer's own nodes, inputs or parameters."""
 
 Name = tuple[str, str]
 """An attribute of a module inside of a layer: the module's path in it, and the attribute's name."""
 
 
 class _Unknown(Exception):
-    """A layer reaches something of which nobody can say whether it changed."""
+    """Raised if a layer reaches an object whose changes cannot be detected."""
 
 
 class Escaped(Exception):
-    """A value from within a layer that others were copied from is read outside of it: those others have none."""
+    """Raised if a value inside a copied layer is read outside of it: the copies lack it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ class _Trace:
 
 @dataclass
 class _Kind:
-    """Layers that are alike: those that were traced, how many are copies, and whether there is something against it.
+    """Equal layers: the traced ones, the number of copies, and a reason against copying, if any.
 
     ``numbers`` are those that differ among a list's layers and that these read.
     """
@@ -146,10 +145,10 @@ class Repeats:
                         child.forward = self._watched(child, names)
 
     def check(self) -> None:
-        """Be sure that nobody reads what is within a layer that stands for others.
+        """Check that no value inside a copied layer is read outside of it.
 
         Raises:
-            Escaped: somebody does.
+            Escaped: such a value is read.
         """
         for kind in (kind for kinds in self._kinds.values() for kind in kinds):
             for trace in kind.traces if kind.copies else ():
@@ -209,7 +208,7 @@ class Repeats:
 
     @_untraced
     def _state(self, module: nn.Module) -> Hashable:
-        """What a call must leave as it was; None where nobody can say."""
+        """State that a call must not change; None if it cannot be determined."""
         own = tuple((name, _Same(x)) for name, x in _tensors(module))
         try:
             return sum(self._entered.values()), _modes(), own, _attributes(module)
@@ -223,8 +222,7 @@ class Repeats:
 def _described(
     tracer: Any, module: nn.Module, names: Collection[Name], args: Any, kwargs: Any
 ) -> tuple[Hashable, _Call] | None:
-    """A description that alike calls share, but for the attributes in *names*, and the call; None where not all of it
-    is known to the tracer."""
+    """A description equal for equal calls, and the call; None if the tracer does not know all of it."""
     *around, (path, (name, _)) = tracer.module_stack.items()
     tensors = list(_tensors(module))
     own = [_node(tracer, x) for _, x in tensors]
@@ -247,7 +245,7 @@ def _described(
 
 
 def _given(args: Any, kwargs: Any) -> Hashable:
-    """Arguments, but for which tensors of a shape they are."""
+    """Arguments, with tensors replaced by their shapes."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     return tuple(_shape(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves), repr(structure)
 
@@ -262,7 +260,7 @@ def _shape(x: Tensor) -> Hashable:
 
 
 def _modes() -> Hashable:
-    """What decides beside its arguments how an operator is traced."""
+    """Global modes that affect how an operator is traced."""
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     return torch.is_grad_enabled(), autocast, torch.get_default_dtype(), repr(get_current_meta().get("custom"))
 
@@ -277,7 +275,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Same:
-    """An object as a key, kept alive: one made later at its address is another."""
+    """An object as a key, kept alive because its address could be reused."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
@@ -337,11 +335,10 @@ def _noting_reads(module: nn.Module, names: Collection[Name]) -> Iterator[set[Na
 
 
 def _attributes(module: nn.Module, leave_out: Collection[Name] = ()) -> Hashable:
-    """Everything that a module and those inside of it hold and reach, but parameters, buffers, and whole numbers that
-    are to be left out.
+    """Everything that a module and its inner modules own and reach, except parameters and buffers.
 
     Raises:
-        _Unknown: something is reached of which nobody can say whether it changed.
+        _Unknown: it reaches an object whose changes cannot be detected.
     """
     reach = _Reach(module)
     found = []
@@ -358,7 +355,7 @@ def _attributes(module: nn.Module, leave_out: Collection[Name] = ()) -> Hashable
 
 
 class _Reach:
-    """Tokens of what a module reaches: equal for equal values, and for the same object in the same state."""
+    """Tokens of reachable objects: equal for equal values, and for the same object in the same state."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -387,7 +384,7 @@ class _Reach:
         return _Same(x), tuple(self.token(part) for part in self._parts(x))
 
     def _parts(self, x: Any) -> Iterator[Any]:
-        """What decides beside its identity what an object does."""
+        """State, besides its identity, that affects an object's behaviour."""
         if isinstance(x, ref | ContextVar):
             yield x() if isinstance(x, ref) else x.get(None)
         elif isinstance(x, FunctionType | type):
@@ -412,12 +409,12 @@ def _package(x: Any) -> str:
 
 
 def _read(function: FunctionType) -> Iterator[Any]:
-    """What a function finds beside its arguments: defaults, variables around it, globals and those of modules."""
+    """Free variables of a function: defaults, closure, globals and module attributes."""
     yield from (function.__defaults__, function.__kwdefaults__)
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # an empty cell
             yield None
     names = _names(function.__code__)
     for name in names:
@@ -434,7 +431,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 
 def _defined(kind: type) -> Iterator[Any]:
-    """What the bodies of a class and of those that it inherits from define."""
+    """Attributes of a class and of its base classes."""
     for base in kind.__mro__:
         if _package(base) not in _CLASSES:
             yield from (x for name, x in list(vars(base).items()) if name not in ("__dict__", "__weakref__"))
@@ -530,7 +527,7 @@ def _moved(node: fx.Node, source: str, target: str) -> dict[str, tuple[str, Any]
 
 @_untraced
 def _copied(tracer: Any, trace: _Trace, call: _Call, given: Any) -> Any:
-    """What a call returns whose nodes are copies of a trace."""
+    """Result of a call whose nodes are copies of a trace."""
     nodes: dict[fx.Node, fx.Node] = dict(zip(trace.call.own, call.own, strict=True))
     nodes |= dict(zip(trace.call.inputs, call.inputs, strict=True))
     for node in trace.nodes:

@@ -1,8 +1,8 @@
-"""Which annotations each operator of a captured graph is under, as data beside the graph.
+"""Annotation scopes of the operators of a captured graph, as data beside the graph.
 
 The capture records them on the nodes, from the model's annotations and from ``with`` statements in its forward. A graph
-that was captured without annotations can be given those of any plan, by the modules in which its operators were
-computed: so a model is captured once and compiled for many plans. Knows scopes and modules; nothing of devices.
+captured without annotations can be given those of any plan, by the modules in which its operators were computed, so a
+model is captured once and compiled for many plans. This module knows scopes and modules; nothing of devices.
 """
 
 from __future__ import annotations

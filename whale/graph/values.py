@@ -1,4 +1,4 @@
-"""The tensors of a graph: a node and which of its outputs. ``getitem`` nodes only pick, and are looked through."""
+"""Values of a graph: a node and one of its outputs. ``getitem`` nodes only select an output."""
 
 from __future__ import annotations
 

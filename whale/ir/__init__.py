@@ -1,1 +1,1 @@
-"""What the parts share, as data: cluster, strategies, placements, schedules, plans. It imports only the errors."""
+"""Shared data structures: cluster, strategies, placements, schedules, plans. It imports only the errors."""

@@ -1,9 +1,9 @@
-"""The static check: prove, before any process group exists, that the programs of all ranks fit together.
+"""The static check: a proof, before any process group exists, that the programs of all ranks match.
 
-`check_programs` checks what ranks exchange between stages, `check_collectives` what they call together inside of
-them. Both are linear in the number of instructions: 1,024 ranks take seconds, in one process, with no device. A
-finding is a fault in what we generated, never in what the user wrote, so it is a `ScheduleError`. This file knows no
-torch and no strategies; a collective is a name, its ranks and what they must agree on.
+`check_programs` checks the messages between stages, `check_collectives` the collectives inside them. Both are linear in
+the number of instructions: 1,024 ranks take seconds, in one process, with no device. A finding is a bug in generated
+programs, never the user's fault, so it is a `ScheduleError`. This module knows no torch and no strategies; a collective
+is a name, its ranks and the data that they must agree on.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class CollectiveCall(NamedTuple):
     Attributes:
         node: the name of the graph node that makes the call.
         op: what it does, as in ``all_reduce``.
-        ranks: who takes part, in the order of the process group.
+        ranks: its members, in the order of the process group.
         dtype: torch's name of the type.
-        shapes: what all ranks must agree on: the common shape, or, where shares are uneven, one shape for each rank.
+        shapes: equal on all ranks: the common shape, or, for uneven shares, one shape per rank.
     """
 
     node: str
@@ -67,7 +67,7 @@ def check_programs(
     in_flight: Mapping[int, int] | None = None,
     order: Order | None = None,
 ) -> None:
-    """Check that the programs of all ranks can run to their end, and lose and invent nothing.
+    """Check that the programs of all ranks run to their end, without deadlock, lost or unexpected values.
 
     Every pair of ranks sends what the other receives, in the same order and shape; all inputs of a task have arrived
     before it; each backward follows its forward, and each free the last use; the ranks of a stage and of a bucket do
@@ -79,9 +79,8 @@ def check_programs(
         stages: the stages.
         edges: what travels between them; checked by `check_edges` first.
         reduces: the gradient buckets.
-        in_flight: the most micro-batches that each stage may keep, if that is to be checked.
-        order: the order that was projected, if every rank is to be held against it and not only against its stage's
-            others.
+        in_flight: the limit of micro-batches in flight on each stage, if it is to be checked.
+        order: the projected order, if every rank is to be compared with it and not only with its stage's other ranks.
 
     Raises:
         ScheduleError: the first finding; names ranks, value and task.
@@ -136,7 +135,7 @@ def _check_transfer(transfer: Transfer, sources: Mapping[int, Shape], targets: M
 
 
 def _check_pairs(programs: Mapping[int, Program], edges: Sequence[Edge]) -> None:
-    """Check that each rank sends to each other what that one expects, in the same order."""
+    """Check that each pair of ranks sends and receives the same values in the same order."""
     sent: dict[tuple[int, int], list[Send]] = {}
     received: dict[tuple[int, int], list[Receive]] = {}
     for rank, program in programs.items():
@@ -198,7 +197,7 @@ def _check_program(
     expected: Counter[tuple[int, Direction, int, int]],
     in_flight: Mapping[int, int],
 ) -> dict[int, list[Compute]]:
-    """Check that every instruction has what it needs; return the tasks of each stage."""
+    """Check that the inputs of every instruction exist; return the tasks of each stage."""
     tasks: dict[int, list[Compute]] = {}
     done: set[tuple[int, int, int] | tuple[str, int, int]] = set()
     freed: set[tuple[int, int]] = set()
@@ -343,7 +342,7 @@ def _events(
 
 
 def _check_progress(events: Mapping[int, Sequence[_Event]]) -> None:
-    """Let every rank run as far as it can, again and again; if some cannot end, name those that wait in a circle."""
+    """Run every rank as far as possible, repeatedly; if some cannot finish, name the ranks in the deadlock."""
     position = dict.fromkeys(events, 0)
     given: Counter[Hashable] = Counter()  # sends of a pair that are not yet received
     blocked: dict[Hashable, int] = {}  # the receiver that waits on a pair
@@ -382,7 +381,7 @@ def _check_progress(events: Mapping[int, Sequence[_Event]]) -> None:
 
 
 def _circle(stuck: Mapping[int, _Event], meeting: Mapping[Hashable, list[int]]) -> str:
-    """Follow who waits for whom, from the lowest stuck rank until a rank comes again or has ended."""
+    """Follow the chain of waiting ranks from the lowest stuck rank until a rank repeats or has ended."""
     rank = min(stuck)
     chain: list[int] = []
     while rank in stuck and rank not in chain:

@@ -1,9 +1,7 @@
-"""The machines: nodes, devices with their speed and memory, and the links between them; and the file that describes
-them.
+"""The cluster: nodes, devices with their speed and memory, and the links between them; and its file format.
 
-A ``Cluster`` is frozen data, made from a file, from what the processes of a launch found out about themselves, or of
-equal devices. It knows no catalog: known device types are passed in. It is not asked how fast anything runs, only what
-there is.
+A ``Cluster`` is frozen data, made from a file, from the detected devices of a launch, or of equal devices. It knows no
+catalog: known device types are passed in. It describes hardware and predicts no times.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from whale.ir.units import PATTERNS, Quantity, parse_quantity
 __all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "Link", "Network", "Node"]
 
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8")
-"""The number types that a speed may be given for; ``tfloat32`` is float32 multiplied on NVIDIA's tensor cores."""
+"""The dtypes for which a speed may be given; ``tfloat32`` is float32 multiplied on NVIDIA's tensor cores."""
 
 Network = Literal["tcp", "rdma", "efa"]
 """Ethernet through the kernel; InfiniBand, RoCE and the like; Amazon's Elastic Fabric Adapter."""
@@ -39,15 +37,15 @@ MAX_ADAPTER_BANDWIDTH = 50e9
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects the devices of a node with each other, or a node with the others, in one direction.
+    """A link within a node or between nodes, in one direction.
 
     Attributes:
-        bandwidth: bytes per second. Within a node: what a device can send to the others of its node. Between nodes:
-            what all adapters of a node send together.
+        bandwidth: bytes per second. Within a node: from a device to the others of its node. Between nodes: of all
+            adapters of a node together.
         latency: seconds from one device to another.
-        adapters: between nodes: the network adapters of a node, of which one message uses one; see
+        adapters: between nodes: number of network adapters of a node, of which a message uses one; see
             :attr:`num_adapters`.
-        network: between nodes: what they speak, where that is known.
+        network: between nodes: the protocol, if known.
     """
 
     bandwidth: float
@@ -57,7 +55,7 @@ class Link:
 
     @property
     def num_adapters(self) -> int:
-        """The adapters; where their number is not given, as few as are needed at 400 Gbit/s each.
+        """Number of adapters; by default the fewest that reach the bandwidth at 400 Gbit/s each.
 
         >>> Link(bandwidth=400e9, latency=5e-6).num_adapters
         8
@@ -71,10 +69,10 @@ class DeviceType:
 
     Attributes:
         name: such as ``A100-SXM4-80GB``.
-        rates: FLOP/s for each number type, as pairs sorted by name; see :meth:`speed`.
+        rates: FLOP/s per dtype, as pairs sorted by name; see :meth:`speed`.
         memory_bytes: capacity.
         memory_bandwidth: bytes per second.
-        intra_node: what links such devices in a node that a cluster file says nothing else of; None: it must say.
+        intra_node: default link between such devices in a node; None: a cluster file must give it.
     """
 
     name: str
@@ -85,7 +83,8 @@ class DeviceType:
 
     @property
     def is_processor(self) -> bool:
-        """Whether devices of this type are processors, as those called ``cpu`` are: they have no driver of their own.
+        """Whether devices of this type are processors: their names begin with ``cpu``, because they have no driver of
+        their own.
 
         >>> DeviceType.of("cpu-50", speed={"float32": 1e10}, memory_bytes=1, memory_bandwidth=1.0).is_processor
         True
@@ -122,9 +121,9 @@ class DeviceType:
         )
 
     def speed(self, dtype: str) -> float:
-        """FLOP/s in *dtype*; one that is not listed runs as float32 does, or else as the slowest that is listed.
+        """FLOP/s in *dtype*; an unlisted dtype runs as fast as float32, or else as the slowest listed one.
 
-        That is right for bfloat16 on devices without it, and too hopeful for float64, whose rate differs most between
+        This holds for bfloat16 on devices without it, and is too high for float64, whose rate differs most between
         devices: list it where it matters.
 
         >>> card = DeviceType.of("card", speed={"float32": 9.3e12}, memory_bytes=2**34, memory_bandwidth=7e11)
@@ -144,7 +143,7 @@ class Device:
     Attributes:
         rank: of the process, and position in ``Cluster.devices``.
         name: unique in the cluster, such as ``A100-SXM4-80GB:3``, where 3 is the rank.
-        type: what it is.
+        type: its device type.
         node: name of its node.
     """
 
@@ -217,7 +216,7 @@ class Cluster:
         source: str = "<text>",
         catalog: Mapping[str, DeviceType] | None = None,
     ) -> Cluster:
-        """As :meth:`load`, from text; *source* is the name that errors show."""
+        """Parse the text of a cluster file; *source* is its name in errors."""
         return _cluster_of(parse_document(text, format, source=source), catalog or {})
 
     @classmethod
@@ -253,8 +252,7 @@ class Cluster:
     ) -> Cluster:
         """Equal devices on equal nodes, for a launch without a cluster file.
 
-        Without *type* the figures are 1 TFLOP/s, 16 GiB and 1 TB/s: placeholders, enough for what depends on ratios
-        only.
+        Without *type* the devices have 1 TFLOP/s, 16 GiB and 1 TB/s: placeholders, sufficient where only ratios matter.
         """
         if num_devices < 1:
             raise UsageError(f"a cluster needs at least one device, not {num_devices}")
@@ -269,10 +267,10 @@ class Cluster:
         return self._nodes_by_name[self._device(rank).node]
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two ranks, as the file gives it: that of their node, or that of the slower of two nodes
-        (with the larger latency), whose adapters all devices of the node share.
+        """The link between two ranks in the file: that of their node, or that of the slower of two nodes (with the
+        larger latency), whose adapters all devices of the node share.
 
-        What a message between two ranks gets of it is for ``whale.planner.network.topology`` to say.
+        ``whale.planner.network.topology`` computes the bandwidth of a message.
 
         Raises:
             UsageError: the cluster does not say what that link is.
@@ -405,7 +403,7 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
 
 
 def _fits(document: Document, name: str, given: _Type) -> bool:
-    """Refuse a memory that rounds to no byte, or that is no memory of this world."""
+    """Refuse a memory of less than one byte or more than an exbibyte."""
     if not 1 <= round(given.memory) < 2**60:
         raise document.error("a memory lies between 1 byte and 1 EiB", ("device_types", name, "memory"))
     return True
@@ -423,8 +421,7 @@ def _unknown_type(name: str, types: Mapping[str, DeviceType]) -> str:
 
 
 def _first_error(document: Document, error: ValidationError) -> InputFileError:
-    """The first finding in the order of the file, in the user's words; a misspelt key before the one it leaves
-    missing."""
+    """The first error in file order, in the user's words; a misspelt key precedes the missing key that it causes."""
     findings = error.errors(include_url=False, include_context=True)
     findings.sort(key=lambda finding: (finding["type"] != "extra_forbidden", document.line_of(_place(finding)) or 0))
     first = findings[0]

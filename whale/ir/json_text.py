@@ -1,4 +1,4 @@
-"""Plain values as JSON for people: how the files that we write are laid out.
+"""JSON writer for readable files.
 
 It knows no file's meaning; reading is `whale.ir.document`'s.
 """
@@ -14,7 +14,7 @@ __all__ = ["format_json"]
 
 
 def format_json(value: Any, *, width: int = 120) -> str:
-    """Write plain values as JSON for people: what fits on a line is on one, and rows of scalars are never broken.
+    """Write plain values as readable JSON: values that fit on a line are on one, and rows of scalars are never broken.
 
     The same bytes for the same value; the order of keys is kept.
 

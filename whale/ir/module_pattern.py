@@ -1,4 +1,4 @@
-"""The keys of ``whale.annotate``: patterns of module paths, what they match, and which of two is the more specific.
+"""Patterns of module paths, the keys of ``whale.annotate``: matching, and which of two patterns is more specific.
 
 A pattern is a module path whose components may hold ``*`` (any text without a dot), ``[0-7]`` (an integer in an
 inclusive range) or ``[0,2,5]`` (a list, which may hold ranges). It knows paths as strings only: no module and no torch.
@@ -71,7 +71,7 @@ class ModulePattern:
         return tokens.count(None), sum(isinstance(token, _Numbers) for token in tokens)
 
     def is_narrower_than(self, other: ModulePattern) -> bool:
-        """Whether the two are alike but for brackets, and each bracket here lies within the other's."""
+        """Whether the two differ only in brackets, and each bracket here lies within the other's."""
         if self._components == other._components or list(map(len, self._components)) != list(
             map(len, other._components)
         ):
@@ -121,7 +121,7 @@ def most_specific(patterns: Sequence[ModulePattern], path: str) -> ModulePattern
 
 
 def explain_no_match(pattern: ModulePattern, paths: Collection[str]) -> str:
-    """Why *pattern* matches none of *paths*: where it stops to match, what exists there, and the nearest paths.
+    """Explain why *pattern* matches none of *paths*: where matching stops, what exists there, and the nearest paths.
 
     >>> explain_no_match(ModulePattern("layers.1"), ["", "layers", "layers.0", "head"])
     "the key 'layers.1' matches no module; 'layers' has: 0; did you mean 'layers.0' or 'layers'?"

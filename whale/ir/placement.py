@@ -1,6 +1,6 @@
-"""How one tensor lies on one mesh axis, and where a cut passes through its memory.
+"""Placement of a tensor on one mesh axis, and the cut of a dim into shards.
 
-A placement is a *pair* (value, gradient), because the two differ in two of the four useful cases:
+A placement is a *pair* (value, gradient), because the two differ in two of the four cases:
 
 ==============  ==================  ==================
 placement       value               gradient
@@ -11,9 +11,9 @@ placement       value               gradient
 ``PARTIAL``     a term of a sum     whole on each rank
 ==============  ==================  ==================
 
-``FANOUT`` is what a replicated value becomes when each rank uses it for another part of the work: Megatron's *f*
-operator, and the gradient all-reduce of data parallelism, are its bridge. This file knows sizes and positions only:
-no torch, no process groups, no graph.
+``FANOUT`` (replicated with partial gradient) is the placement of a replicated value that each rank uses for another
+part of the work: Megatron's *f* operator, and the gradient all-reduce of data parallelism, are its bridge. This module
+knows sizes and positions only: no torch, no process groups, no graph.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor lies on one mesh axis. Use the constants, or :func:`shard`.
+    """Placement of a tensor on one mesh axis. Use the constants, or :func:`shard`.
 
-    ``dim`` and ``atom`` are set for shards only: the tensor dim that is cut and the axis atom (see
-    ``strategies.axes``) along which it is cut.
+    ``dim`` and ``atom`` are set for shards only: the sharded tensor dim and the axis factor (see ``strategies.axes``)
+    along which it is cut.
     """
 
     kind: Literal["R", "R*", "S", "P"]
@@ -40,12 +40,12 @@ class Placement:
 
     @property
     def gradient(self) -> Literal["R", "S", "P"]:
-        """The kind of the gradient of a tensor placed so."""
+        """The kind of the gradient in this placement."""
         return _GRADIENT[self.kind]
 
     @property
     def value(self) -> Literal["R", "S", "P"]:
-        """The kind of the value of a tensor placed so."""
+        """The kind of the value in this placement."""
         return "R" if self.kind == "R*" else self.kind
 
 
@@ -57,13 +57,13 @@ PARTIAL = Placement("P")
 
 
 def shard(dim: int, atom: int) -> Placement:
-    """A tensor cut along *atom* of its dim *dim*."""
+    """A tensor sharded along axis factor *atom* of its dim *dim*."""
     return Placement("S", dim, atom)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a dim seen as ``[outer, size, inner]`` whose middle part is cut."""
+    """A range of a dim seen as ``[outer, size, inner]`` whose middle part is cut."""
 
     outer: int
     size: int
@@ -77,11 +77,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a dim is cut among the ranks of one mesh axis.
+    """The cut of a dim among the ranks of one mesh axis.
 
-    A plain shard has one segment with ``outer == 1``. A fused ``(3, heads, head_dim)`` weight cut by heads has
-    ``outer == 3``; fused parts of unlike length have one segment each. ``sizes[i]`` is the number of units of rank
-    *i*, the same for every segment.
+    A plain shard has one segment with ``outer == 1``. A fused ``(3, heads, head_dim)`` weight cut by heads has ``outer
+    == 3``; fused parts of different length have one segment each. ``sizes[i]`` is the number of units of rank *i*,
+    equal for every segment.
 
     >>> cut = Cut(dim=0, segments=(Segment(3, 4, 16),), sizes=(3, 1))
     >>> cut.extent, cut.local_extent(0), cut.local_extent(1)
@@ -114,11 +114,11 @@ class Cut:
 
     @property
     def contiguous(self) -> bool:
-        """Whether each rank's part is one stretch of the dim."""
+        """Whether each rank's shard is one contiguous range of the dim."""
         return len(self.segments) == 1 and self.segments[0].outer == 1
 
     def intervals(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Half-open stretches of the whole dim that rank *index* holds, in their local order."""
+        """Half-open ranges of the whole dim on rank *index*, in their local order."""
         start, size = self.start(index), self.sizes[index]
         found: list[tuple[int, int]] = []
         base = 0

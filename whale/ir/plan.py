@@ -1,9 +1,9 @@
-"""What the planner decided, as data: readable, diffable, editable, versioned, never executable.
+"""The plan: all decisions of the planner, as readable, diffable, editable, versioned data, never executable.
 
 A plan says which ranks compute which stage, along which mesh axes and in which shares, for which batch and schedule;
-for an unmodified model also the annotations. It names the model and the cluster that it was made for, and carries what
-it should give. It knows no graph and no torch: what it says is checked against itself here, against the launch and the
-cluster by its methods, and against the model where the model is compiled.
+for an unmodified model also the annotations. It names the model and the cluster that it was made for, and has its
+prediction. It knows no graph and no torch: it is checked for consistency here, against the launch and the cluster by
+its methods, and against the model where the model is compiled.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ class PlanAxis(Record):
     """One axis of a stage's mesh.
 
     Attributes:
-        name: ``data`` for whole pipelines side by side, else ``replicate`` or ``split``, numbered from the second.
-        size: slices along the axis.
-        role: ``replicate``, each slice computes its share of the batch, or ``split``, each its part of operators.
-        shares: of each slice; without them all are equal. Whole numbers are rows of a micro-batch, or units of what is
-            split, such as heads; where something else is divided (a last batch, another matrix) they are proportions,
-            rounded to whole units. Numbers with a point are proportions everywhere.
+        name: ``data`` for parallel pipelines, else ``replicate`` or ``split``, numbered from the second.
+        size: number of positions along the axis.
+        role: ``replicate``, each replica computes its share of the batch, or ``split``, each device its shard of
+            operators.
+        shares: of each position; by default equal. Whole numbers are rows of a micro-batch, or units of a split, such
+            as heads; where something else is divided (a last batch, another matrix) they are proportions, rounded to
+            whole units. Decimal numbers are always proportions.
     """
 
     name: Name
@@ -107,7 +108,7 @@ class PlanAxis(Record):
 
 
 class PlanStage(Record):
-    """Where a stage runs: its ranks, row-major over its axes, from the outermost axis to the innermost.
+    """The devices of a stage: its ranks, row-major over its axes, from the outermost axis to the innermost.
 
     Without ``axes`` the annotations decide them.
     """
@@ -150,8 +151,8 @@ class ModelIdentity(Record):
     """The model that a plan was made for; a hash that is empty is not checked.
 
     Attributes:
-        name: as given to ``whale plan --model``, or of its class.
-        hash: of the captured graph, whatever the number of rows in a batch.
+        name: as passed to ``whale plan --model``, or of its class.
+        hash: of the captured graph, independent of the number of rows in a batch.
     """
 
     name: Name
@@ -179,7 +180,7 @@ class ClusterIdentity(Record):
 
 
 class Plan(FileRecord):
-    """A decided way to run a model.
+    """A plan for a model on a number of ranks.
 
     Attributes:
         version: of the format.
@@ -192,8 +193,8 @@ class Plan(FileRecord):
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
         stages: of the pipeline, in order; empty: the annotations decide.
         assumptions: what was not given when it was made and how it was taken, for a reader.
-        prediction, workload: what the step should take, and the numbers from which that was computed.
-        predicted: the digest of the decisions that ``prediction`` is of.
+        prediction, workload: the predicted step, and the numbers from which it was computed.
+        predicted: the digest of the decisions to which ``prediction`` belongs.
     """
 
     version: Literal[1] = 1
@@ -233,10 +234,10 @@ class Plan(FileRecord):
 
     @property
     def micro_batch_rows(self) -> int | None:
-        """Rows of every micro-batch but the last, which takes the rest of the batch; None where the batch is open.
+        """Rows of every micro-batch except the last, which has the rest of the batch; None if the batch is not fixed.
 
-        Where the number of micro-batches divides the batch all are equal. Else the rows that the stages' shares count
-        are those of a micro-batch; without such shares there are as few as that many micro-batches need.
+        If the number of micro-batches divides the batch all are equal. Otherwise the rows in the stages' shares are
+        those of a micro-batch; without such shares, they are the fewest that this number of micro-batches needs.
 
         >>> Plan(world_size=1, batch=16, micro_batches=3).micro_batch_rows
         6
@@ -248,7 +249,7 @@ class Plan(FileRecord):
         return int(rows) or ceil(self.batch / self.micro_batches)
 
     def _check_rows(self) -> None:
-        """Rows that are counted must be those of a micro-batch: along the outermost axis of the batch in each stage."""
+        """Check that whole-number rows sum to a micro-batch along the outermost axis of the batch in each stage."""
         if self.batch is None:
             return
         rows = self.micro_batch_rows or 0
@@ -283,20 +284,20 @@ class Plan(FileRecord):
         """The JSON schema of the file, as published."""
         return Plan.model_json_schema()
 
-    # What it says
+    # Content
 
     def digest(self) -> str:
-        """A hash of all that it decides; what it predicts is not part of it."""
+        """A hash of all decisions, without the prediction."""
         decided = self.model_dump(mode="json", exclude={"assumptions", "prediction", "workload", "predicted"})
         return hash_of(decided)
 
     @property
     def prediction_is_current(self) -> bool:
-        """Whether the prediction is of these decisions, and the plan was not edited since."""
+        """Whether the prediction belongs to these decisions: the plan was not edited afterwards."""
         return self.prediction is not None and self.predicted in ("", self.digest())
 
     def with_prediction(self, prediction: Prediction, workload: Workload | None) -> Plan:
-        """The plan with what it should give."""
+        """The plan with a prediction."""
         return self.model_copy(update={"prediction": prediction, "workload": workload, "predicted": self.digest()})
 
     def strategies(self) -> dict[str, tuple[Strategy, ...]]:
@@ -305,10 +306,10 @@ class Plan(FileRecord):
 
     @property
     def decides_meshes(self) -> bool:
-        """Whether it says axes for its stages."""
+        """Whether it has axes for its stages."""
         return bool(self.stages) and all(stage.axes is not None for stage in self.stages)
 
-    # What it is given
+    # Checks against the launch and the model
 
     def check_world(self, world_size: int) -> None:
         """Refuse a number of ranks that the plan was not made for."""

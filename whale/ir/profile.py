@@ -1,9 +1,9 @@
-"""What a model costs: a chain of layers, each with the kernels it runs, what it keeps and what it communicates.
+"""Profile of a model: a chain of layers, each with its kernels, saved activations and collectives.
 
 A profile is made once for a model, from its captured graph or by measuring, and knows no cluster and no plan: every
 amount is per device of a *tensor degree*, as a function of the rows of a micro-batch. Equal layers share a *kind* and
-are costed once. Amounts of numbers are in elements where the number type follows the run (``--precision``), and in
-bytes where it does not. The planner prices kernels on devices; this file knows no prices.
+are costed once. Amounts are in elements where the dtype follows the run (``--precision``), and in bytes otherwise. The
+planner prices kernels on devices; this module knows no prices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 DEVICE_FIGURES = ("memory_bytes", "devices_per_node", "memory_bandwidth", "cores", *DTYPES)
-"""What a profile may say of a device type; a number type stands for FLOP/s."""
+"""Figures of a device type in a profile; a dtype means FLOP/s."""
 
 
 class Affine(NamedTuple):
@@ -52,19 +52,19 @@ class Affine(NamedTuple):
     per_row: float
 
     def __call__(self, rows: float) -> float:
-        """Its value for so many rows; fractions of a row are meant (context parallelism cuts a row)."""
+        """Its value for a number of rows, which may be a fraction (context parallelism divides a row)."""
         return self.fixed + self.per_row * rows
 
 
 class Amount(Record):
-    """Memory or traffic: ``elements`` of the run's number type, and ``bytes`` of others (masks, indices, statistics
-    kept in float32)."""
+    """Memory or traffic: ``elements`` of the run's dtype, and ``bytes`` of others (masks, indices, statistics in
+    float32)."""
 
     elements: Affine = Affine(0, 0)
     bytes: Affine = Affine(0, 0)
 
     def total(self, rows: float, element_bytes: float) -> float:
-        """Bytes for so many rows, when an element takes ``element_bytes``."""
+        """Bytes for a number of rows, with ``element_bytes`` per element."""
         return self.elements(rows) * element_bytes + self.bytes(rows)
 
 
@@ -73,17 +73,17 @@ class Kernel(Record):
 
     Attributes:
         name: the operator, such as ``aten.addmm``.
-        kind: what bounds it. ``matmul`` has ``dims`` (batch, m, n, k): ``batch`` products of (m, k) by (k, n), of which
-            ``grouped_matmul`` shares all m rows among the batch (experts). ``attention`` is a fused attention with
-            dims (batch x heads, queries, keys, head size). ``memory`` is all that only moves data.
+        kind: ``matmul`` has ``dims`` (batch, m, n, k): ``batch`` products of (m, k) by (k, n), of which
+            ``grouped_matmul`` shares all m rows among the batch (experts). ``attention`` is a fused attention with dims
+            (batch x heads, queries, keys, head size). ``memory`` only moves data.
         flops: multiplications and additions, a multiply-add counted as two.
-        read, written: what it reads and writes, parameters included.
-        split: whether the tensor degree divides this work. What is not split runs alike on each device of the tensor
-            group, and sequence parallelism divides it.
+        read, written: memory traffic, including parameters.
+        split: whether the tensor degree divides this work. Other work is replicated on each device of the tensor group,
+            and sequence parallelism divides it.
         expert: whether it belongs to the experts of a mixture, which expert parallelism divides.
         causal: of an attention: only half of the scores count.
-        attention: whether it belongs to the core of an attention (scores to context) spelt out in operators, which
-            selective recomputation repeats and a fused kernel would replace.
+        attention: whether it belongs to the core of an unfused attention (scores to context), which selective
+            recomputation repeats and a fused kernel would replace.
     """
 
     name: str
@@ -102,8 +102,8 @@ class Kernel(Record):
 class Communication(Record):
     """A collective inside a layer, as the strategies declare it, over the ``tensor``, ``expert`` or ``context`` group.
 
-    ``size`` is the whole tensor: what an all-reduce reduces, an all-gather returns, a reduce-scatter reads, an
-    all-to-all exchanges on one device.
+    ``size`` is the whole tensor: the input of an all-reduce or reduce-scatter, the result of an all-gather, the
+    exchanged tensor of an all-to-all on one device.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -113,11 +113,11 @@ class Communication(Record):
 
 
 class Saved(Record):
-    """What autograd keeps from the forward for the backward, of one origin.
+    """Saved activations: tensors that autograd saves in the forward for the backward, from one operator.
 
-    ``split`` as in `Kernel`: kept in parts by the tensor group, else whole by each device. ``attention`` marks the
-    core of an attention: what selective recomputation, or a fused kernel, does not keep. ``input`` marks the layer's
-    input, the one value that full recomputation keeps.
+    ``split`` as in `Kernel`: sharded by the tensor group, else whole on each device. ``attention`` marks the
+    core of an attention, which selective recomputation or a fused kernel does not save. ``input`` marks the layer's
+    input, the only value that full recomputation saves.
     """
 
     origin: str
@@ -135,14 +135,14 @@ class LayerVariant(Record):
         tensor_degree: devices over which its matrices are split.
         expert_degree: devices over which only its experts are split, while each runs all else on its own rows of a
             micro-batch: those of which amounts are a function then.
-        forward, backward: kernels in the order in which they run; none where all that is known was measured.
+        forward, backward: kernels in execution order; none if only totals were measured.
         forward_communications, backward_communications: in their order.
-        saved: what is kept of each micro-batch between forward and backward.
-        working: what it needs beside that while it runs, forward or backward: at a number of rows the largest of
-            these; none where it is not known.
+        saved: activations of each micro-batch between forward and backward.
+        working: temporary memory while it runs, forward or backward: the largest of these at a number of rows; none if
+            unknown.
         parameters: elements of trainable parameters on a device; ``expert_parameters`` are those of experts among
             them, whole where ``expert_degree`` is 1.
-        buffers: elements that are kept and not trained.
+        buffers: elements that are not trained.
         largest: elements of the largest of the parameters.
     """
 
@@ -164,9 +164,9 @@ class MeasuredTimes(Record):
     """Seconds of one kind of layer on one device type, measured with the communication of its tensor group or without.
 
     ``rows`` ascend; ``forward``, ``backward`` and ``update`` (the optimizer's step) have one entry for each.
-    ``accumulation`` is by how much longer a later micro-batch's backward takes than the first of a step, which
-    ``backward`` is: it adds to gradients that are there. ``spread`` is the relative distance between the quartiles of
-    a step, where it is known.
+    ``accumulation`` is the extra time of a later micro-batch's backward, which adds to existing gradients, compared
+    with the first of a step, which
+    ``backward`` is. ``spread`` is the interquartile range of a step relative to its median, if known.
     """
 
     device_type: str
@@ -189,7 +189,7 @@ class MeasuredTimes(Record):
 
 
 class MeasuredRate(Record):
-    """How fast a device type did one thing.
+    """A measured rate of a device type.
 
     ``matmul`` is a product of two matrices of ``dims`` (m, n, k), in FLOP/s; ``memory`` is a copy of ``dims`` (bytes,)
     from memory to memory, in bytes per second, read and written. ``spread`` as in `MeasuredTimes`.
@@ -204,16 +204,16 @@ class MeasuredRate(Record):
 
 
 class LayerKind(Record):
-    """Layers that are equal but for their values.
+    """A kind of layer: layers that are equal except for their values.
 
     Attributes:
         name: the path of the first of them, such as ``transformer.h.0``.
         variants: by ascending tensor degree; degree 1 is always there, unless all that is known was measured.
         expert_variants: by ascending expert degree; none of layers without experts.
-        measured: times on device types; where there are any for a device they are used instead of prices of kernels.
-        output: what the layer hands to the next one, whole.
-        parameters, activations: elements of all its parameters and bytes that it keeps for each row, where only totals
-            are known (an imported profile without variants).
+        measured: times on device types; they replace kernel costs for devices that have them.
+        output: the layer's output, whole.
+        parameters, activations: elements of all its parameters and saved bytes per row, if only totals are known (an
+            imported profile without variants).
     """
 
     name: str
@@ -226,12 +226,12 @@ class LayerKind(Record):
 
 
 class Interference(Record):
-    """What the sum of a bucket of gradients, an all-reduce, does to the other work of its ranks while it is on its way.
+    """Interference of a gradient reduction (an all-reduce of a bucket) with concurrent work of its ranks.
 
-    ``bytes`` is the size of the bucket (0: not told). ``slowdowns`` say for each of the device ``types`` by how much
-    computation takes longer (1: twice as long), copies into the bucket and back included; ``waiting`` is how many
-    seconds longer a small all-reduce of the same ranks takes, which stands in the same queues; ``stretch`` by how much
-    the sum itself takes longer while its ranks compute.
+    ``bytes`` is the size of the bucket (0: unknown). ``slowdowns`` are, for each of the device ``types``, the slowdown
+    of computation (1: twice as long), including copies into and out of the bucket; ``waiting`` is the extra seconds of
+    a small all-reduce of the same ranks, which uses the same queues; ``stretch`` is the slowdown of the reduction
+    itself while its ranks compute.
     """
 
     types: tuple[str, ...]
@@ -249,14 +249,14 @@ class Interference(Record):
 class LinkCurve(Record):
     """Measured bandwidth between devices, by message size.
 
-    ``operation`` is what was timed: a send, or a collective of ``ranks`` ranks (whose ``sizes`` are those of
+    ``operation`` is the timed operation: a send, or a collective of ``ranks`` ranks (whose ``sizes`` are those of
     `Communication`). ``source`` and ``target`` are device types, of a group the first and the last by name, and
-    ``types`` are those of all its ranks, sorted, where they differ; ``devices`` is how many of a node take part
-    (``target_devices`` of the target's node, where they are not as many);
-    ``within`` a node or between nodes. ``coefficients`` are of a polynomial in log10(bytes) for GB/s, highest first;
-    ``maximum`` is the largest value measured, in bytes per second; or ``sizes`` (bytes) and ``bandwidths`` (bytes per
-    second) are the points: the bandwidth of a size is the size by the seconds that all of it took. ``beside`` is
-    what an all-reduce does to the other work of its ranks, where that was measured.
+    ``types`` are those of all its ranks, sorted, if they differ; ``devices`` is the number of participating devices of
+    a node (``target_devices`` of the target's node, if different); ``within`` a node or between nodes. ``coefficients``
+    are of a polynomial in log10(bytes) for GB/s, highest first; ``maximum`` is the largest measured value, in bytes per
+    second; or ``sizes`` (bytes) and ``bandwidths`` (bytes per second) are the points: the bandwidth of a size is the
+    size divided by the total seconds. ``beside`` is the interference of an all-reduce with other work of its ranks, if
+    measured.
     """
 
     operation: Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = "send"
@@ -292,8 +292,8 @@ class ModelProfile(FileRecord):
         layers: for each layer of the chain, in order, the position of its kind in ``kinds``.
         paths: for each layer its module path (empty where it has none): what a plan's cuts refer to.
         experts: for each layer the module paths of its experts, which may be split by themselves.
-        kinds: the different layers.
-        precision: the number type in which ``measured`` times were taken and the model was captured.
+        kinds: the distinct layers.
+        precision: the dtype in which ``measured`` times were taken and the model was captured.
         row_tokens: tokens in a row of the batch (1 where a row is a sample).
         row_bytes: of a row of the batch, which every device holds whole as Whale runs it.
         device_types: figures of device types that the profile brings along, by name: ``memory_bytes``,
@@ -347,7 +347,7 @@ class ModelProfile(FileRecord):
         return self
 
     def dumps(self) -> str:
-        """The profile as JSON: the same bytes for the same profile; what is as by default is left out."""
+        """The profile as JSON, deterministic and without default values."""
         return format_json({"format_version": 1, **self.model_dump(mode="json", exclude_defaults=True)})
 
 

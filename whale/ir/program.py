@@ -1,10 +1,10 @@
-"""The program of each rank: a global order of tasks, projected on ranks, as plain tuples.
+"""Programs of ranks: a global order of tasks projected on each rank, as tuples.
 
-`project` walks the order once. At each task it writes the computation into the program of every rank of the stage,
-and each transfer that follows into the programs of both its ends in the same step, so any two ranks agree on the
-order of what they exchange, and everything that a rank waits for is earlier in the global order. The executor runs
-these tuples, the simulator prices them, `explain` prints them and `whale.ir.check` proves them free of deadlocks.
-This file knows no torch, no strategies and no process groups: a stage is a name for work that its ranks do together.
+`project` walks the order once. At each task it writes the computation into the program of every rank of the stage, and
+each transfer that follows into the programs of both its ends in the same step. So any two ranks agree on the order of
+their messages, and everything that a rank waits for is earlier in the global order. The executor runs these tuples, the
+simulator times them, `explain` prints them and `whale.ir.check` proves them free of deadlocks. This module knows no
+torch, no strategies and no process groups: a stage is a name for work that its ranks do together.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 4 * 2**20
-"""Capacity of a bucket, in which small gradients are summed together: what the reducer fills, the profiler measures and
-the planner prices."""
+"""Capacity of a gradient bucket in bytes: the reducer fills it, the profiler measures it and the planner prices it."""
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
@@ -178,7 +177,7 @@ class Reduce(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Forget the activations of a micro-batch."""
+    """Free the saved activations of a micro-batch."""
 
     stage: int
     micro_batch: int
@@ -276,7 +275,7 @@ def _part(ranks: tuple[int, ...], only: int) -> tuple[int, ...]:
 
 
 def forward_only(program: Program) -> Program:
-    """Return the part of a training program that an evaluation runs: forwards, what they exchange, earlier frees."""
+    """Return the part of a training program that an evaluation runs: forwards, their messages, earlier frees."""
     result: list[Instruction] = []
     held: Free | None = None
     for instruction in program:
@@ -307,7 +306,7 @@ def box_size(box: Box) -> int:
 
 
 def fills(boxes: Sequence[Box], shape: Shape) -> bool:
-    """Say whether boxes inside of a tensor of ``shape`` cover each of its elements exactly once.
+    """Return whether boxes inside a tensor of ``shape`` cover each of its elements exactly once.
 
     >>> fills([((0, 2), (0, 4)), ((2, 3), (0, 4))], (3, 4)), fills([((0, 2), (0, 4)), ((1, 2), (0, 4))], (3, 4))
     (True, False)
@@ -323,7 +322,7 @@ def fills(boxes: Sequence[Box], shape: Shape) -> bool:
 
 
 def format_program(program: Program) -> str:
-    """Write one instruction per line, for a reader."""
+    """Write one instruction per line, as text."""
     return "\n".join(map(str, program))
 
 

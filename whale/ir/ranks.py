@@ -1,4 +1,4 @@
-"""Lists of ranks as people write them: single ranks, ranges, and ranges with a step. Order is kept.
+"""Compact lists of ranks: single ranks, ranges, and ranges with a step, in order.
 
 >>> read_ranks(["0-3", 9, "10-14:2"])
 (0, 1, 2, 3, 9, 10, 12, 14)
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 __all__ = ["MAX_RANKS", "read_ranks", "write_ranks"]
 
 MAX_RANKS = 131_072
-"""Larger worlds are refused, so that a short text cannot take all memory."""
+"""Limit of the world size, so that a short text cannot take all memory."""
 
 _RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})(?::([0-9]{1,6}))?")
 
 
 def read_ranks(given: object) -> tuple[int, ...]:
-    """The ranks that a list of numbers and ranges means.
+    """The ranks of a list of numbers and ranges.
 
     Raises:
         ValueError: something else is in it, a range descends, or there are more than `MAX_RANKS`.

@@ -1,7 +1,6 @@
-"""Records: frozen data with strict types, and how a strictly read document becomes one, with errors that say the line
-and what was meant.
+"""Records: frozen data with strict types, read from strictly parsed documents with errors that name the line.
 
-This file knows the shape of no file.
+This module knows the shape of no file.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Record(BaseModel):
 
 
 class FileRecord(Record):
-    """A record that is a JSON file of its own."""
+    """A record with a JSON file of its own."""
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -43,17 +42,17 @@ class FileRecord(Record):
 
     @classmethod
     def parse(cls, text: str, *, source: str = "<text>") -> Self:
-        """As `load`, from text; *source* is the name that errors show."""
+        """Parse text; *source* is its name in errors."""
         return cls.of_document(parse_document(text, "json", source=source))
 
     @classmethod
     def of_document(cls, document: Document) -> Self:
-        """As `load`, from a document that has been read."""
+        """Convert a parsed document."""
         return read_record(cls, document)
 
 
 def read_record(record: type[RecordT], document: Document) -> RecordT:
-    """Make a record of what a document says.
+    """Convert the values of a document to a record.
 
     Raises:
         InputFileError: with the line of the first finding; a misspelt key comes before the one it leaves missing.
@@ -70,9 +69,9 @@ def read_record(record: type[RecordT], document: Document) -> RecordT:
 
 
 def _place(finding: ErrorDetails, document: Document) -> Path:
-    """The part of a finding's place that is in the file: pydantic adds names of alternatives, and ``[key]``.
+    """The part of an error's location that is in the file: pydantic adds names of alternatives, and ``[key]``.
 
-    What a record says of its parts begins with the path of the part, as in ``stages.0.ranks: ...``.
+    Errors about parts of a record begin with the path of the part, as in ``stages.0.ranks: ...``.
     """
     place: list[int | str] = []
     value: Any = document.value
@@ -112,7 +111,7 @@ def _message(finding: ErrorDetails, place: Path, record: type[BaseModel]) -> str
 
 
 def _keys(annotation: Any, place: Sequence[int | str]) -> Iterator[str]:
-    """The keys that a record has at a place, as far as types say."""
+    """The keys of a record at a location, as far as types show."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not place:
             yield from annotation.model_fields

@@ -76,9 +76,9 @@ def format_stages(order: Order) -> str:
 
 
 def peak_in_flight(order: Iterable[Task]) -> dict[int, int]:
-    """Return, for each stage, the largest number of micro-batches whose activations it keeps at one time.
+    """Return, for each stage, the largest number of micro-batches in flight.
 
-    Activations are kept from a micro-batch's F until its B, or until its W where the backward is split.
+    A micro-batch is in flight from its F until its B, or until its W if the backward is split.
 
     >>> peak_in_flight(parse_order("0F0 0F1 0B0 0B1"))
     {0: 2}

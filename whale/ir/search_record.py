@@ -1,7 +1,7 @@
-"""What a search looked at, as a file: the best candidates, all that it priced, and what it dropped with the reason.
+"""Record of a search, as a file: the best candidates, all scored points, and excluded plans with reasons.
 
-``whale search --record`` writes it and ``whale report`` draws it. It knows neither how candidates are found nor how
-they are drawn.
+``whale search --record`` writes it and ``whale report`` draws it. This module knows neither how candidates are searched
+for nor how they are drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whale.ir.record import FileRecord, Record
 __all__ = ["MAX_POINTS", "RecordedCandidate", "RecordedDrop", "RecordedPoint", "SearchRecord"]
 
 MAX_POINTS = 20_000
-"""A search that prices more keeps so many of them, the best and a sample of the others."""
+"""Limit on recorded points: the best and a sample of the others."""
 
 Text = Annotated[str, StringConstraints(max_length=1000)]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -27,13 +27,13 @@ Share = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class RecordedPoint(Record):
-    """Something that was priced.
+    """A scored point.
 
     Attributes:
         seconds: of a step.
-        memory: of the fullest device, as a share of its capacity.
-        label: what it is, in a few words.
-        reason: why it cannot run; empty where it can.
+        memory: of the fullest device, as a fraction of its capacity.
+        label: a short description.
+        reason: why it cannot run; empty if it can.
     """
 
     seconds: Seconds
@@ -43,12 +43,12 @@ class RecordedPoint(Record):
 
 
 class RecordedCandidate(Record):
-    """One of the best that were found, simulated.
+    """One of the best candidates, simulated.
 
     Attributes:
         label: its stages and degrees in a few words, such as ``A100 x8 (4 x 2) | V100 x8 (8 x 1)``.
-        seconds, memory: as `RecordedPoint` says.
-        bubble, mfu: as `whale.ir.workload.Prediction` says.
+        seconds, memory: like `RecordedPoint`.
+        bubble, mfu: like `whale.ir.workload.Prediction`.
         micro_batches, schedule: its own.
         why: what makes it slower than the best; empty for the best.
     """
@@ -64,7 +64,7 @@ class RecordedCandidate(Record):
 
 
 class RecordedDrop(Record):
-    """How many of a family (such as ``tensor 8``) were dropped for one reason."""
+    """Number of plans of a family (such as ``tensor 8``) that were dropped for one reason."""
 
     family: Text
     reason: Text
@@ -72,18 +72,17 @@ class RecordedDrop(Record):
 
 
 class SearchRecord(FileRecord):
-    """A search, after the fact.
+    """The record of one search.
 
     Attributes:
         version: of the format.
-        plan: the digest of the plan that came of it, so that nobody shows it beside another; empty: not known.
+        plan: the digest of the resulting plan, so that the record is not shown with another plan; empty: unknown.
         candidates: best first.
         points: in any order; no more than `MAX_POINTS`.
-        dropped: what was not priced, or priced and refused, by family and reason.
+        dropped: plans that were not scored, or scored and rejected, by family and reason.
         bound_seconds: no plan of the space takes less.
-        exact: whether the best candidate is proven to be the best of the space.
-        tried: how many were priced.
-        seconds: that the search took; 0: not said, so that the same search gives the same bytes.
+        tried: number of scored plans.
+        seconds: search time; 0: omitted, so that the same search gives the same bytes.
     """
 
     version: Literal[1] = 1
@@ -92,12 +91,11 @@ class SearchRecord(FileRecord):
     points: Annotated[tuple[RecordedPoint, ...], Field(max_length=MAX_POINTS)] = ()
     dropped: Annotated[tuple[RecordedDrop, ...], Field(max_length=10_000)] = ()
     bound_seconds: Seconds = 0.0
-    exact: bool = False
     tried: Annotated[int, Field(ge=0)] = 0
     seconds: Seconds = 0.0
 
     def dumps(self) -> str:
-        """The record as JSON, the same bytes for the same record; what is as by default is left out."""
+        """The record as JSON, deterministic and without default values."""
         return format_json({"version": self.version, **self.model_dump(mode="json", exclude_defaults=True)})
 
     def save(self, path: str | PathLike[str]) -> None:

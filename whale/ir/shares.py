@@ -1,7 +1,7 @@
-"""Whole shares of a whole: a batch, a number of heads or of rows, divided in proportion to speeds.
+"""Whole shares of a batch, a number of heads or of rows, in proportion to speeds.
 
-Largest remainder, exact, and the same on every rank. It knows nothing of what is divided, nor of memory: the planner's
-balancing starts from these shares and moves load where memory asks for it.
+Largest remainder, exact, and equal on every rank. This module knows neither units nor memory: the planner's balancing
+starts from these shares and moves load where memory requires it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ __all__ = ["shares"]
 def shares(total: int, weights: Sequence[float], *, minimum: int = 0) -> tuple[int, ...]:
     """Divide *total* units in proportion to *weights*, by largest remainder, ties to the lower index.
 
-    Each receiver gets *minimum* units first if its proportional share would be smaller; the others divide what then
-    remains in proportion to their weights. The ideal shares are exact fractions, so the result does not depend on
-    rounding: floats are taken as the decimal numbers that they print as, so that ``[0.1, 0.2]`` is one to two. Without
-    a binding minimum every share is within one unit of its ideal, and a larger weight never gets a smaller share than a
-    smaller weight.
+    Each receiver gets at least *minimum* units; the others divide the remaining units in proportion to their weights.
+    The ideal shares are exact fractions, so the result does not depend on
+    rounding: floats mean their printed decimal numbers, so that ``[0.1, 0.2]`` is one to two. Without a binding minimum
+    every share is within one unit of its ideal, and a larger weight never gets a smaller share than a smaller weight.
 
     Args:
-        total: units to give away, at least 0.
+        total: units to assign, at least 0.
         weights: one for each receiver, finite and not negative, not all zero; in any unit.
         minimum: units that every receiver gets at least, also one of weight 0.
 
@@ -53,10 +52,10 @@ def shares(total: int, weights: Sequence[float], *, minimum: int = 0) -> tuple[i
         )
     exact = [Fraction(str(float(weight))) if isinstance(weight, float) else Fraction(weight) for weight in weights]
     if not any(exact):
-        raise UsageError(f"all {len(weights)} weights are zero: nobody could receive anything")
+        raise UsageError(f"all {len(weights)} weights are zero; give a positive weight")
 
     # Receivers whose proportional share is below the minimum get exactly the minimum and leave the division; that
-    # lowers the share of the rest, so repeat until nobody falls below: at most len(weights) rounds, since each removes
+    # lowers the share of the rest, so repeat until none falls below: at most len(weights) rounds, since each removes
     # one.
     units = [minimum] * len(weights)
     dividing = [index for index, weight in enumerate(exact) if weight > 0]

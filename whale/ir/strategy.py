@@ -1,8 +1,7 @@
-"""What an annotation records: a strategy, the region it was put on, and the path of scopes that an operator lies in.
+"""Strategies: the data that an annotation records, its region, and the scope path of an operator.
 
-This is the language between the annotations (who write scopes), the captured graph (whose nodes carry them, encoded as
-a string) and the planner (who places them on devices). It knows no module, no torch and no device: only what the user
-wrote.
+It connects the annotations (which create scopes), the captured graph (whose nodes have them, encoded as a string) and
+the planner (which assigns devices to them). It knows no module, no torch and no device: only what the user wrote.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Kind = Literal["replicate", "split", "stage", "cluster"]
 Layout = Literal["all", "row", "average", "ranks", "type", "name"]
 
 MAX_DIMS = 64
-"""Of a tensor in PyTorch."""
+"""Largest number of dims of a tensor in PyTorch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSelection:
-    """Which physical devices a region may use: what ``cluster(...)`` records.
+    """Selection of physical devices, recorded by ``cluster(...)``.
 
     Attributes:
         layout: ``all`` every device; ``row`` consecutive groups of ``number`` devices; ``average`` ``number`` groups of
@@ -92,8 +91,8 @@ class Strategy:
     Attributes:
         kind: of the primitive that the user called.
         degree: number of replicas, parts or devices; None lets the planner choose.
-        dim: only for ``split``: the dim of what comes into the region along which its operators are cut; None: they are
-            cut as their matrices are.
+        dim: only for ``split``: the dim of the region's input along which its operators are split; None: their matrices
+            are split.
         devices: only for ``cluster``.
 
     >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
@@ -140,7 +139,7 @@ _WRITTEN = re.compile(
 
 
 def parse_strategy(text: str) -> Strategy:
-    """The strategy that prints as *text*; a cluster is not one, as it is no way to compute.
+    """Parse a strategy from text; a cluster is not one, because it does not affect computation.
 
     Raises:
         AnnotationError: anything else.
@@ -199,7 +198,7 @@ def region_of(path: ScopePath) -> str:
 
 
 def check_nesting(strategies: Iterable[Strategy]) -> None:
-    """Refuse a nest without a meaning: a stage may lie in ``replicate`` and ``cluster``, never in a stage or a split.
+    """Refuse an invalid nest: a stage may lie in ``replicate`` and ``cluster``, never in a stage or a split.
 
     Args:
         strategies: from the outermost to the innermost.

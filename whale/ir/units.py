@@ -1,7 +1,7 @@
-"""Quantities as people write them in files, such as ``"16 GiB"`` or ``"100 Gbit/s"``, as plain numbers in base units.
+"""Quantities with units, such as ``"16 GiB"`` or ``"100 Gbit/s"``, as plain numbers in base units.
 
 A quantity always has its unit; ``GB`` is 10**9 bytes and ``GiB`` 2**30. Bits are spelt ``bit``, because ``Gb`` and
-``GB`` are too easily taken for each other.
+``GB`` look too similar.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PATTERNS: dict[Quantity, str] = {
 
 
 def parse_quantity(given: object, quantity: Quantity) -> float:
-    """The number that *given* means, in base units.
+    """Parse *given* to a number in base units.
 
     Raises:
         ValueError: *given* is no such quantity; the message shows how to write one.

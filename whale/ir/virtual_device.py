@@ -19,12 +19,12 @@ from whale.ir.strategy import ScopePath
 __all__ = ["Along", "MeshAxis", "RegionRole", "RegionRoles", "Role", "VirtualDevice"]
 
 Role = Literal["replicate", "split"]
-"""What a mesh axis is for: each slice takes its share of the batch, or its part of the operators."""
+"""Role of a mesh axis: each replica computes its share of the batch, or each device its shard of the operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Along:
-    """The role of a region of which each slice takes its part of a dim: ``split(n, dim=...)``.
+    """Role of a region that is split along a dim of its input: ``split(n, dim=...)``.
 
     Attributes:
         dim: of the tensors that come into *region*; negative: from the last.
@@ -36,15 +36,15 @@ class Along:
 
 
 RegionRole = Role | Along
-"""What a region does along a mesh axis; ``split`` without a dim cuts operators as their matrices are stored."""
+"""Role of a region along a mesh axis; ``split`` without a dim splits operators as their matrices are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAxis:
-    """One axis of a mesh; ``size`` is the number of slices along it, at least 2 (an axis of size 1 is left out).
+    """One axis of a mesh with ``size`` positions, at least 2 (an axis of size 1 is omitted).
 
-    ``shares`` say how what is cut along the axis is divided, as proportions or in whole units; without them it is
-    divided in proportion to the speeds of the slices.
+    ``shares`` divide the units along the axis, as proportions or in whole units; by default in proportion to the speeds
+    at its positions.
     """
 
     name: str
@@ -110,7 +110,7 @@ class VirtualDevice:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
     def position(self, rank: int) -> int:
-        """Where *rank* stands in ``ranks``; raises UsageError if it does not belong to this stage."""
+        """Position of *rank* in ``ranks``; raises UsageError if it does not belong to this stage."""
         try:
             return self._position[rank]
         except KeyError:
@@ -136,7 +136,7 @@ class VirtualDevice:
         return tuple(self.ranks[first + index * stride] for index in range(self.axes[axis_index].size))
 
     def slices(self, axis_index: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks at each index of that axis: every device is in exactly one slice."""
+        """The ranks at each index of that axis: every device is at exactly one."""
         stride, size = self._stride(axis_index), self.axes[axis_index].size
         return tuple(
             tuple(rank for position, rank in enumerate(self.ranks) if position // stride % size == index)
@@ -144,16 +144,16 @@ class VirtualDevice:
         )
 
     def axis_speeds(self, axis_index: int) -> tuple[float, ...]:
-        """FLOP/s of each slice along that axis: the sum over the devices of the slice.
+        """FLOP/s at each index of that axis: the sum over its devices.
 
-        A slice works together, each of its devices on its own part, so it is as fast as all of them: the shares of an
-        axis are proportional to these sums. (Where the parts inside a slice are cut evenly over unequal devices this is
-        too hopeful.)
+        The devices at an index work together, each on its own shard, so they are as fast as their sum: the shares of an
+        axis are proportional to these sums. (If shards inside an index are even over unequal devices, this is too
+        high.)
         """
         return tuple(sum(self.speeds[self.position(rank)] for rank in members) for members in self.slices(axis_index))
 
     def axis_shares(self, axis_index: int) -> tuple[float, ...]:
-        """How what is cut along that axis is divided: as the axis says, or in proportion to its speeds."""
+        """Shares along that axis: those of the axis, or in proportion to its speeds."""
         return self.axes[axis_index].shares or self.axis_speeds(axis_index)
 
 

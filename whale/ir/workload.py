@@ -1,10 +1,9 @@
-"""A training step as the simulator sees it: how long the tasks of stages take on each rank, what travels, what is
-summed.
+"""Workload of the simulator: the times of the stages' tasks on each rank, messages, and gradient reductions of a step.
 
-Pure numbers, in seconds and bytes, made by the planner from a profile and a cluster, or by measuring. It is stored in
-a plan's prediction, so that ``whale simulate``, ``explain`` and ``report`` need neither the model nor torch. It knows
-neither how the numbers came about nor the order of tasks: the order is the schedule's, and the programs of the ranks
-are projected from it, the same that the executor runs.
+Pure numbers, in seconds and bytes, made by the planner from a profile and a cluster, or by measuring. It is stored in a
+plan's prediction, so that ``whale simulate``, ``explain`` and ``report`` need neither the model nor torch. It knows
+neither how the numbers were computed nor the order of tasks: the schedule orders them, and the programs of the ranks
+are projected from it, as for the executor.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class StageWork(Record):
         forward, backward: seconds of computation and of what does not overlap with it; ``weights`` is the part of
             ``backward`` that only weights need (what a W task takes).
         communication: seconds of ``forward`` + ``backward`` that are collectives inside the stage: for the breakdown.
-        kept_bytes: what a micro-batch keeps from its forward to its backward.
-        forward_peak_bytes, backward_peak_bytes: the most that a task needs beyond what is kept before it.
+        kept_bytes: saved activations of a micro-batch from its forward to its backward.
+        forward_peak_bytes, backward_peak_bytes: peak bytes of a task beyond the saved activations before it.
     """
 
     ranks: tuple[Rank, ...]
@@ -56,7 +55,7 @@ class Transfer(Record):
 
 
 class Boundary(Record):
-    """What crosses from one stage to a later one for each micro-batch; the gradients come back as ``backward``."""
+    """Transfers from one stage to a later one for each micro-batch; the gradients return as ``backward``."""
 
     source_stage: Annotated[int, Field(ge=0)]
     target_stage: Annotated[int, Field(ge=0)]
@@ -65,10 +64,10 @@ class Boundary(Record):
 
 
 class Reduction(Record):
-    """A bucket of gradients that ``ranks`` sum once the backwards of ``stages`` are done; ``seconds`` on a free
-    network. ``ready`` is how much of the last backward must be done before it can start (1: all of it); ``slowdown``
-    is, of each of ``ranks``, how much longer computation takes beside it (0.1 is 10%; empty: the workload's
-    ``overlap_slowdown``); ``stretch`` is how much longer it takes itself while any of them computes."""
+    """A bucket of gradients that ``ranks`` reduce once the backwards of ``stages`` are done; ``seconds`` on a free
+    network. ``ready`` is the fraction of the last backward after which it can start (1: all of it); ``slowdown`` is the
+    slowdown of overlapped computation on each of ``ranks`` (0.1 is 10%; empty: the workload's ``overlap_slowdown``);
+    ``stretch`` is the slowdown of the reduction while any of them computes."""
 
     ranks: tuple[Rank, ...]
     stages: tuple[Annotated[int, Field(ge=0)], ...]
@@ -80,7 +79,7 @@ class Reduction(Record):
 
 
 class LinkTime(Record):
-    """How long a message takes between two ranks: ``latency`` + bytes / ``bandwidth`` (bytes per second).
+    """Time of a message between two ranks: ``latency`` + bytes / ``bandwidth`` (bytes per second).
 
     Messages that name a common ``resource`` (a node's network adapter) share its bandwidth.
     """
@@ -93,22 +92,22 @@ class LinkTime(Record):
 
 
 class Workload(Record):
-    """Everything that a step takes.
+    """All costs of a step.
 
     Attributes:
         world_size: ranks.
         micro_batches: of the step.
-        last_share: rows of the last micro-batch, as a share of those of the others.
-        schedule: name, as `whale.planner.schedules.orders` knows it.
+        last_share: rows of the last micro-batch, relative to the others.
+        schedule: a name in `whale.planner.schedules.orders`.
         stages: in the order of the pipeline.
         boundaries: between stages.
         reductions: of gradients, in the order in which they are launched.
-        links: for each pair of ranks that exchange something point to point.
+        links: for each pair of ranks with point-to-point messages.
         update: seconds of the optimizer on each rank.
         overhead: seconds of a step that belong to nothing above (the loss's sum, the launch of the step).
-        overlap_slowdown: how much longer computation takes while a collective runs beside it (0.1 is 10%).
-        runs_ahead: whether the processes run ahead of their devices, as with CUDA, so that receives are posted long
-            before they are needed; on a CPU the executor posts them between tasks, as far as its credit goes.
+        overlap_slowdown: slowdown of computation during a collective (0.1 is 10%).
+        runs_ahead: whether processes run ahead of their devices, as with CUDA, so that receives are posted long before
+            they are needed; on a CPU the executor posts them between tasks, limited by its credit.
         blocking_transfers: whether a rank waits for its sends before its next task, and posts a receive only when it
             needs it, as Megatron-LM and DeepSpeed do; else messages travel while ranks compute, as in Whale's executor.
     """
@@ -129,10 +128,10 @@ class Workload(Record):
 
 
 class DeviceMemory(Record):
-    """Bytes at the peak of a step on one device, by what they are for.
+    """Peak memory of a step on one device by category.
 
-    ``activations`` are those of all micro-batches in flight, ``buffers`` are of communication, ``workspace`` is what
-    operators need within themselves, ``framework`` what the runtime and the driver take.
+    ``activations`` are those of all micro-batches in flight, ``buffers`` of communication, ``workspace`` temporary
+    buffers of operators, ``framework`` runtime and driver.
     """
 
     rank: Rank
@@ -161,18 +160,18 @@ class DeviceMemory(Record):
 
 
 class Prediction(Record):
-    """What a plan should give.
+    """Prediction of a plan's step time and memory.
 
     Attributes:
-        step_seconds: with ``step_seconds_interval``, in which the step lies with 9 chances in 10.
+        step_seconds: with ``step_seconds_interval``, which contains the step with a probability of 0.9.
         breakdown: seconds of the rank that ends last, by ``compute``, ``communication`` (inside stages), ``pipeline``
             (waiting for other stages: bubble), ``transfer`` (exposed sends), ``stall`` (waiting for slower devices in
             its group), ``reduction`` (of gradients, exposed), ``update``, ``overhead``; they sum to ``step_seconds``.
         memory: of every device, by rank. (A prediction of a large world may keep one device of each kind.)
-        fits: whether every device holds it.
-        source: ``measured`` where layers were timed on these devices, else ``modelled``.
-        bubble: share of the devices' time in which they wait for other stages.
-        flops: of a step, as the model has them (no recomputation); ``mfu`` is their share of the devices' peak.
+        fits: whether it fits in the memory of every device.
+        source: ``measured`` if layers were timed on these devices, else ``modelled``.
+        bubble: fraction of the devices' time in which they wait for other stages.
+        flops: of a step of the model (without recomputation); ``mfu`` is their fraction of the devices' peak.
     """
 
     step_seconds: Seconds

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from whale.ir.cluster import Cluster, DeviceType
-from whale.ir.profile import LayerKind, ModelProfile
-from whale.planner.cost.layers import LayerSeconds, layer_seconds
+from whale.ir.cluster import Cluster
+from whale.ir.profile import ModelProfile
+from whale.planner.cost.layer_cost import LayerCosts
+from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.optimizers import Optimizer
+from whale.planner.cost.precision import precision_named
 from whale.planner.network.communication import CommunicationCost, collective
 from whale.planner.network.topology import Topology
 from whale.predict.layer_parts import Part
@@ -40,6 +42,10 @@ class Costs:
     _collectives: dict[Any, CommunicationCost] = field(default_factory=dict)
 
     @cached_property
+    def _of_layers(self) -> LayerCosts:
+        return LayerCosts(profile=self.profile, precision=precision_named(self.precision), optimizer=self.optimizer)
+
+    @cached_property
     def topology(self) -> Topology:
         """The links of the cluster, with the curves of the profile."""
         return Topology.of(self.cluster, self.profile.links)
@@ -50,7 +56,9 @@ class Costs:
         type_ = self.cluster.devices[rank].type
         key = (kind, type_.name, part)
         if key not in self._layers:
-            self._layers[key] = self._at_fraction(self.profile.kinds[kind], type_, part)
+            self._layers[key] = self._of_layers.seconds_of_part(
+                kind, type_, part.fraction, part.expert, part.rows, self.micro_batches
+            )
         return self._layers[key]
 
     def collective(self, kind: str, ranks: tuple[int, ...], num_bytes: int, num_alike: int = 1) -> float:
@@ -75,49 +83,3 @@ class Costs:
             return False
         nearest = min(measured, key=lambda times: abs(times.tensor_degree - 1 / part.fraction))
         return nearest.includes_communication
-
-    def _at_fraction(self, kind: LayerKind, device: DeviceType, part: Part) -> LayerSeconds:
-        """Between the tensor degrees that the profile knows seconds are linear in the fraction that a device holds."""
-        if part.rows == 0:
-            return LayerSeconds(forward=0.0, backward=0.0, weights=0.0, update=0.0)
-        measured = {times.tensor_degree for times in kind.measured if times.device_type == device.name}
-        degrees = sorted(measured or {variant.tensor_degree for variant in kind.variants})
-        exact = next((degree for degree in degrees if abs(degree * part.fraction - 1) < 1e-9), None)
-
-        def at(degree: int) -> LayerSeconds:
-            return layer_seconds(
-                kind,
-                device,
-                tensor_degree=degree,
-                expert_degree=part.expert,
-                rows=part.rows,
-                precision=self.precision,
-                eager=True,
-                optimizer=self.optimizer,
-                num_micro_batches=self.micro_batches,
-            )
-
-        if exact is not None:
-            return at(exact)
-        if len(degrees) < 2:
-            return _blend(at(degrees[0]), at(degrees[0]), part.fraction * degrees[0], 0.0)
-        above = max((degree for degree in degrees if 1 / degree >= part.fraction), default=degrees[0])
-        below = min((degree for degree in degrees if degree > above), default=degrees[-1])
-        if below == above:
-            above = degrees[-2]
-        share = (part.fraction - 1 / below) / (1 / above - 1 / below)
-        return _blend(at(above), at(below), share, 1 - share)
-
-
-def _blend(one: LayerSeconds, other: LayerSeconds, share: float, rest: float) -> LayerSeconds:
-    def mixed(name: str) -> float:
-        return max(0.0, share * getattr(one, name) + rest * getattr(other, name))
-
-    backward = mixed("backward")
-    return LayerSeconds(
-        forward=mixed("forward"),
-        backward=backward,
-        weights=min(backward, mixed("weights")),
-        update=mixed("update"),
-        measured=one.measured and other.measured,
-    )

@@ -1,7 +1,7 @@
-"""Measure machines, and a model's layers on them, on the ranks of one launch, within a time limit.
+"""Profiling: measurements of machines and of a model's layers on the ranks of one launch, within a time limit.
 
-`measuring` says how it goes; what can be measured is in `machine` (devices), `links` (pairs and groups of them) and
-`layers`; `places` says what each rank runs on.
+`measuring` runs the measurements; `machine` (devices), `links` (pairs and groups of them) and `layers` define them;
+`places` has the device of each rank.
 """
 
 from whale.profiling.layers import layer_items

@@ -1,7 +1,6 @@
-"""The items of a model's layers: forward, backward and update of each kind of layer on each type of device.
+"""Measurements of a model's layers: forward, backward and update of each kind of layer on each device type.
 
-Layers run one after the other as in a step, at some tensor degrees and rows of a micro-batch. It serves whoever
-profiles a model; it knows no links.
+Layers run one after the other as in a step, at some tensor degrees and rows of a micro-batch. It knows no links.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from whale.strategies.runnable import runnable_layers
 __all__ = ["layer_items"]
 
 PARTS = ("forward", "backward", "update", "accumulation", "spread")
-"""Of measured times of a layer, in the order in which they are passed on."""
+"""Fields of a layer's measured times, in the order in which ranks report them."""
 MICRO_BATCHES = 2
-"""Of the steps in which layers are timed: of a step's backwards one sets gradients, the other adds to them."""
+"""Micro-batches of a timed step: the backward of one sets gradients, that of the other adds to them."""
 
 
 def layer_items(
@@ -42,11 +41,11 @@ def layer_items(
     rows: Sequence[int],
     degrees: Sequence[int] | None = None,
 ) -> list[Item]:
-    """The layers of *model* on each type of device, on its first rank, at these tensor degrees, or at every one that
-    the profile knows.
+    """Measurements of the layers of *model* on the first rank of each device type, at the given tensor degrees, or at
+    every degree in the profile.
 
-    *capture* cuts the model into layers for micro-batches of these rows; it is called where there is something to
-    measure, once.
+    *capture* divides the model into layers for micro-batches of these rows; it is called once, if there is something to
+    measure.
     """
     captured = cache(capture)
     every = sorted({variant.tensor_degree for kind in profile.kinds for variant in kind.variants})
@@ -138,9 +137,9 @@ def _parts(times: MeasuredTimes, index: int) -> tuple[float, ...]:
 
 
 def _positions(chain: ModelProfile, degree: int, rows: int, memory_bytes: int) -> list[int]:
-    """The layers to run: all, since fewer would find more in the caches than a step does, or as many of each kind as
+    """The layers to run: all, because fewer would hit caches more often than a step does, or as many of each kind as
     leave half of the memory free, at least one."""
-    number_bytes = 4.0  # float32, the widest that is usual
+    number_bytes = 4.0  # float32, the widest usual dtype
     costs = []
     for kind in chain.kinds:
         variant = next((v for v in kind.variants if v.tensor_degree == degree), None)

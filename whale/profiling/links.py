@@ -1,7 +1,7 @@
-"""The items of links: messages, collectives and sums of gradients beside work, among each kind of pair and group.
+"""Measurements of links: sends, collectives and their interference with computation, for each kind of pair and group.
 
-Ranks of the same types that lie alike on nodes have the same curve, so only the first of each kind are measured. It
-serves `machine`, and knows neither models nor rates of devices.
+Ranks of the same types and positions in nodes have the same curve, so only the first of each kind are measured. It
+knows neither models nor rates of devices.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _kind(members: Sequence[Place]) -> tuple[Any, ...]:
-    """What tells groups apart: types, and how many there are of each on each node."""
+    """Key of a group: its types, and the number of each on each node."""
     by_node: dict[str, list[str]] = {}
     for place in members:
         by_node.setdefault(place.node, []).append(place.device_type)
@@ -111,7 +111,7 @@ def _collective(
 def _interference(
     world: World, places: Sequence[Place], ranks: tuple[int, ...], two: tuple[Any, Any], sizes: Sequence[int]
 ) -> Item:
-    """What sums of buckets of gradients do to the work beside them; told with the curve of the all-reduces."""
+    """Interference of gradient reductions with concurrent work, stored in the curve of the all-reduces."""
     bucket = max((size for size in sizes if size <= BUCKET_BYTES), default=sizes[0])
     is_it = _is_of(_identity(places, "all_reduce", ranks))
 
@@ -152,7 +152,7 @@ def _told(places: Sequence[Place], ranks: Sequence[int]) -> str:
 
 
 def _identity(places: Sequence[Place], operation: str, ranks: Sequence[int]) -> dict[str, Any]:
-    """What tells the curve of these ranks from others."""
+    """Fields that identify the curve of these ranks."""
     types, nodes = _types(places, ranks), [places[rank].node for rank in ranks]
     return {
         "operation": operation,

@@ -1,6 +1,6 @@
-"""The items of a machine: rates of its devices, at the sizes where each kind has its best, and its links.
+"""Measurements of a machine: rates of its devices, at sizes where each kind reaches its best, and its links.
 
-It serves whoever profiles a cluster, with or without a model; it knows no models.
+It works with or without a model, and knows no models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Sizes", "machine_items"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What sizes to measure: sides of matrices by number type, bytes of a copy and of messages."""
+    """Sizes to measure: sides of matrices by dtype, bytes of a copy and of messages."""
 
     matmul: tuple[tuple[str, tuple[int, ...]], ...]
     copy: int
@@ -31,7 +31,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: torch.device) -> Sizes:
-        """The usual ones: large enough on each kind of device for its best rate, and to be out of its caches."""
+        """The default sizes: large enough on each kind of device for its best rate, and larger than its caches."""
         if device.type == "cuda":
             sides = (512, 1024, 2048, 4096, 8192)
             dtypes = ("float32", "tfloat32", "float16", "bfloat16")

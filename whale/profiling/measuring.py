@@ -1,10 +1,10 @@
-"""How items are measured: what the profile lacks, in rounds that all ranks go through together, until the time is up.
+"""The measuring loop: it runs the measurements that the profile lacks, in rounds over all ranks, until the time limit.
 
-What is to be measured is a list of items that all ranks make alike, in one order. Rank 0 says, item by item, how long
-it may take; the ranks of an item measure it, the first of them reports, and rank 0 puts the result into the profile
-and the profile into its file: an interrupted run is resumed by running it again, since items that the profile has are
-not measured again. Ranks wait for each other at the store and not in collectives, so that they do not disturb what is
-being measured. What an item measures it does not know.
+The work is a list of items, equal on all ranks and in one order. Rank 0 sets the time of each item; the ranks of an
+item measure it, the first of them reports, and rank 0 writes the result to the profile and the profile to its file. An
+interrupted run is resumed by running it again, because items in the profile are not measured again. Ranks wait for each
+other at the store and not in collectives, so that they do not disturb measurements. This module does not know what an
+item measures.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from whale.runtime.store import Board
 __all__ = ["PREPARATION_SECONDS", "Item", "measure_items"]
 
 MOST_SECONDS = 1.0
-"""For an item of weight 1: five windows."""
+"""Seconds of an item of weight 1: five windows."""
 PREPARATION_SECONDS = 900.0
-"""For how long ranks wait for the slowest to load and capture a model, which runs on throttled devices too."""
+"""Seconds for which ranks wait for the slowest to load and capture a model, also on throttled devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One thing to measure.
+    """One measurement.
 
     Attributes:
-        name: as people are told.
+        name: for messages.
         ranks: that measure it together; the first reports.
         weight: its share of the time, in proportion to the others.
         known: whether a profile has it.
-        run: measure it for about so many seconds; returns what JSON can hold.
-        merged: a profile with what was returned.
-        prepare: what takes time of its own before; the ranks do it all at once, and not on the clock.
+        run: measure it for about the given seconds; returns what JSON can represent.
+        merged: adds the result to a profile.
+        prepare: untimed preparation; all ranks do it at the same time.
     """
 
     name: str
@@ -63,14 +63,14 @@ def measure_items(
     write: Callable[[ModelProfile], None] = lambda profile: None,
     tell: Callable[[str], None] = lambda message: None,
 ) -> tuple[ModelProfile, int]:
-    """Measure what the profile does not have yet; returns the new one, and how many items there was no time for.
+    """Measure the items that the profile lacks; return the new profile, and the number of items that the time did not
+    allow.
 
-    Called by all ranks with the same items, which they prepare before the time begins. The profile that rank 0 gives is
-    the one that counts, and only rank 0 writes and tells, after each item. What cannot be measured, such as a layer for
-    which memory is too small, is told and passed over. An item of weight 1 gets *most_seconds* at most in each of the
-    *passes*: one goes through all items, and the medians of all count, for a machine that does other work too is now
-    faster and now slower. *parallel* lets items that follow each other run at the same time where they have no rank in
-    common.
+    Called by all ranks with the same items, which they prepare before the time begins. Rank 0's profile counts, and
+    only rank 0 writes and reports, after each item. Items that cannot be measured, such as a layer that does not fit in
+    memory, are reported and skipped. An item of weight 1 gets *most_seconds* at most in each of the
+    *passes*: one pass measures all items, and the medians over passes count, because a machine that is not idle varies.
+    *parallel* lets consecutive items without common ranks run at the same time.
     """
     board = Board(world, "profile", time_limit + PREPARATION_SECONDS)
     if world.rank == 0:
@@ -123,7 +123,7 @@ def measure_items(
 
 
 def _medians(values: Sequence[Any]) -> Any:
-    """Number by number, of measurements that are a number or a list of them each.
+    """Medians, number by number, of measurements that are a number or a list of numbers.
 
     >>> _medians([[1.0, [4.0]], [3.0, [2.0]], [2.0, [9.0]]])
     [2.0, [4.0]]
@@ -146,7 +146,7 @@ def _rounds(items: Sequence[Item], parallel: bool) -> list[list[Item]]:
 
 
 def _seconds(now: Sequence[Item], remaining: Sequence[Item], free: float, most_seconds: float) -> float:
-    """For the items of a round: their share of the time that is left, by weight; 0 where there is none."""
+    """Seconds of the items of a round: their share of the remaining time, by weight; 0 if there is none."""
     if not now or free <= 0:
         return 0.0
     weight = max(item.weight for item in now)
@@ -154,7 +154,7 @@ def _seconds(now: Sequence[Item], remaining: Sequence[Item], free: float, most_s
 
 
 def _try(item: Item, seconds: float) -> dict[str, Any]:
-    """What was measured; why not, where it was this rank's alone."""
+    """The result; or why it failed, if the failure was this rank's alone."""
     try:
         return {"value": item.run(seconds)}
     except (RuntimeError, WhaleError) as error:

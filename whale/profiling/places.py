@@ -1,6 +1,6 @@
-"""Where every rank of a launch runs: its type of device, its node, its memory.
+"""Location of every rank of a launch: its device type, its node, its memory.
 
-Whoever measures or describes a launch asks here. It measures nothing.
+It measures nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Place", "first_of_types", "places_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank runs: its type of device, its node, and the memory of the device in bytes."""
+    """Location of a rank: its device type, its node, and the memory of the device in bytes."""
 
     rank: int
     device_type: str
@@ -31,7 +31,7 @@ class Place:
 
 
 def places_of(world: World, cluster: Cluster | None) -> tuple[Place, ...]:
-    """Where every rank runs: as the cluster says, of which rank r is device r, or as the ranks themselves found out.
+    """Locations of all ranks: from the cluster, in which rank r is device r, or as the ranks detect them.
 
     Raises:
         PlanMismatchError: the cluster has another number of devices than there are ranks.

@@ -1,1 +1,1 @@
-"""What runs on each rank, over torch.distributed: groups, collectives, executor. It knows no graph and no planner."""
+"""Runtime of each rank over torch.distributed: groups, collectives, executor. It knows no graph and no planner."""

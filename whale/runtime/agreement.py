@@ -1,8 +1,8 @@
-"""Where ranks meet at the start: they compare what each has compiled, and wait until all have built their part.
+"""Agreement of ranks at the start: they compare digests of what each has compiled, and wait for each other.
 
-Ranks compile alone, so ranks that were given different models, plans or seeds would make different groups and wait for
-each other until a timeout. Here they exchange a few digests first and say who differs, and in what. Knows ranks and
-texts; not what was compiled.
+Ranks compile independently, so ranks with different models, plans or seeds would make different groups and wait for
+each other until a timeout. Here they first exchange a few digests and report which ranks differ, and in what. It knows
+ranks and texts; not what was compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BYTES = 16
 
 
 def agree(world: World, texts: Mapping[str, str]) -> None:
-    """Compare these texts, by what each of them is, with those of all ranks.
+    """Compare named texts with those of all ranks.
 
     Raises:
         PlanMismatchError: on every rank; names what differs and the ranks that differ from the most common text.
@@ -50,7 +50,8 @@ def agree(world: World, texts: Mapping[str, str]) -> None:
 
 
 def agree_on_values(world: World, names: Sequence[str], values: Sequence[float]) -> None:
-    """Compare a sample of numbers, one a name, with those of all ranks, to a thousandth: processors round differently.
+    """Compare a sample of named numbers with those of all ranks, within a thousandth, because processors round
+    differently.
 
     Raises:
         PlanMismatchError: on every rank; names the first value that differs, and the ranks.
@@ -75,7 +76,7 @@ def agree_on_values(world: World, names: Sequence[str], values: Sequence[float])
 
 
 def meet(world: World, what: str) -> None:
-    """Wait until every rank is here.
+    """Wait for every rank.
 
     Raises:
         WorkerError: a rank did not come within the timeout, or failed before; names it.

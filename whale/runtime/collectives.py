@@ -33,16 +33,16 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class DryGroup:
-    """A process group of a dry run, in which a program runs without other processes: calls are noted, not made.
+    """A process group of a dry run, in which a program runs without other processes: calls are recorded, not made.
 
-    ``calls`` is shared by the groups of a dry run, so it has the order in which they came.
+    ``calls`` is shared by the groups of a dry run, so it contains all calls in order.
     """
 
     def __init__(self, node: str, ranks: tuple[int, ...], calls: list[CollectiveCall]) -> None:
         self.node, self.ranks, self.calls = node, ranks, calls
 
     def note(self, op: str, x: Tensor, *shapes: Sequence[int]) -> None:
-        """Note a call, with what all ranks must agree on: the common shape, or one for each rank."""
+        """Record a call, with what all ranks must agree on: the common shape, or one for each rank."""
         dtype = str(x.dtype).removeprefix("torch.")
         self.calls.append(CollectiveCall(self.node, op, self.ranks, dtype, tuple(tuple(shape) for shape in shapes)))
 
@@ -87,7 +87,7 @@ def _extent(view: Tensor, dim: int) -> int:
 
 
 def take(x: Tensor, cut: Cut, index: int) -> Tensor:
-    """The part of a whole tensor that rank *index* of the axis holds (R -> S). A view where the part is contiguous."""
+    """The shard of a whole tensor on rank *index* of the axis (R -> S). A view if the shard is contiguous."""
     start, size = cut.start(index), cut.sizes[index]
     if cut.contiguous:
         inner = cut.segments[0].inner
@@ -96,7 +96,7 @@ def take(x: Tensor, cut: Cut, index: int) -> Tensor:
 
 
 def embed(x: Tensor, cut: Cut, index: int) -> Tensor:
-    """A part in its place in a whole tensor of zeros (S -> P)."""
+    """A shard in its position in a whole tensor of zeros (S -> P)."""
     shape = list(x.shape)
     shape[cut.dim] = cut.extent
     whole = x.new_zeros(shape)
@@ -116,7 +116,7 @@ def _local_parts(x: Tensor, cut: Cut, index: int) -> list[Tensor]:
 
 
 def assemble(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
-    """The whole tensor from the parts of all ranks of the axis."""
+    """The whole tensor from the shards of all ranks of the axis."""
     if cut.contiguous:
         return torch.cat(list(pieces), cut.dim)
     local = [_local_parts(piece, cut, index) for index, piece in enumerate(pieces)]
@@ -143,7 +143,7 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
-    """The whole tensor on every rank (S -> R). Uneven parts are padded to the largest."""
+    """All-gather: the whole tensor on every rank (S -> R). Uneven shards are padded to the largest."""
     if group is None:
         return x
     world = len(cut.sizes)
@@ -167,7 +167,7 @@ def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
-    """The sum over the group, of which each rank keeps its part (P -> S)."""
+    """Reduce-scatter: the sum over the group, of which each rank gets its shard (P -> S)."""
     if group is None:
         return x
     pieces = [take(x, cut, rank).contiguous() for rank in range(len(cut.sizes))]
@@ -184,7 +184,7 @@ def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
 
 
 def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) -> Tensor:
-    """From parts along one dim to parts along another (S -> S')."""
+    """All-to-all: from shards along one dim to shards along another (S -> S')."""
     if group is None:
         return x
     world = len(source.sizes)
@@ -215,10 +215,10 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a bridge does on one mesh axis: from placement *source* to *target*, cut so, among these global ranks.
+    """A conversion on one mesh axis: from placement *source* to *target*, with a cut, among global ranks.
 
-    ``reuse`` and ``reuse_gradient`` say that nobody else holds the value, or the gradient that comes back, so that an
-    all-reduce may write to it.
+    ``reuse`` and ``reuse_gradient`` mean that the value, or the returned gradient, has no alias, so that an all-reduce
+    may write to it.
     """
 
     source: Placement
@@ -313,7 +313,7 @@ class Bridge(CollectiveModule):
 
 
 class Take(nn.Module):
-    """The part of a whole tensor that this rank reads, where no gradient flows (R -> S)."""
+    """The shard of a whole tensor that this rank reads, without a gradient (R -> S)."""
 
     def __init__(self, cut: Cut, index: int) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""The executor: a loop over one rank's program, which computes, sends, receives, reduces and frees as it says.
+"""The executor: a loop over one rank's program, which computes, sends, receives, reduces and frees.
 
-It keeps what a backward needs from the forward, posts receives early but within a bound, and waits only where a task
-consumes. It knows no strategies, graphs or schedules: a stage is something that maps received values to values sent,
-and collectives inside of it are its own business; that all ranks of a stage run its tasks in one order is the
-program's promise.
+It saves the activations that a backward needs, posts receives early but within a bound, and waits only where a task
+consumes a value. It knows no strategies, graphs or schedules: a stage maps received values to sent values and makes its
+own collectives; the program guarantees that all ranks of a stage run its tasks in one order.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _Key = tuple[int, Direction, int]
 
 
 class StageProgram(Protocol):
-    """What a rank runs of a stage."""
+    """The part of a stage that a rank runs."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the values that `forward` returns; ``loss`` is a scalar whose gradient is 1."""
+        """Names of the values that `forward` returns; ``loss`` is a scalar whose gradient is 1."""
         ...
 
     @property
@@ -55,12 +54,12 @@ class StageProgram(Protocol):
         ...
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute a micro-batch from what came on the stage's incoming edges, in the order of their indices."""
+        """Compute a micro-batch from the values of the stage's incoming edges, in the order of their indices."""
         ...
 
 
 class Executor:
-    """Runs one rank's program, again and again.
+    """Runs one rank's program repeatedly.
 
     Args:
         rank: this rank.
@@ -68,14 +67,14 @@ class Executor:
         edges: all edges, by index.
         stages: the stages that this rank computes.
         reducer: sums the gradients; its buckets are in the program's order. None if no gradient is shared.
-        failures: where failures are reported and looked up; it has the timeout of every wait.
-        group: the process group of all ranks for what goes forward; None is the default group.
-        backward_group: another one for what goes backward, so that on NCCL, where a group's messages between two ranks
-            wait for each other, a late one cannot block the opposite direction. None is the same as ``group``.
-        device: where tensors are received.
-        transport: what has ``isend`` and ``irecv``: ``torch.distributed``, unless a step is tried without other ranks.
-        credit: the most values that may be on their way to this rank before the program asks for them. By default 2, or
-            as many as the program keeps micro-batches; on CUDA 0, as there the program itself runs ahead of the device.
+        failures: reports and looks up failures; has the timeout of every wait.
+        group: the process group of all ranks for forward messages; None is the default group.
+        backward_group: a separate one for backward messages. On NCCL a group's messages between two ranks wait for each
+            other, so a late one could block the opposite direction. None is the same as ``group``.
+        device: receives tensors.
+        transport: has ``isend`` and ``irecv``: ``torch.distributed``, except in a dry run.
+        credit: limit of values in flight to this rank before the program asks for them. By default 2, or as many as the
+            program has micro-batches in flight; on CUDA 0, because there the program itself runs ahead of the device.
     """
 
     def __init__(
@@ -132,9 +131,9 @@ class Executor:
     def run(self, train: bool, on_loss: Callable[[Tensor | None], None] | None = None) -> Tensor | None:
         """Run one step and return the sum of this rank's losses, or None if it computes none.
 
-        In training, gradients are added to the parameters, and those in buckets are summed over their ranks.
-        Otherwise only forwards run, without gradients. ``on_loss`` is called with the sum before the last backward, so
-        that it can be sent on its way meanwhile.
+        In training, gradients are added to the parameters, and those in buckets are summed over their ranks. Otherwise
+        only forwards run, without gradients. ``on_loss`` is called with the sum before the last backward, so that it
+        can be sent meanwhile.
 
         Raises:
             WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
@@ -143,7 +142,7 @@ class Executor:
             return _Step(self, train, on_loss or (lambda loss: None)).run()
 
     def shape(self, edge: int, direction: Direction, micro_batch: int) -> tuple[int, ...]:
-        """Return the shape of the tensor that arrives here: a value, or the gradient of one."""
+        """Return the shape of a received tensor: a value, or the gradient of one."""
         shapes = self.edges[edge].target_shapes if direction == "forward" else self.edges[edge].source_shapes
         return shapes[micro_batch][self.rank]
 
@@ -168,25 +167,25 @@ def _most_kept(program: Program) -> int:
 
 @dataclass(eq=False)
 class _Kept:
-    """What a micro-batch leaves at a stage between its tasks."""
+    """State of a micro-batch at a stage between its tasks."""
 
     received: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of received values, by edge
-    weight_groups: list[dict[str, Any]] | None = None  # what an I leaves for its W
+    weight_groups: list[dict[str, Any]] | None = None  # the state that an I leaves for its W
     roots: tuple[list[Tensor], list[Tensor]] | None = None  # the same, if the I had no inputs to work for
 
 
 @dataclass(eq=False)
 class _Arrival:
-    """A tensor whose parts are arriving."""
+    """A tensor that is being received in parts."""
 
     buffer: Tensor | None = None
     parts: list[tuple[dist.Work | None, Tensor | None, Box, int]] = field(default_factory=list)
 
 
 class _Step:
-    """One run of a program; everything here is forgotten with it."""
+    """One run of a program, with its temporary state."""
 
     def __init__(self, executor: Executor, train: bool, on_loss: Callable[[Tensor | None], None]) -> None:
         self.executor = executor
@@ -339,7 +338,7 @@ class _Step:
             self.executor.split_backward[1](iter(weights), groups, retain_graph=True)
         kept.roots = kept.weight_groups = None
 
-    # What travels
+    # Messages
 
     def send(self, instruction: Send) -> None:
         edge, direction, _, peer, box = instruction
@@ -360,7 +359,7 @@ class _Step:
             arrival.parts.append((None, part, instruction.target_box, self.executor.rank))
 
     def value(self, instruction: Send | Copy) -> Tensor:
-        """Return what an instruction takes its box from, without its history."""
+        """Return the tensor from which an instruction takes its box, detached."""
         executor = self.executor
         edge = executor.edges[instruction.edge]
         if instruction.direction == "backward":
@@ -375,7 +374,7 @@ class _Step:
         return value
 
     def post_receives(self, position: int) -> None:
-        """Post the receives up to ``position``, and later ones while fewer values than the credit are on their way."""
+        """Post the receives up to ``position``, and later ones while fewer values than the credit are in flight."""
         while self.next_receive < len(self.program):
             if self.next_receive > position and len(self.arrivals) >= self.executor.credit:
                 return

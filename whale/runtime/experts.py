@@ -1,7 +1,7 @@
-"""Products of rows with the matrix that each row chose, as in a mixture of experts.
+"""Grouped matrix products of a mixture of experts: each row is multiplied with its expert's matrix.
 
-The rows are put in the order of their matrices, so that a grouped kernel reads every matrix once, and back again.
-Knows rows, matrices and kernels; no models and no placements.
+The rows are sorted by matrix, so that a grouped kernel reads every matrix once, and unsorted afterwards. It knows rows,
+matrices and kernels; no models and no placements.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _Reordered(torch.autograd.Function):
 
 
 def group(choice: Tensor, count: int) -> Groups:
-    """Group rows by what they chose.
+    """Group rows by their matrices.
 
     Args:
         choice: [rows], for each row the number of its matrix.
-        count: how many matrices there are.
+        count: number of matrices.
     """
     ordered, order = torch.sort(choice, stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -56,7 +56,7 @@ def product_of_groups(
 
 
 def grouped_product(x: Tensor, matrices: Tensor, choice: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
-    """Multiply each row with the matrix that it chose.
+    """Multiply each row with its matrix.
 
     Args:
         x: [rows, n].

@@ -1,8 +1,8 @@
-"""How ranks learn of each other's failures: what a rank reports, and what the others raise instead of a socket error.
+"""Failure reports between ranks: a failing rank writes its error, and the others raise it instead of a socket error.
 
-A rank that fails writes why into the store before it stops. A rank whose wait then fails, or times out, reads it and
-raises a `WorkerError` that names the first rank that failed. This file knows no stages and no programs, only ranks
-and words.
+A rank that fails writes its error into the store before it stops. A rank whose wait then fails, or times out, reads it
+and raises a `WorkerError` that names the first rank that failed. It knows no stages and no programs, only ranks and
+texts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Failures"]
 
 _FAILURE = "whale/failure"
 _GRACE_SECONDS = 1.0
-"""For how long a rank that lost another looks for its report; reports are written before connections close."""
+"""Seconds for which a rank that lost another waits for its report; reports are written before connections close."""
 
 
 class Failures:
@@ -38,7 +38,7 @@ class Failures:
         self._store = store
 
     def report(self, message: str) -> None:
-        """Tell the other ranks why this one stops; only the first report of all ranks is kept."""
+        """Report why this rank stops; only the first report of all ranks counts."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that hosts it
                 self._store.compare_set(_FAILURE, "", f"{self.rank}:{message}")
@@ -58,7 +58,7 @@ class Failures:
         return None
 
     def wait(self, work: dist.Work, what: str, ranks: Sequence[int], *, blocking: bool = True) -> None:
-        """Wait for communication with ``ranks``; ``what`` says for what, as in "rank 1 in 1F0, value 'h'".
+        """Wait for communication with ``ranks``; ``what`` describes it, as in "rank 1 in 1F0, value 'h'".
 
         With ``blocking`` false the device's queue waits and not this process; the timeout is then the process group's.
 
@@ -73,7 +73,7 @@ class Failures:
             raise self.lost(what, ranks, RuntimeError("the operation was aborted"))
 
     def lost(self, what: str, ranks: Sequence[int], error: BaseException) -> WorkerError:
-        """Return what to raise when communication with ``ranks`` failed, and report it if it is the first failure."""
+        """Return the error for failed communication with ``ranks``, and report it if it is the first failure."""
         late = self._late(what, ranks)
         first = self.first(_GRACE_SECONDS)
         if first is not None and first[0] != self.rank:
@@ -88,9 +88,9 @@ class Failures:
         return WorkerError(message)
 
     def failed(self, where: str, error: Exception, peers: Sequence[int] = ()) -> WhaleError:
-        """Return what to raise when ``error`` stopped this rank at ``where``, and report it.
+        """Return the error for an ``error`` that stopped this rank at ``where``, and report it.
 
-        A communication inside of a stage that broke because another rank failed names that rank; if none did, those of
+        If a collective inside a stage broke because another rank failed, it names that rank, otherwise those of
         ``peers`` that did not come.
         """
         if isinstance(error, WorkerError):
@@ -103,7 +103,7 @@ class Failures:
         if broken and len(peers) > 1:
             return self.lost(f"a collective in {where}", peers, error)
         root: BaseException = error
-        while root.__cause__ is not None:  # what torch wraps says more than its wrapping
+        while root.__cause__ is not None:  # the innermost exception says the most
             root = root.__cause__
         message = f"rank {self.rank} failed in {where}: {type(root).__name__}: {root}"
         self.report(message)

@@ -1,9 +1,9 @@
-"""Rows of the neighbours: what windows at the edge of a part read, brought from the ranks that hold it.
+"""Halo exchange: the rows that windows at the edge of a shard read from neighbouring ranks.
 
-Each rank of a mesh axis holds a stretch of a dim and reads another, which overlaps the stretches of its neighbours (of
-several, where parts are thin) and reaches into padding at the two true ends. The rows go in one all-to-all, in which
-ranks that are no neighbours exchange nothing; the gradients of those rows go back the same way and are added. Knows
-tensors, stretches and process groups; nothing of operators.
+Each rank of a mesh axis owns a range of a dim and reads another, which overlaps the ranges of its neighbours (of
+several, if shards are thin) and extends into padding at the two true ends. The rows are sent in one all-to-all, in
+which ranks that are not neighbours exchange nothing; the gradients of those rows return the same way and are added. It
+knows tensors, ranges and process groups; nothing of operators.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """What the ranks of a mesh axis hold and read of a dim.
+    """The owned and the read ranges of the ranks of a mesh axis.
 
     Attributes:
         dim: of the tensor.
-        held: by each rank, half-open, one after the other.
+        held: owned by each rank, half-open, consecutive.
         read: by each rank, inside the whole dim.
         padding: rows before and after, on this rank.
-        value: that padding has.
+        value: of the padding.
 
     >>> Reach(dim=2, held=((0, 4), (4, 6)), read=((0, 5), (3, 6)), padding=(1, 0), value=0.0).moved(0, 1)
     (3, 4)
@@ -46,18 +46,18 @@ class Reach:
     value: float
 
     def moved(self, source: int, target: int) -> Stretch:
-        """What rank *source* holds and rank *target* reads."""
+        """The range that rank *source* owns and rank *target* reads."""
         start = max(self.held[source][0], self.read[target][0])
         return start, max(start, min(self.held[source][1], self.read[target][1]))
 
     def num_moved(self, source: int, target: int) -> int:
-        """How many rows go from one rank to another."""
+        """Number of rows sent from one rank to another."""
         start, stop = self.moved(source, target)
         return 0 if source == target else stop - start
 
 
 class Halo(CollectiveModule):
-    """Brings the rows around its part that a rank reads, and gives their gradients back."""
+    """Exchanges the halo of a shard, and returns its gradients."""
 
     def __init__(self, reach: Reach, ranks: tuple[int, ...], index: int) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ class Halo(CollectiveModule):
         return self.gather(x, kept)
 
     def gather(self, x: Tensor, kept: list[list[Tensor]]) -> Tensor:
-        """Bring what this rank reads."""
+        """Exchange the halo of this rank."""
         reach, own = self.reach, self.reach.held[self.index][0]
         outgoing = [(reach.moved(self.index, rank), own) for rank in range(len(self.ranks))]
         kept.append(self._exchange(x, outgoing, self.received))
         return self.assemble(x, kept[-1])
 
     def assemble(self, x: Tensor, received: Sequence[Tensor]) -> Tensor:
-        """Own rows and those of others, by rank, in their places between the padding."""
+        """Own rows and those of others, by rank, in their positions between the padding."""
         reach, dim, index = self.reach, self.reach.dim, self.index
         first, own = reach.read[index][0], reach.held[index][0]
         before, after = reach.padding
@@ -114,7 +114,8 @@ class Halo(CollectiveModule):
         return result
 
     def _exchange(self, x: Tensor, pieces: Sequence[tuple[Stretch, int]], rows: Sequence[int]) -> list[Tensor]:
-        """Send every other rank its stretch of *x*, which starts at a row of the whole, for so many rows of each."""
+        """Send every other rank its range of *x*, which starts at a row of the whole, with the number of rows of
+        each."""
         dim, counts = self.reach.dim, [0] * len(rows)
         outgoing = []
         for rank, ((start, stop), first) in enumerate(pieces):
@@ -124,7 +125,7 @@ class Halo(CollectiveModule):
         shapes = [[*x.shape[:dim], count, *x.shape[dim + 1 :]] for count in rows]
         sizes = [prod(shape) for shape in shapes]
         received = x.new_empty(sum(sizes))
-        if self.most:  # else no rank reads what another holds
+        if self.most:  # otherwise no rank reads another's rows
             sent = torch.cat(outgoing) if outgoing else x.new_empty(0)
             if isinstance(self.group, DryGroup):
                 size = len(self.ranks)
@@ -136,7 +137,7 @@ class Halo(CollectiveModule):
         return [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
 
     def extra_repr(self) -> str:
-        """What is held and read here."""
+        """The owned and read range of this rank."""
         held, read = self.reach.held[self.index], self.reach.read[self.index]
         return f"dim={self.reach.dim}, held={held}, read={read}, padding={self.reach.padding}, ranks={list(self.ranks)}"
 
@@ -153,16 +154,16 @@ class _HaloFunction(torch.autograd.Function):
 
 
 class WindowedCall(nn.Module):
-    """An operator with windows, on a part that is given its halos one dim after the other.
+    """A windowed operator, on a shard extended by its halos one dim after the other.
 
-    The operator would keep a copy of its operand, halos included, beside the part that its maker or other readers keep:
-    here the part and the halos are kept, and put together again for the backward.
+    The operator would save a copy of its operand with halos, in addition to the shard that its producer or other
+    readers save. Here the shard and the halos are saved, and joined again in the backward.
 
     Args:
         target: the operator.
-        arguments: its arguments by name, in its order; those of *tensors* are given at every call, the part first.
+        arguments: its arguments by name, in order; those of *tensors* are passed in every call, the shard first.
         tensors: names of the arguments that are tensors.
-        halos: in the order in which dims are widened, so that corners come along.
+        halos: in the order in which dims are extended, so that corners are included.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class WindowedCall(nn.Module):
         self.without_rows = [h.reach.dim for h in halos if len(set(h.reach.held[h.index])) == 1]
 
     def forward(self, part: Tensor, *others: Tensor | None) -> Tensor:
-        """What the operator gives for the windows of this rank."""
+        """Result of the operator for the windows of this rank."""
         kept: list[list[Tensor]] = []
         wide = part
         for halo in self.halos:

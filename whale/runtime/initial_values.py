@@ -1,11 +1,11 @@
-"""The values that a model without data would have, had it been built on the CPU: from its builder, or from its modules.
+"""Initial values of a model without data, as if it had been built on the CPU: from its builder, or from its modules.
 
 A builder (a function without arguments) is recorded, so it is exact for any model. A finished model on the meta device
-says only what it consists of: a Hugging Face model is built again from its class and its config, any other module gets
-its ``reset_parameters()``, in the order in which modules are registered. That is what their constructors did if nothing
-else wrote to their tensors, and torch counts the writes: where the counts differ, as after
-``model.apply(init_weights)``, or where a module has tensors that nothing initialises, the model is refused and the
-builder asked for. Knows modules and values; nothing of plans or ranks.
+has only its structure: a Hugging Face model is built again from its class and its config, any other module gets its
+``reset_parameters()``, in the order in which modules are registered. This equals the constructors if nothing else wrote
+to their tensors, and torch counts the writes: if the counts differ, as after ``model.apply(init_weights)``, or if a
+module has tensors that nothing initialises, the model is refused, and the error asks for the builder. It knows modules
+and values; nothing of plans or ranks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _ADVICE = "give parallelize the function that builds the model in place of the m
 
 @dataclass(frozen=True, kw_only=True)
 class InitialValues:
-    """The tensors of a model by name, and how to compute them. ``given`` are values that are known instead."""
+    """The tensors of a model by name, and how to compute them. ``given`` values replace computed ones."""
 
     tensors: Mapping[str, Tensor]
     recording: Recording
     given: Mapping[str, Tensor]
 
     def digest(self) -> str:
-        """What ranks must agree on for their parts to fit together: the state of the random generator."""
+        """Digest of the random generator's state, on which ranks must agree for their shards to match."""
         return self.recording.digest() if not self.given else ""
 
     def take(self, wanted: Mapping[str, Intervals | None], device: torch.device) -> dict[str, Tensor]:
-        """These parts of these tensors (None is all of one), computed one tensor at a time.
+        """Compute parts of tensors (None is the whole tensor), one tensor at a time.
 
-        Torch's generator is left as the local construction leaves it, unless values are given.
+        torch's generator ends in the state after the local construction, unless values are given.
         """
         found = {}
         for name, intervals in wanted.items():
@@ -64,7 +64,7 @@ class InitialValues:
 def values_of_builder(
     build: Callable[[], nn.Module], state_dict: Mapping[str, Tensor] | None = None
 ) -> tuple[nn.Module, InitialValues]:
-    """Build a model without data, and say which values it has.
+    """Build a model without data, and return its values.
 
     Raises :class:`UsageError` for a builder that returns no module.
     """
@@ -91,7 +91,7 @@ def values_of_meta_model(model: nn.Module, state_dict: Mapping[str, Tensor] | No
 
 
 class _Rebuild:
-    """Makes for every tensor of a model on the meta device one that has its history, by the identity of the tensor."""
+    """Makes, for every tensor of a model on the meta device, one with its history, by the identity of the tensor."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, Tensor]) -> None:
         self.model, self.given = model, given
@@ -176,7 +176,8 @@ def _outermost_pretrained(model: nn.Module) -> list[nn.Module]:
 
 
 def _meta_twin(module: Any) -> nn.Module:
-    """What the class and the config give on the meta device: a model that has been written to since differs from it."""
+    """The model that class and config give on the meta device; a model that was written to afterwards differs from
+    it."""
     with torch.device("meta"):
         twin: nn.Module = type(module)(copy.deepcopy(module.config))
     return twin

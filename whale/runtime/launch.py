@@ -1,7 +1,7 @@
-"""How a process joins the others: from torchrun's environment to process groups, with an error where it would hang.
+"""Joining a launch: from torchrun's environment to process groups, with errors instead of hangs.
 
-A wrong number of processes is found before any process group exists, and a rank that did not start is named. One
-process without torchrun is a world of one, with no process group at all. This file knows no plans and no models; the
+A wrong number of processes is detected before any process group exists, and ranks that did not start are named. One
+process without torchrun is a world of one, without a process group. This module knows no plans and no models; the
 environment is read when `initialize` is called, never at import.
 """
 
@@ -26,14 +26,14 @@ __all__ = ["World", "finalize", "groups", "initialize"]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among all.
+    """This process and its world.
 
     Attributes:
         rank: this process.
-        size: how many there are.
-        device: what this process computes on.
-        failures: where ranks report failures; has the timeout.
-        store: what ranks share; None for one process.
+        size: number of processes.
+        device: of this process.
+        failures: failure reports; has the timeout.
+        store: the rendezvous store; None for one process.
     """
 
     rank: int
@@ -46,14 +46,14 @@ class World:
 def initialize(
     timeout_seconds: float = 60.0, expected_world_size: int | None = None, device_type: str | None = None
 ) -> World:
-    """Join the processes that torchrun started, or be a world of one.
+    """Join the processes of a launch; a process without torchrun is a world of one.
 
-    All keys in the store are under a prefix of the restart attempt: what a killed attempt left behind would otherwise
-    make the next one fail. Where this process has joined already, here or in the user's own script, the process groups
-    that there are stay and are used.
+    All keys in the store have a prefix for the restart attempt, because the keys of a killed attempt would make the
+    next one fail. If this process has already joined, here or in the user's script, its existing process groups are
+    used.
 
     Args:
-        timeout_seconds: the longest that any rank waits for another, here and later.
+        timeout_seconds: limit for every wait of a rank for another, here and later.
         expected_world_size: how many processes the plan is for.
         device_type: ``cpu`` or ``cuda``; by default cuda where there is one.
 
@@ -100,14 +100,14 @@ def initialize(
         )
     except RuntimeError as error:
         raise WorkerError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
-    # A thread of gloo that lets go of a tensor after the interpreter has gone aborts the process.
+    # A gloo thread that releases a tensor after the interpreter has exited aborts the process.
     atexit.register(finalize)
     return World(rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What torchrun's environment says of this process, before it joins the others."""
+    """This process in torchrun's environment, before it joins the others."""
 
     rank: int
     size: int
@@ -128,9 +128,9 @@ def groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make a process group for each distinct set of ranks; the ranks of a key are in order.
 
-    All ranks must call this with the same sets, whether they are in them or not; groups are made in one sorted order.
-    Sets of one rank need no group and are left out. Every call makes groups of its own, so that what must not wait
-    for each other, as collectives of stages and sums of gradients, can have different ones.
+    All ranks must call this with the same sets, including ranks in none of them; groups are made in one sorted order.
+    Sets of one rank need no group and are omitted. Every call makes new groups, so that operations that must not wait
+    for each other, such as collectives of stages and gradient reductions, can have different ones.
     """
     wanted = sorted({tuple(sorted(set(ranks))) for ranks in rank_sets})
     timeout = timedelta(seconds=timeout_seconds)
@@ -138,7 +138,7 @@ def groups(
 
 
 def finalize() -> None:
-    """Leave; harmless where nothing was joined."""
+    """Leave the launch; a no-op if nothing was joined."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

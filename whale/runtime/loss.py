@@ -1,4 +1,4 @@
-"""What all ranks add up in a step: the loss, which travels while the last backward runs, and whether batches are alike.
+"""Per-step sums over all ranks: the loss, overlapped with the last backward, and a check that batches are equal.
 
 Knows ranks and numbers; no stages and no schedules.
 """
@@ -18,7 +18,7 @@ __all__ = ["GlobalLoss", "LikeBatches"]
 
 
 class _Sum:
-    """A sum of a few numbers over all ranks, on its way; each is exact up to 2**53."""
+    """An asynchronous sum of a few numbers over all ranks; each is exact up to 2**53."""
 
     def __init__(self, world: World, group: dist.ProcessGroup | None, what: str, *terms: Tensor | float) -> None:
         self._world, self._what = world, what
@@ -37,12 +37,12 @@ class _Sum:
 
 
 class LikeBatches:
-    """Whether all ranks were given batches alike, as a sum: a batch of another shape would break collectives.
+    """A check, as a sum, that all ranks have equal batches: a batch of another shape would break collectives.
 
     Args:
         world: all ranks.
         group: of all of them, for this and the loss alone.
-        given: what this rank was given, in words that are equal on all ranks if the batches are alike.
+        given: a text for this rank's batch, equal on all ranks if the batches are equal.
     """
 
     def __init__(self, world: World, group: dist.ProcessGroup | None, given: str) -> None:
@@ -56,7 +56,7 @@ class LikeBatches:
         """Wait for all ranks.
 
         Raises:
-            UsageError: they were given different batches.
+            UsageError: the batches differ.
             WorkerError: a rank did not come within the timeout.
         """
         if self._sum is None:
@@ -77,7 +77,7 @@ class GlobalLoss:
         world: all ranks.
         group: of all of them, for this and their batches alone, because a rank may begin long before another.
         counts: whether this rank's loss is a term of the sum.
-        dtype: of the sum on all ranks: a script may compare it, and has to decide alike everywhere.
+        dtype: of the sum on all ranks, because a script that compares it must decide equally everywhere.
     """
 
     def __init__(self, world: World, group: dist.ProcessGroup | None, counts: bool, dtype: torch.dtype) -> None:
@@ -86,7 +86,7 @@ class GlobalLoss:
         self._sum: _Sum | None = None
 
     def begin(self, loss: Tensor | None) -> None:
-        """Send this rank's loss on its way; None if it computes none."""
+        """Start the sum with this rank's loss; None if it computes none."""
         self._loss = loss
         if self._world.size > 1:
             term = 0.0 if loss is None or not self._counts else loss.to(torch.float64)

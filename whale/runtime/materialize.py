@@ -1,10 +1,9 @@
-"""Build a model without its memory, then make the parts of its tensors that this rank owns, with the local values.
+"""Recording of a model's construction: a model is built without memory, and the shards of this rank are computed later.
 
 `record` runs a function that builds a model. Its tensors are on the meta device: the operators that create or write
-them are noted instead of computed. `Recording.take` computes them afterwards, one tensor at a time, and keeps only the
-parts that are asked for. Every random operator runs, in the order of the recording, on all of its elements, because a
-generator cannot skip; so the values, and the state in which the generator is left, are bitwise those of building the
-model locally.
+them are recorded instead of computed. `Recording.take` computes them afterwards, one tensor at a time, and returns only
+the requested parts. Every random operator runs, in the recorded order, on all of its elements, because a generator
+cannot skip. So the values, and the final state of the generator, are bitwise those of building the model locally.
 
 Knows tensors and operators; nothing of models, plans or process groups.
 """
@@ -39,7 +38,7 @@ _ALLOCATING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 
 @dataclass(eq=False)
 class _Stream:
-    """A generator while its draws are recorded. It ticks at every draw, so that no two states of it are equal."""
+    """A generator whose draws are recorded. It ticks at every draw, so that its states are distinct."""
 
     start: Tensor
     draws: dict[bytes, int]
@@ -80,7 +79,8 @@ def _whole_trunc_normal(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Reads(TorchFunctionMode):
-    """Answers what never reaches an operator: values as Python objects, and the device that the builder asked for."""
+    """Handles calls that never reach an operator: values as Python objects, and the device that the builder
+    requested."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def _replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:
 
 
 def _on_meta(schema: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What makes a new tensor makes it on the meta device."""
+    """Run operators that make new tensors on the meta device."""
     instead = {"device": torch.device("meta"), "pin_memory": None}
     return kwargs | {a.name: instead[a.name] for a in schema.arguments if a.name in instead}
 

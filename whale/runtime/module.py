@@ -1,4 +1,4 @@
-"""The parallel model that a training loop sees: this rank's parameters, and steps over a global batch.
+"""The parallel model for a training loop: this rank's parameters, and steps over a global batch.
 
 It owns tensors and runs compiled steps; how a step was compiled (capture, placement, lowering) is behind
 :class:`StepSource`. Names of parameters and buffers are the local model's.
@@ -25,7 +25,7 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Where a tensor lies: its whole shape, and for every rank that holds a part of it, which part."""
+    """Location of a tensor: its whole shape, and the part on every rank that has one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Shard:
     trainable: bool = True
 
     def distinct(self) -> dict[Intervals, int]:
-        """Every different part, with the lowest rank that holds it."""
+        """Every distinct part, with the lowest rank that has it."""
         found: dict[Intervals, int] = {}
         for rank in sorted(self.parts):
             found.setdefault(self.parts[rank], rank)
@@ -58,8 +58,9 @@ StepSource = Callable[[Mapping[str, Any], bool], CompiledStep]
 class ParallelModule(nn.Module):
     """A model whose steps run in parallel, equal to the local model's steps on the same global batch.
 
-    ``parameters()`` are this rank's parts; an optimizer made from them updates them as the local one would. A rank that
-    holds none has one without elements instead, which is in no state. Make one with :func:`whale.parallelize`.
+    ``parameters()`` yields this rank's parts; an optimizer made from them updates them as the local one would. A rank
+    without parts has one parameter without elements instead, which is in no state dict. Make a model with
+    :func:`whale.parallelize`.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class ParallelModule(nn.Module):
         return self._run(self._leaves(*args, **kwargs), False)
 
     def install(self, batch: Mapping[str, Any], training: bool, step: CompiledStep) -> None:
-        """Use a step that was compiled already for batches like this one."""
+        """Use an already compiled step for equal batches."""
         self._steps[(signature(batch), training)] = step
 
     def compile_step(self, batch: Mapping[str, Any], train: bool) -> CompiledStep:
-        """The step for batches like this one, compiled once."""
+        """The step for batches of this signature, compiled once."""
         key = (signature(batch), train and self.training)
         if key not in self._steps:
             self._steps[key] = self._source(batch, train and self.training)
@@ -195,7 +196,7 @@ class ParallelModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most *max_norm*; returns the norm before, on every rank.
 
-        Every element of the local model's gradients counts once, whatever number of ranks hold it.
+        Every element of the local model's gradients counts once, on any number of ranks.
         """
         terms = [torch.zeros((), dtype=torch.float64, device=self._world.device)]
         for name, shard in self._shards.items():
@@ -256,7 +257,7 @@ class _Idle(nn.Module):
 
 
 def signature(batch: Mapping[str, Any]) -> Signature:
-    """What a compiled step depends on: names, shapes and dtypes of tensors, values of the rest."""
+    """Signature of a batch: names, shapes and dtypes of tensors, values of the rest."""
     return tuple(
         (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (name, repr(v)) for name, v in batch.items()
     )
@@ -274,7 +275,7 @@ def _shapes(batch: Mapping[str, Any]) -> str:
 
 
 def _put(whole: Tensor, piece: Tensor, intervals: Intervals) -> None:
-    """Write a part to its place in the whole tensor."""
+    """Write a part to its position in the whole tensor."""
     index = [
         torch.cat([torch.arange(a, b, device=whole.device) for a, b in dim])
         if dim

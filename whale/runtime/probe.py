@@ -1,9 +1,8 @@
-"""Measure: how long a device, a link or a layer takes, robustly, on CPU and CUDA alike.
+"""Measurements of devices, links and layers: robust times on CPU and CUDA.
 
-A measurement is a median of windows of wall time. A window is long against the period in which a scheduler hands out
-a CPU quota (10 to 100 ms), so that a throttled device is measured as slow as it is; ranks of one measurement agree on
-how often they repeat, so that none waits for a call that does not come. This file knows tensors and process groups;
-what is measured, and for whom, is for its callers to say.
+A measurement is a median of windows of wall time. A window is long compared with the period of a CPU quota (10 to 100
+ms), so that throttling is included; ranks of one measurement agree on the number of repetitions, so that none waits for
+a call that does not come. This module knows tensors and process groups; its callers decide what to measure.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MIN_TURNS = 3
 MOST_LARGE = 64
 """All-reduces of a turn."""
 PIECES = 4
-"""Tensors of which a large all-reduce sums the elements, as a bucket of gradients does."""
+"""Number of tensors in a large all-reduce, as in a gradient bucket."""
 CHUNKS = 8
 """Pieces of computation for each of them, so that the next begins soon after it ends."""
 
@@ -86,10 +85,10 @@ def measure(
     seconds: float,
     agree: Callable[[float], float] = lambda estimate: estimate,
 ) -> Measured:
-    """Run something again and again for about so many seconds.
+    """Run a function repeatedly for about the given seconds.
 
-    Two runs come first, of which the second tells how many make a window; where a third of the time is less than a
-    run, windows are of one run, at least one.
+    Two runs come first; the second determines the runs per window. If a run takes more than a third of the time,
+    windows have one run, at least one.
 
     Args:
         run: what to time; it may start work on the device without waiting for it.
@@ -114,7 +113,7 @@ def _wall(run: Callable[[], object], repeats: int, device: torch.device) -> floa
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -217,10 +216,9 @@ def interference(
     device: torch.device,
     seconds: float,
 ) -> tuple[float, float, float]:
-    """What sums of buckets of gradients do to the other work of their ranks meanwhile, and it to them: by how much a
-    matrix product on this one takes longer (1: twice as long) while one such sum follows another, how many seconds
-    longer a small all-reduce takes, and by how much the large ones take longer while all ranks compute. Medians of
-    some turns.
+    """Interference of gradient reductions with other work of their ranks: the slowdown of a matrix product on this rank
+    (1: twice as long) during consecutive reductions, the extra seconds of a small all-reduce, and the slowdown of the
+    large ones while all ranks compute. Medians of some rounds.
 
     *groups* are two of these ranks: collectives of one group follow each other.
     """
@@ -232,9 +230,9 @@ def interference(
 
 
 class _Beside:
-    """Other work beside large all-reduces, turn by turn.
+    """Other work during large all-reduces, in rounds.
 
-    A large one is what a bucket of gradients is: tensors are copied into one, which is summed, and copied back.
+    A large all-reduce is that of a gradient bucket: tensors are copied into one, which is reduced, and copied back.
     """
 
     def __init__(
@@ -255,8 +253,7 @@ class _Beside:
         self.products = max(1, int(once / CHUNKS / self._products()))
 
     def turn(self) -> tuple[float, float, float]:
-        """By how much products take longer beside, how many seconds longer the small all-reduce, and by how much the
-        large ones beside products."""
+        """Slowdown of products, extra seconds of the small all-reduce, and slowdown of the large ones."""
         self._meet()
         chunks = self.count * CHUNKS // 2
         alone = self._timed(self._products, chunks) / chunks
@@ -284,7 +281,7 @@ class _Beside:
         return taken / max(done, 1) / alone - 1, waited, taken / free - 1
 
     def _meet(self) -> float:
-        """Let all ranks meet; seconds of a small all-reduce after they have."""
+        """Synchronize all ranks; return the seconds of a small all-reduce afterwards."""
         self._small()
         return self._small()
 
@@ -356,18 +353,18 @@ class Layer(Protocol):
 
     @property
     def batch(self) -> Mapping[str, Tensor]:
-        """What its stage reads of the global batch."""
+        """The part of the global batch that its stage reads."""
         ...
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """What it trains."""
+        """Its trainable parameters."""
         ...
 
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 _Kept = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-"""What a layer received, and what it computed."""
+"""Inputs and outputs of a layer."""
 MAX_STEPS = 1_000
 
 
@@ -394,12 +391,12 @@ def layer_seconds(
     micro_batches: int = 4,
     optimizer: Optimizer = torch.optim.AdamW,
 ) -> list[LayerSeconds]:
-    """Seconds of each layer, from training steps of the chain that they make.
+    """Seconds of each layer, from training steps of the chain of these layers.
 
-    A step is what the executor runs: each micro-batch forward through all layers and backward through all, gradients
-    added up, then the optimizer, and gradients are let go. Every layer is a graph of its own; what it hands to the next
-    is what the one before computed, where that has the right shape. So caches, the allocator and the memory are in the
-    state in which a step has them, and the layers' times sum up to the step's.
+    A step is that of the executor: each micro-batch forward through all layers and backward through all, gradient
+    accumulation, then the optimizer, and gradients are freed. Every layer is a graph of its own; its input is the
+    output of the layer before, if that has the right shape. So caches, the allocator and the memory are in the state of
+    a real step, and the layers' times sum to the step's.
     """
     chain = Chain(layers, device=device, micro_batches=micro_batches, optimizer=optimizer)
     chain.step()  # makes the states of the optimizers, in memory that activations had
@@ -480,7 +477,7 @@ class Chain:
 
 
 def _usable(values: Sequence[Tensor], index: int, stand_in: Tensor) -> Tensor:
-    """What the layer before computed, if it is what is received; else the stand-in."""
+    """The output of the layer before, if it is this layer's input; else the stand-in."""
     if index < len(values) and values[index].shape == stand_in.shape and values[index].dtype == stand_in.dtype:
         return values[index]
     return stand_in.detach()
@@ -492,7 +489,8 @@ def _seed(root: Tensor, gradients: Sequence[Tensor | None], index: int) -> Tenso
 
 
 class _Clock:
-    """Adds up the seconds of stretches of work: wall time on a CPU, events on CUDA, which do not disturb its queue."""
+    """Accumulates the seconds of sections of work: wall time on a CPU, events on CUDA, which do not disturb its
+    queue."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -509,7 +507,7 @@ class _Clock:
             self.pending.append((self.began, self._event(), into, index))
 
     def settle(self) -> None:
-        """Wait for the device, and add what its events say."""
+        """Wait for the device, and add the times of its events."""
         finish(self.device)
         for start, end, into, index in self.pending:
             into[index] += start.elapsed_time(end) / 1e3
@@ -527,8 +525,8 @@ def _layer_seconds(
     per_window: int,
     micro_batches: int,
 ) -> list[LayerSeconds]:
-    """The median over windows of so many steps tells how long a step takes; of which every part takes its share of all
-    steps together, since a part alone is short against the period of a CPU quota."""
+    """The median over windows of steps is the step time. Every part gets its share of all steps together, because a
+    single part is short compared with the period of a CPU quota."""
     totals = [sum(map(sum, times)) + update for times, update in steps]
     windows = [totals[start : start + per_window] for start in range(0, len(totals) - per_window + 1, per_window)]
     found = summary([sum(window) / len(window) for window in windows or [totals]])

@@ -1,7 +1,7 @@
-"""Random operators whose numbers depend on where a tensor is, not on which process draws first.
+"""Random operators whose numbers depend on the position in a tensor, not on which process draws first.
 
-Ranks that hold the same part of a tensor draw the same numbers; ranks that hold different parts draw independent
-ones. The seed is a hash of (user's seed, step, micro-batch, operator, part), so a step can be repeated.
+Ranks with the same shard of a tensor draw the same numbers; ranks with different shards draw independent ones. The seed
+is a hash of (user's seed, step, micro-batch, operator, shard), so a step can be repeated.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _MASK = (1 << 63) - 1
 
 
 class Clock:
-    """Which step and which micro-batch is running; shared by all seeded operators of a model."""
+    """The RNG position: current step and micro-batch; shared by all seeded operators of a model."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.step, self.micro_batch = seed, 0, 0
 
     def derive(self, key: int) -> int:
-        """A seed for the operator *key* at this moment."""
+        """A seed for the operator *key* at this position."""
         value = self.seed & _MASK
         for part in (self.step, self.micro_batch, key):
             value = _mix(value ^ _mix(part + 0x9E3779B97F4A7C15))
@@ -45,7 +45,7 @@ def position_key(operator: int, part: tuple[tuple[int, int], ...]) -> int:
 
 
 class SeededDropout(nn.Module):
-    """Dropout with a generator of its own; the second result, if asked for, is the mask."""
+    """Dropout with its own generator; the second result, if requested, is the mask."""
 
     def __init__(self, probability: float, key: int, clock: Clock, with_mask: bool) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class SeededDropout(nn.Module):
             self._generator.manual_seed(self.clock.derive(self.key))
         keep = 1.0 - self.probability
         mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(keep, generator=self._generator)
-        y = x * mask  # keeps the mask for the backward, a byte an element; the scale keeps nothing
+        y = x * mask  # saves the mask for the backward, a byte per element; the scale saves nothing
         if keep > 0:
             y = y.mul_(1 / keep)
         return (y, mask) if self.with_mask else y
 
 
 class SeededCall(nn.Module):
-    """Any other random operator, run with the default generator seeded for it and put back afterwards."""
+    """Any other random operator, run with the default generator, which is seeded for it and restored afterwards."""
 
     def __init__(self, target: Callable[..., Any], key: int, clock: Clock) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The sum of gradients over the ranks that own a parameter: bucketed, asynchronous, overlapped with the last backward.
+"""Gradient reduction over the ranks that own a parameter: bucketed, asynchronous, overlapped with the last backward.
 
-Replicas of a stage and stages that share a weight are the same case here: ranks that each hold a part of one
-gradient. It is a sum, never a mean, because the loss is already divided by a global count. Buckets start in one fixed
-order, so all ranks agree on it. This file knows no stages but as the numbers that the executor says have finished,
-and no strategies.
+Replicas of a stage and stages that share a weight are the same case here: ranks that each have a term of one gradient.
+It is a sum, never a mean, because the loss is already divided by a global count. Buckets start in one fixed order, so
+all ranks agree on it. This module knows stages only as the numbers that the executor reports as finished, and no
+strategies.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Bucket", "Reducer", "bucketize"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
-    """Parameters whose gradients travel together.
+    """A bucket: parameters whose gradients are reduced together.
 
     Attributes:
         index: of the `ReduceSpec` that this is the local part of.
         parameters: trainable, each once, of one dtype and device; the same list on all ranks.
-        ranks: who owns them.
+        ranks: that own them.
         stages: the stages on *this* rank that contribute.
-        group: the process group of ``ranks``; None if this rank is alone. A group of its own, not the one that
-            collectives inside of stages use, because these start whenever a gradient is ready.
+        group: the process group of ``ranks``; None if this rank is alone. It is separate from the groups of collectives
+            inside stages, because reductions start whenever a gradient is ready.
     """
 
     index: int
@@ -59,10 +59,9 @@ class _Pending:
 class Reducer:
     """Sums gradients of one rank's buckets, in the order in which they are given, which must be the program's.
 
-    In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest
-    where the program says so; `finish`. Gradients that were there before the step, from a step whose gradients are to
-    be accumulated, are put aside and added back, so they are not summed twice. *transport* is what has ``all_reduce``:
-    ``torch.distributed``, unless a step is tried without other ranks.
+    In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest when
+    the program says so; `finish`. Existing gradients, from a step whose gradients are accumulated, are saved and added
+    back, so they are not summed twice. *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
@@ -82,7 +81,7 @@ class Reducer:
             if len(kinds) > 1 or not seen.isdisjoint(bucket.parameters) or len(bucket.parameters) == 0:
                 raise UsageError(f"bucket {bucket.index} needs parameters of one dtype and device, each in one bucket")
             seen.update(bucket.parameters)
-        # A parameter keeps its hooks where Python's collector does not look, so they must not keep the parameter.
+        # A parameter's hooks are invisible to Python's garbage collector, so they must not reference the parameter.
         this = weakref.ref(self)
 
         def accumulated(parameter: Tensor) -> None:
@@ -111,21 +110,22 @@ class Reducer:
                     parameter.grad = None
 
     def arm(self, stage: int) -> None:
-        """Say that the stage's next backward is its last: it accumulates final values, where no other stage adds."""
+        """Announce that the stage's next backward is its last: its gradients are final unless another stage adds to
+        them."""
         for pending in self._pending:
             if pending.stages == {stage}:
                 for parameter in pending.bucket.parameters:
                     self._armed[parameter] = pending
 
     def finished(self, stage: int) -> None:
-        """Say that the stage's last backward is done: gradients that did not come are zero."""
+        """Announce that the stage's last backward is done: missing gradients are zero."""
         self._armed.clear()
         for pending in self._pending:
             pending.stages.discard(stage)
         self._start_ready()
 
     def launch(self, index: int) -> None:
-        """Make sure that the bucket has started, as the program says it must have by now.
+        """Ensure that the bucket has started, as the program requires.
 
         Raises:
             ScheduleError: a stage that contributes has not finished, or the program's order is another.
@@ -135,7 +135,7 @@ class Reducer:
             raise ScheduleError(f"bucket {index} cannot be reduced yet; of {self._order()} only {started} have started")
 
     def finish(self) -> None:
-        """Wait for all sums and put them where the optimizer looks.
+        """Wait for all sums and write them to the parameters' gradients.
 
         Raises:
             WorkerError: a rank did not come within the timeout; the message names it.
@@ -160,13 +160,13 @@ class Reducer:
         self._pending, self._before = [], []
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """Note that a gradient has been added to; called by autograd for every backward, so it must be quick."""
+        """Record that a gradient is ready; autograd calls it in every backward, so it must be fast."""
         pending = self._armed.get(parameter)  # type: ignore[call-overload]
         if pending is None:
             return
@@ -213,7 +213,7 @@ class Reducer:
 
 
 def bucketize(parameters: Sequence[Parameter], capacity_bytes: int = BUCKET_BYTES) -> list[tuple[Parameter, ...]]:
-    """Cut parameters, given in the order of the forward, into buckets in the order in which gradients become ready.
+    """Divide parameters, in forward order, into buckets in the order in which gradients become ready.
 
     A parameter larger than the capacity is a bucket of its own, which needs no copy; frozen ones are left out.
     """

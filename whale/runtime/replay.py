@@ -1,4 +1,4 @@
-"""Compute what was recorded of a model's construction, tensor by tensor, and keep the parts that are asked for.
+"""Replay of a recorded construction: compute tensors one by one, and return the requested parts.
 
 A storage that is wholly overwritten is a new *incarnation* of it: what the old one held is dead, and if it was random
 it is drawn and dropped (Hugging Face initialises every weight twice). Operators run as soon as what they read is there,
@@ -37,7 +37,7 @@ class Ref:
 
     @classmethod
     def of(cls, x: Tensor, incarnation: int) -> Ref:
-        """What a tensor is of that incarnation of its storage."""
+        """View of a storage's incarnation that a tensor has."""
         return cls(incarnation, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
 
@@ -69,8 +69,8 @@ class Resume(NamedTuple):
 
 @dataclass(eq=False)
 class Incarnation:
-    """What a storage holds until it is overwritten. ``writers`` and ``readers`` (since the last write) are calls;
-    ``literal`` is a tensor that the builder brought with its data."""
+    """Content of a storage until it is overwritten. ``writers`` and ``readers`` (since the last write) are calls;
+    ``literal`` is a tensor that the builder provided with its data."""
 
     storage: torch.UntypedStorage
     device: torch.device
@@ -90,12 +90,12 @@ class Recording:
     ends: Mapping[torch.Generator, Resume | None]
 
     def digest(self) -> str:
-        """What the values depend on besides the calls: where the default generator starts."""
+        """State besides the calls that determines the values: the initial state of the default generator."""
         state = self.starts[torch.default_generator]
         return hashlib.sha256(bytes_of(state)).hexdigest() if any(call.draws for call in self.calls) else ""
 
     def uninitialised(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of those whose storage nothing ever wrote."""
+        """Names of tensors whose storage nothing ever wrote."""
         found = []
         for name, x in tensors.items():
             index = self.current.get(x.untyped_storage()._cdata)
@@ -134,7 +134,7 @@ class Recording:
 
         Args:
             wanted: for each name a tensor of the recording, and which stretches of its dims; None is all of it.
-            device: where the parts are kept; they are computed where the builder put them.
+            device: of the returned parts; they are computed on the builder's device.
             draw: whether to run the random operators that no wanted tensor depends on, as the local construction does.
 
         Raises:
@@ -271,13 +271,13 @@ class Replay:
                 self.harvest(i)
 
     def set_state(self, generator: torch.Generator, resume: Resume | None) -> None:
-        """Put a generator where the builder had it."""
+        """Restore a generator to the builder's state."""
         if resume is not None:
             state = resume.state if resume.state is not None else self.states[id(generator), resume.draw]
             generator.set_state(state)
 
     def harvest(self, index: int) -> None:
-        """Keep the wanted parts of a finished incarnation and drop the rest."""
+        """Copy the wanted parts of a finished incarnation and free the rest."""
         for name, ref, intervals in self.wanted.pop(index, ()):
             whole = self.tensor(ref)
             alone = whole.numel() * whole.element_size() == whole.untyped_storage().nbytes()
@@ -315,5 +315,5 @@ def _clone_storage(x: Tensor) -> Tensor:
 
 
 def bytes_of(state: Tensor) -> bytes:
-    """Those of a generator's state, to compare."""
+    """Bytes of a generator's state, to compare."""
     return state.numpy().tobytes()

@@ -1,4 +1,4 @@
-"""What one rank runs of a stage: three local graphs, the tensors that feed them, and what to keep between steps.
+"""The local program of a stage on one rank: three graphs, their input tensors, and state between steps.
 
 The *constant* graph runs once, the *step* graph once a step on the global batch, the *micro-batch* graph for every
 micro-batch. Knows tensors and graphs; not how they were made.
@@ -19,11 +19,11 @@ from whale.runtime.collectives import CollectiveModule, Group
 from whale.runtime.random import Clock
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dim of a tensor the half-open stretches that are meant, in order."""
+"""For each dim of a tensor, half-open ranges in order."""
 
 Source = tuple[str, Any]
-"""Where a placeholder's tensor comes from: ("parameter", name), ("buffer", name), ("constant", name),
-("input", (leaf, intervals)), ("received", position), or (level, position) for an earlier graph's output."""
+"""Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
+intervals)), ("received", position), or (level, position) for an earlier graph's output."""
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class LocalCode:
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """What the graph computes, as a function of a root with the modules that it calls, and of its placeholders."""
+        """The graph as a function of a root with its modules, and of its placeholders."""
         return type(self.module).forward if self.unbound is None else self.unbound.function
 
     def __call__(self, *args: Any) -> Any:
@@ -54,7 +54,7 @@ class LocalCode:
 
 @dataclass
 class LocalGraph:
-    """One graph of a local program, and what feeds its placeholders, in order."""
+    """One graph of a local program, and the sources of its placeholders, in order."""
 
     code: LocalCode
     sources: list[Source]
@@ -62,13 +62,13 @@ class LocalGraph:
 
 @dataclass
 class LocalProgram:
-    """What one rank runs for a stage and one micro-batch.
+    """The local program of one rank for a stage and one micro-batch.
 
     The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values.
-    ``bridges`` are the modules that need a process group, which they have in copies only (:func:`bound`).
-    ``depends_on_position`` says that the program is right for one micro-batch only, not for others of as many rows.
-    ``nothing`` is set where the rank has no row of the micro-batch and nobody waits for it inside the stage: the shapes
-    and dtypes of what it then returns unrun.
+    ``bridges`` are the modules that need a process group, which only their copies have (:func:`bound`).
+    ``depends_on_position`` means that the program is valid for one micro-batch only, not for others of as many rows.
+    ``nothing`` is set if the rank has no row of the micro-batch and no rank waits for it inside the stage: the shapes
+    and dtypes that it then returns without running.
     """
 
     constant: LocalGraph
@@ -80,10 +80,10 @@ class LocalProgram:
 
 
 def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, ...]], Group]) -> list[LocalProgram]:
-    """Copies of programs whose modules have process groups; the programs themselves stay as they are.
+    """Copies of programs whose modules have process groups; the programs themselves are not changed.
 
     Args:
-        programs: those of a stage's micro-batches; what they have in common their copies have in common.
+        programs: of a stage's micro-batches; shared parts remain shared in the copies.
         group_of: the group of a module, by its name in its graph and its ranks.
     """
     codes: dict[int, LocalCode] = {}
@@ -135,11 +135,11 @@ def part(x: Tensor, intervals: Intervals) -> Tensor:
 
 
 class LocalStage:
-    """One stage of this rank, as the executor runs it.
+    """One stage of this rank, as the executor's input.
 
     Args:
         programs: one a micro-batch; equal ones are the same object.
-        outputs: names of what the micro-batch graph returns to the executor.
+        outputs: names of the values that the micro-batch graph returns to the executor.
         mutated: names of the buffers whose new values follow.
         tensors: the rank's parameters and buffers by name, and the constants.
         parameters: the trainable parameters that the stage reads.
@@ -170,12 +170,12 @@ class LocalStage:
         return tuple(sorted({rank for program in self.programs for b in program.bridges for rank in b.ranks}))
 
     def begin(self, batch: Mapping[str, Any]) -> None:
-        """Start a step on a global batch: forget what depended on the last one."""
+        """Start a step on a global batch: drop state of the last one."""
         self._batch = batch
         self._steps.clear()
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the micro-batch graph; new buffer values are kept until the step ends, the rest is returned."""
+        """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned."""
         program = self.programs[micro_batch]
         self.clock.micro_batch = micro_batch
         if program.nothing is not None:  # many operators refuse tensors without rows
@@ -189,7 +189,8 @@ class LocalStage:
         return results
 
     def finish(self) -> None:
-        """End a step: store new buffer values. Not earlier, for a backward may still read the old ones."""
+        """End a step: store new buffer values. Earlier is not possible, because a backward may still read the old
+        ones."""
         with torch.no_grad():
             for name, value in self._changed.items():
                 self._tensors["buffer", name].copy_(value)
@@ -213,7 +214,7 @@ class LocalStage:
         return arguments
 
     def _split(self, program: LocalProgram, graph: LocalGraph) -> tuple[list[Any], list[tuple[int, str, Any]]]:
-        """The arguments that never change, in their places, and the places and sources of those that do."""
+        """The constant arguments, in their positions, and the positions and sources of the others."""
         fixed: list[Any] = [None] * len(graph.sources)
         changing = []
         for position, (kind, what) in enumerate(graph.sources):

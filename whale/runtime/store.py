@@ -1,7 +1,7 @@
-"""Where ranks leave each other notes before, or beside, what they do together: the store of the launch.
+"""Key-value messages between ranks through the rendezvous store.
 
-Ranks that wait here wait at a socket: nothing turns and no collective runs. Knows ranks, names and JSON, not what the
-notes are about.
+Waiting ranks block on a socket: they use no processor and no collective runs. It knows ranks, names and JSON, not the
+content of messages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Board", "from_first"]
 
 
 class Board:
-    """Notes by name, for all ranks; for one process a table.
+    """Messages by name, for all ranks; a table for one process.
 
     Args:
-        world: whose ranks write and read.
-        topic: what the notes are about, for messages. All ranks make their boards of a topic in one order.
-        patience_seconds: the longest wait for a note.
+        world: the ranks that write and read.
+        topic: of the messages, for errors. All ranks make the boards of a topic in one order.
+        patience_seconds: timeout of a wait for a message.
     """
 
     def __init__(self, world: World, topic: str, patience_seconds: float = 600.0) -> None:
@@ -32,17 +32,17 @@ class Board:
         self._number = world.store.add(f"{topic}/boards/{world.rank}", 1) if world.store is not None else 0
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a note that JSON can hold."""
+        """Write a message that is representable in JSON."""
         if self.world.store is None:
             self._own[key] = value
         else:
             self.world.store.set(f"{self.topic}/{self._number}/{key}", json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """Wait for a note and read it.
+        """Wait for a message and return it.
 
         Raises:
-            WorkerError: it did not come in time.
+            WorkerError: the wait timed out.
         """
         store = self.world.store
         if store is None:
@@ -55,7 +55,7 @@ class Board:
 
 
 def from_first(world: World, topic: str, make: Callable[[], str], *, patience_seconds: float) -> str:
-    """The text that rank 0 makes, on all ranks; the others wait for it.
+    """Broadcast a text that rank 0 makes; the others wait for it.
 
     Raises:
         WorkerError: rank 0 failed to make it, or took longer than *patience_seconds*.

@@ -1,0 +1,286 @@
+"""What one layer costs on one device: seconds and bytes, by device type, degrees, rows, precision and stack.
+
+The only place that turns a layer of the profile into prices. The search asks for the degrees that the profile has, the
+prediction of a compiled plan for any fraction of a layer. It knows neither groups nor links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from whale.ir.cluster import DeviceType
+from whale.ir.profile import Affine, ModelProfile
+from whale.planner.cost.layers import LayerSeconds, Recompute, forward_flops, layer_seconds_by_rows, variant_of
+from whale.planner.cost.memory import (
+    Largest,
+    StateBytes,
+    gradient_bytes,
+    kept_bytes,
+    run_kept_bytes,
+    run_state_bytes,
+    run_working_bytes,
+    state_bytes,
+    working_bytes,
+)
+from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.cost.precision import Precision
+from whale.planner.cost.stack import WHALE, Stack
+
+__all__ = ["Degrees", "LayerCosts", "LayerMemo"]
+
+MOST_USUAL_ROWS = 4096
+"""Up to so many powers of two are priced together; a search asks for most of them."""
+
+Degrees = tuple[int, int]
+"""The tensor and the expert degree of a device's part of a layer."""
+
+
+class LayerMemo:
+    """Seconds and bytes of layers that were worked out already, for one profile, precision, stack and optimizer."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Any, LayerSeconds] = {}
+        self.amounts: dict[Any, tuple[Affine, Largest]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """Prices of a model's layers, each worked out once.
+
+    Attributes:
+        profile: of the model.
+        precision: of the run.
+        stack: that runs it.
+        optimizer: of Whale's stack; others have a fused Adam.
+        memo: what is known already.
+    """
+
+    profile: ModelProfile
+    precision: Precision
+    stack: Stack = WHALE
+    optimizer: Optimizer = "adamw"
+    memo: LayerMemo = field(default_factory=LayerMemo)
+
+    @property
+    def runs(self) -> bool:
+        """Whether Whale's executor is the stack."""
+        return self.stack.name == "whale"
+
+    # Seconds
+
+    def seconds(
+        self, kind: int, type_: DeviceType, degrees: Degrees, rows: float, micro_batches: int, shards: int = 1
+    ) -> LayerSeconds:
+        """Return the seconds of a layer on a device, without its collectives.
+
+        Args:
+            kind: of the layer, a position in the profile's kinds.
+            type_: of the device.
+            degrees: over which the layer and its experts are split; the profile has the first one.
+            rows: of a micro-batch on the device.
+            micro_batches: of the step.
+            shards: devices that share the optimizer's states.
+        """
+        key = (kind, type_, degrees, micro_batches, shards)
+        known = self.memo.seconds
+        if (*key, rows) not in known:
+            wanted = _usual_rows(rows)
+            found = layer_seconds_by_rows(
+                self.profile.kinds[kind],
+                type_,
+                wanted,
+                tensor_degree=degrees[0],
+                expert_degree=degrees[1],
+                precision=self.precision.name,
+                fused_attention=self.stack.fuses(type_, self.precision),
+                eager=self.stack.eager,
+                recompute=self._recompute(kind),
+                sequence_parallel=self.stack.sequence_parallel,
+                optimizer=self.optimizer if self.runs else None,
+                optimizer_shards=shards if self.stack.zero else 1,
+                accumulate=self.stack.zero < 2,
+                num_micro_batches=micro_batches,
+            )
+            known.update(((*key, count), one) for count, one in zip(wanted, found, strict=True))
+        return known[*key, rows]
+
+    def seconds_of_part(
+        self, kind: int, type_: DeviceType, fraction: float, expert: int, rows: int, micro_batches: int
+    ) -> LayerSeconds:
+        """Return the seconds of any *fraction* of a layer: between the tensor degrees that the profile knows they are
+        linear in it. Collectives of such a part are not among them."""
+        if not rows:
+            return LayerSeconds(forward=0.0, backward=0.0, weights=0.0, update=0.0)
+        given = self.profile.kinds[kind]
+        measured = {times.tensor_degree for times in given.measured if times.device_type == type_.name}
+        degrees = sorted(measured or {variant.tensor_degree for variant in given.variants})
+
+        def at(degree: int) -> LayerSeconds:
+            return self.seconds(kind, type_, (degree, expert), rows, micro_batches)
+
+        exact = next((degree for degree in degrees if abs(degree * fraction - 1) < 1e-9), None)
+        if exact is not None:
+            return at(exact)
+        if len(degrees) < 2:
+            return _blend(at(degrees[0]), at(degrees[0]), fraction * degrees[0], 0.0)
+        above = max((degree for degree in degrees if 1 / degree >= fraction), default=degrees[0])
+        below = min((degree for degree in degrees if degree > above), default=degrees[-1])
+        if below == above:
+            above = degrees[-2]
+        share = (fraction - 1 / below) / (1 / above - 1 / below)
+        return _blend(at(above), at(below), share, 1 - share)
+
+    def adding(self, micro_batches: int) -> int:
+        """The number of micro-batches if the time of any layer depends on it, else 1."""
+        return micro_batches if any(self._accumulates) else 1
+
+    @cached_property
+    def _accumulates(self) -> list[bool]:
+        """Whether a layer's time depends on the number of micro-batches: where adding up gradients was measured."""
+        return [any(times.accumulation for times in kind.measured) for kind in self.profile.kinds]
+
+    def repeats(self, kind: int) -> bool:
+        """Whether layers of a kind are blocks, and not the embeddings or the head."""
+        return self._counts[kind] > 1
+
+    def _recompute(self, kind: int) -> Recompute:
+        """Only blocks are computed again."""
+        return self.stack.recompute if self.repeats(kind) else "none"
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        """How many layers there are of each kind."""
+        return Counter(self.profile.layers)
+
+    @cached_property
+    def flops(self) -> float:
+        """Multiplications and additions of a row's forward."""
+        degree = min(self.tensor_degrees, default=1)
+        return sum(count * forward_flops(self.profile.kinds[kind], degree) for kind, count in self._counts.items())
+
+    @cached_property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """The degrees over which all layers can be split, ascending."""
+        common: set[int] | None = None
+        for kind in self.profile.kinds:
+            known = {one.tensor_degree for one in kind.variants} or {one.tensor_degree for one in kind.measured}
+            common = known if common is None else common & known
+        refused = {degree for degree, _ in self.profile.refused}
+        return tuple(sorted((common or set()) - refused))
+
+    @cached_property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """The degrees over which all experts can be split by themselves, as Whale runs it, ascending."""
+        known = [
+            {variant.expert_degree for variant in kind.expert_variants}
+            for kind in self.profile.kinds
+            if kind.expert_variants or any(variant.expert_parameters for variant in kind.variants)
+        ]
+        usable = known and self.runs and self.profile.experts and 1 in self.tensor_degrees
+        return tuple(sorted(set.intersection(*known))) if usable else ()
+
+    # Bytes
+
+    def kept(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
+        """Bytes that a micro-batch of *rows* rows on a device saves of a layer for its backward."""
+        return self._amounts(kind, type_, degrees)[0](rows)
+
+    def working(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
+        """Bytes that a layer needs beside them while it runs."""
+        return self._amounts(kind, type_, degrees)[1](rows)
+
+    def _amounts(self, kind: int, type_: DeviceType, degrees: Degrees) -> tuple[Affine, Largest]:
+        key = (kind, type_, degrees)
+        if key not in self.memo.amounts:
+            given, precision = self.profile.kinds[kind], self.precision
+            how: dict[str, Any] = {"tensor_degree": degrees[0], "precision": precision}
+            if self.runs:
+                one_by_one = costs_of(self.optimizer).one_by_one if type_.is_processor else 0
+                how["expert_degree"] = degrees[1]
+                found = run_kept_bytes(given, **how), run_working_bytes(given, **how, one_by_one=one_by_one)
+            else:
+                how |= {
+                    "fused_attention": self.stack.fuses(type_, precision),
+                    "eager": self.stack.eager,
+                    "recompute": self._recompute(kind),
+                    "sequence_parallel": self.stack.sequence_parallel,
+                }
+                found = kept_bytes(given, **how), working_bytes(given, **how)
+            self.memo.amounts[key] = found
+        return self.memo.amounts[key]
+
+    def output_bytes(self, layer: int, rows: float) -> float:
+        """What a layer (a position in the chain) hands to the next for so many rows."""
+        kind = self.profile.kinds[self.profile.layers[layer]]
+        return kind.output.total(rows, self.precision.element_bytes)
+
+    def parameters(self, layers: Iterable[int], degree: int, expert: int = 1) -> tuple[float, float]:
+        """Elements of parameters of *layers* on a device: dense, and of experts. Tied ones count once."""
+        positions = set(layers)
+        dense = experts = 0.0
+        for kind, count in Counter(self.profile.layers[index] for index in positions).items():
+            own, of_experts = self.parameters_of(kind, degree, expert)
+            dense, experts = dense + count * own, experts + count * of_experts
+        for readers, shared in self.profile.tied:
+            dense -= max(0, len(positions.intersection(readers)) - 1) * shared / degree
+        return max(0.0, dense), experts
+
+    def parameters_of(self, index: int, degree: int, expert: int = 1) -> tuple[float, float]:
+        """Elements of parameters of a kind of layer on a device: dense, and of experts."""
+        kind = self.profile.kinds[index]
+        if not kind.variants:
+            return (kind.parameters or 0.0) / degree, 0.0
+        variant = variant_of(kind, degree, expert)
+        split = expert if variant.expert_degree == 1 else 1  # where the profile has whole experts
+        return variant.parameters - variant.expert_parameters, variant.expert_parameters / split
+
+    def frozen_of(self, index: int, degree: int, expert: int = 1) -> float:
+        """Elements that a kind of layer has on a device and does not train."""
+        kind = self.profile.kinds[index]
+        return variant_of(kind, degree, expert).buffers if kind.variants else 0.0
+
+    def state(self, parameters: float, frozen: float = 0.0, *, shards: int = 1, zero: int = 0) -> StateBytes:
+        """Bytes of weights, gradients and optimizer states of so many parameters, of which *shards* devices divide what
+        *zero* says, and of so many that are not trained."""
+        if self.runs:
+            return run_state_bytes(parameters, frozen=frozen, precision=self.precision, optimizer=self.optimizer)
+        return state_bytes(parameters, precision=self.precision, zero=zero, shards=shards)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a gradient when it is summed; float16 ones are as they are, whatever holds them (Megatron)."""
+        if self.runs:
+            return self.precision.element_bytes
+        return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, self.stack.zero)
+
+
+def _blend(one: LayerSeconds, other: LayerSeconds, share: float, rest: float) -> LayerSeconds:
+    def mixed(name: str) -> float:
+        return max(0.0, share * getattr(one, name) + rest * getattr(other, name))
+
+    backward = mixed("backward")
+    return LayerSeconds(
+        forward=mixed("forward"),
+        backward=backward,
+        weights=min(backward, mixed("weights")),
+        update=mixed("update"),
+        measured=one.measured and other.measured,
+    )
+
+
+def _usual_rows(rows: float) -> tuple[float, ...]:
+    """Numbers of rows that are priced together with one that a search asks for: powers of two, and the few below four;
+    of others that number alone.
+
+    >>> _usual_rows(5), _usual_rows(2)[:5], _usual_rows(0.5)
+    ((5,), (1, 2, 3, 4, 8), (0.5,))
+    """
+    whole = int(rows)
+    if whole != rows or not whole or (whole > 4 and whole & (whole - 1)):
+        return (rows,)
+    most = max(MOST_USUAL_ROWS, whole)
+    return (1, 2, 3, *(1 << power for power in range(2, most.bit_length())))

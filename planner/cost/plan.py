@@ -1,0 +1,541 @@
+"""What a pipeline of stages costs, each on its own devices: the workload of its step, its memory, its prediction.
+
+The one evaluation of plans: the search scores its candidates here, and ``whale estimate`` the uniform plan that its
+degrees name. Replicas of a stage whose devices, places in their nodes, rows and neighbours are alike are one *kind*,
+priced and simulated once, so thousands of ranks cost what a few do. What stages cost is in `whale.planner.cost.stage`,
+how a step goes in `whale.planner.cost.step`. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from math import lcm
+from typing import NamedTuple
+
+from whale.ir.cluster import Cluster
+from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
+from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
+from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
+from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
+from whale.planner.cost.step import overlap_slowdown, step, timing_of
+from whale.planner.schedules.in_flight import in_flight, peak_kept
+
+__all__ = ["PlanCost", "PlanStage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanStage:
+    """A stage of a plan.
+
+    Attributes:
+        first, last: its layers, [first, last) of the profile's chain.
+        ranks: row-major over replicas and the devices of each, ascending along both. Several stages may have the same
+            ranks, which then run them in turn.
+        data, tensor: degrees.
+        rows: of a micro-batch, for each replica; a replica may have none.
+        expert: degree; the ranks of an expert group divide the rows of a replica, and only their experts are split.
+        context: degree; the ranks of a context group divide the tokens of each row.
+    """
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+    data: int
+    tensor: int
+    rows: tuple[float, ...]
+    expert: int = 1
+    context: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor * lcm(self.expert, self.context)
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Data, tensor, expert."""
+        return self.data, self.tensor, self.expert
+
+    @property
+    def layers(self) -> range:
+        """Its layers."""
+        return range(self.first, self.last)
+
+    @property
+    def data_group(self) -> tuple[int, ...]:
+        """The ranks that hold the same dense parameters as its first."""
+        return self.ranks[:: self.tensor]
+
+    def slice(self, index: int) -> tuple[int, ...]:
+        """The ranks of a replica.
+
+        >>> PlanStage(first=0, last=1, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(1, 1)).slice(1)
+        (2, 3)
+        """
+        return self.ranks[index * self.size : (index + 1) * self.size]
+
+
+SCATTERED_BEFORE = 0.3
+"""Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
+
+SHARDED_SLOWDOWN = 0.7
+"""How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
+the shorter of them."""
+
+ROW = 1e-9
+"""Less than that is no row; balanced replicas have fractions of rows, on average over micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """Replicas of a stage that are alike; the first stands for them.
+
+    Attributes:
+        index: of that slice in its stage.
+        rank: of its device with least memory, which stands for all of the slice.
+    """
+
+    group: TensorGroup
+    rows: float
+    index: int
+    rank: int
+
+
+class _Pair(NamedTuple):
+    """Rows that a slice hands to one of the next stage."""
+
+    source: int
+    target: int
+    rows: float
+    same_node: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost:
+    """A plan with its kinds of replicas.
+
+    Attributes:
+        prices: of stages and messages.
+        stages: in the order of the pipeline.
+        micro_batches, schedule: of a step.
+        kinds: of each stage; ``of`` says the kind of each replica, by position in ``kinds``.
+        pairs: of each boundary.
+        costs: of each stage and kind, for one micro-batch.
+    """
+
+    prices: CostModel
+    stages: tuple[PlanStage, ...]
+    micro_batches: int
+    schedule: str
+    kinds: tuple[tuple[_Kind, ...], ...]
+    of: tuple[tuple[int, ...], ...]
+    pairs: tuple[tuple[_Pair, ...], ...]
+    costs: tuple[tuple[StageCost, ...], ...]
+
+    @classmethod
+    def of_stages(cls, prices: CostModel, stages: Sequence[PlanStage], micro_batches: int, schedule: str) -> PlanCost:
+        """Price the stages, which form a chain over the model's layers.
+
+        Complexity: linear in ranks, to see which are alike.
+        """
+        groups = [
+            [prices.group(stage.slice(index), stage.data, stage.expert, stage.context) for index in range(stage.data)]
+            for stage in stages
+        ]
+        pairs = tuple(tuple(_pairs(prices.cluster, *both)) for both in pairwise(stages))
+        looks: list[list[set[tuple[object, ...]]]] = [[set() for _ in stage.rows] for stage in stages]
+        for boundary, found in enumerate(pairs):
+            here, there = stages[boundary], stages[boundary + 1]
+            for pair in found:
+                ahead = (groups[boundary + 1][pair.target].kind, there.rows[pair.target], pair.same_node)
+                back = (groups[boundary][pair.source].kind, here.rows[pair.source], pair.same_node)
+                looks[boundary][pair.source].add(("to", *ahead))
+                looks[boundary + 1][pair.target].add(("from", *back))
+        keys = [
+            [(group.kind, rows, frozenset(see)) for group, rows, see in zip(own, stage.rows, seen, strict=True)]
+            for stage, own, seen in zip(stages, groups, looks, strict=True)
+        ]
+        together = _on_same_ranks(stages)
+        kinds, of = [], []
+        for index, (stage, own) in enumerate(zip(stages, groups, strict=True)):
+            positions: dict[object, int] = {}
+            members: list[_Kind] = []
+            places = []
+            for place, (group, rows) in enumerate(zip(own, stage.rows, strict=True)):
+                key = tuple(keys[other][place] for other in together[index])
+                if key not in positions:
+                    positions[key] = len(members)
+                    devices = [prices.cluster.devices[rank] for rank in stage.slice(place)]
+                    smallest = min(devices, key=lambda device: device.memory_bytes)
+                    members.append(_Kind(group=group, rows=rows, index=place, rank=smallest.rank))
+                places.append(positions[key])
+            kinds.append(tuple(members))
+            of.append(tuple(places))
+        found_costs = []
+        for stage, own_kinds in zip(stages, kinds, strict=True):
+            shards = len(stage.data_group) if prices.stack.zero else 1
+            costs = [prices.stage(stage.layers, kind.group, kind.rows, micro_batches, shards) for kind in own_kinds]
+            if prices.stack.zero >= 2 and shards > 1:
+                pipelined = len(stages) > 1
+                costs = [
+                    _with_gathers(prices, stage, kind, cost, micro_batches, pipelined)
+                    for kind, cost in zip(own_kinds, costs, strict=True)
+                ]
+            found_costs.append(tuple(costs))
+        return cls(
+            prices=prices,
+            stages=tuple(stages),
+            micro_batches=micro_batches,
+            schedule=schedule,
+            kinds=tuple(kinds),
+            of=tuple(of),
+            pairs=pairs,
+            costs=tuple(found_costs),
+        )
+
+    def prediction(self, workload: Workload, batch: float) -> Prediction:
+        """The prediction of a step of *batch* rows, by its *workload*."""
+        return step(
+            timing_of(workload),
+            devices=self.prices.num_of_types,
+            precision=self.prices.precision,
+            flops=3 * batch * self.prices.flops,
+            memory=sorted(self.memory(), key=lambda device: device.rank),
+            measured=all(price.measured for own in self.costs for price in own),
+        )
+
+    @cached_property
+    def _devices(self) -> list[tuple[int, ...]]:
+        """The stages of each set of ranks, ascending."""
+        return list(dict.fromkeys(_on_same_ranks(self.stages)))
+
+    # The workload
+
+    def workload(self, last_share: float = 1.0) -> Workload:
+        """The step of one rank for each kind of replica; the last micro-batch may have only a share of the rows."""
+        works = []
+        for own, costs in zip(self.kinds, self.costs, strict=True):
+            kept = tuple(round(cost.kept) for cost in costs)
+            works.append(
+                StageWork(
+                    ranks=tuple(kind.rank for kind in own),
+                    forward=tuple(cost.forward for cost in costs),
+                    backward=tuple(cost.backward for cost in costs),
+                    weights=tuple(cost.weights for cost in costs),
+                    communication=tuple(cost.communication for cost in costs),
+                    kept_bytes=kept,
+                    forward_peak_bytes=kept,
+                    backward_peak_bytes=tuple(round(cost.working) for cost in costs),
+                )
+            )
+        boundaries, links = self._boundaries()
+        update = [0.0] * len(self.prices.cluster.devices)
+        for stage, own, costs in zip(self.stages, self.kinds, self.costs, strict=True):
+            gathered = self._gathered_after(stage, min(cost.forward for cost in costs))
+            for kind, cost in zip(own, costs, strict=True):
+                update[kind.rank] += cost.update + gathered
+        return Workload(
+            world_size=len(self.prices.cluster.devices),
+            micro_batches=self.micro_batches,
+            last_share=last_share,
+            schedule=self.schedule,
+            stages=tuple(works),
+            boundaries=boundaries,
+            reductions=tuple(self._reductions()),
+            links=links,
+            update=tuple(update),
+            overhead=self.prices.step_overhead,
+            overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
+            blocking_transfers=self.prices.stack.blocks,
+        )
+
+    def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
+        """What kinds of replicas hand to each other. Of a replica that sends to several of a kind, or receives from
+        several, all go through its one link: the busier end counts."""
+        boundaries: list[Boundary] = []
+        links: dict[tuple[int, int], LinkTime] = {}
+        for boundary, pairs in enumerate(self.pairs):
+            sent: dict[tuple[int, int], float] = {}
+            received: dict[tuple[int, int], float] = {}
+            example: dict[tuple[int, int], _Pair] = {}
+            for pair in pairs:
+                source, target = self.of[boundary][pair.source], self.of[boundary + 1][pair.target]
+                sent[pair.source, target] = sent.get((pair.source, target), 0) + pair.rows
+                received[source, pair.target] = received.get((source, pair.target), 0) + pair.rows
+                example.setdefault((source, target), pair)
+            rows = dict.fromkeys(example, 0.0)
+            for (index, target), count in sent.items():
+                between = self.of[boundary][index], target
+                rows[between] = max(rows[between], count)
+            for (source, index), count in received.items():
+                between = source, self.of[boundary + 1][index]
+                rows[between] = max(rows[between], count)
+            forward, backward = [], []
+            for (source, target), pair in example.items():
+                one, other = self._links(boundary, pair, rows[source, target])
+                links |= {(link.source, link.target): link for _, link in (one, other)}
+                forward.append(one[0])
+                backward.append(other[0])
+            boundaries.append(
+                Boundary(
+                    source_stage=boundary,
+                    target_stage=boundary + 1,
+                    forward=tuple(forward),
+                    backward=tuple(backward),
+                )
+            )
+        return tuple(boundaries), tuple(links.values())
+
+    def _links(
+        self, boundary: int, pair: _Pair, rows: float
+    ) -> tuple[tuple[Transfer, LinkTime], tuple[Transfer, LinkTime]]:
+        """The message of *rows* rows forward and that of gradients back, between the ranks that stand for replicas."""
+        here, there = self.stages[boundary], self.stages[boundary + 1]
+        ends = [
+            (here.slice(pair.source), self.kinds[boundary][self.of[boundary][pair.source]]),
+            (there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
+        ]
+        whole = self.prices.output_bytes(here.last - 1, rows)
+        found = []
+        for (source, kind), (target, other) in (ends, ends[::-1]):
+            size = self.prices.handed(whole, len(source), len(target), positions=other.group.positions)
+            hop = self.prices.hop(source, target, other.group, size, whole)
+            transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
+            link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)
+            found.append((transfer, link))
+        return found[0], found[1]
+
+    def _reductions(self) -> Iterator[Reduction]:
+        """The sums of gradients: of each set of ranks its own over the replicas, and those of tied parameters over the
+        stages that have them."""
+        prices, size = self.prices, self.prices.gradient_bytes
+        apart = [(readers, shared) for readers, shared in prices.profile.tied if self._is_apart(readers)]
+        for own in self._devices if prices.stack.zero < 2 else ():
+            seconds = whole = 0.0
+            for index in own:
+                stage = self.stages[index]
+                dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
+                dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
+                seconds += self._summed(stage, max(0.0, dense) * size, experts * size)
+                whole += max(0.0, dense) * size + experts * size
+            if seconds:
+                ranks = tuple(kind.rank for kind in self.kinds[own[0]])
+                ready = SCATTERED_BEFORE if prices.stack.zero else 1.0
+                yield Reduction(ranks=ranks, stages=own, bytes=round(whole), seconds=seconds, ready=ready)
+        for readers, shared in apart:
+            owners = self._owners(readers)
+            degree = min(self.stages[index].tensor for index in owners)
+            group = tuple(rank for index in owners for rank in self.stages[index].data_group)
+            if prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
+                degree, group = 1, tuple(rank for index in owners for rank in self.stages[index].ranks)
+            seconds = prices.all_reduce(group, degree, shared / degree * size)
+            ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
+            yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
+
+    def _summed(self, stage: PlanStage, dense: float, experts: float) -> float:
+        """Seconds to sum so many bytes of gradients over the replicas of a stage, or with ZeRO to scatter them."""
+        sums = [(stage.data_group, stage.tensor, dense)]
+        sums.append((stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts))
+        if not self.prices.stack.zero:
+            return sum(self.prices.all_reduce(*one) for one in sums)
+        return sum(self.prices.over("reduce_scatter", *one) for one in sums)
+
+    def _gathered_after(self, stage: PlanStage, forward: float) -> float:
+        """Seconds by which gathering the weights that each device has updated (ZeRO 1) exceeds the next forward, which
+        hides it."""
+        if self.prices.stack.zero != 1:
+            return 0.0
+        dense, experts = self.prices.parameters(stage.layers, stage.tensor, stage.expert)
+        size = self.prices.gradient_bytes
+        over = self.prices.over
+        seconds = over("all_gather", stage.data_group, stage.tensor, dense * size)
+        seconds += over("all_gather", stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts * size)
+        return max(0.0, seconds - forward)
+
+    def _is_apart(self, readers: Sequence[int]) -> bool:
+        """Whether a tied parameter is on several sets of ranks."""
+        return len({self.stages[index].ranks for index in self._owners(readers)}) > 1
+
+    def _owners(self, readers: Sequence[int]) -> tuple[int, ...]:
+        """The stages that have one of the layers *readers*."""
+        return tuple(
+            index
+            for index, stage in enumerate(self.stages)
+            if any(stage.first <= layer < stage.last for layer in readers)
+        )
+
+    # Memory
+
+    def _whole(self, index: int) -> float:
+        """Elements that devices of a stage have besides because what stages share is whole on each of them, as Whale
+        runs it, if their meshes are unlike."""
+        if not self.prices.runs:
+            return 0.0
+        owners = [(self._owners(readers), shared) for readers, shared in self.prices.profile.tied]
+        unlike = [shared for own, shared in owners if index in own and self._are_unlike(own)]
+        return sum(unlike) * (1 - 1 / self.stages[index].tensor)
+
+    def _are_unlike(self, stages: Sequence[int]) -> bool:
+        """Whether stages have other meshes or rows than each other."""
+        return len({(self.stages[index].rows, *self.stages[index].degrees) for index in stages}) > 1
+
+    def _summing_tied(self, layers: Sequence[int], stage: PlanStage, kind: _Kind, kept: int) -> float:
+        """Bytes beside *kept* while a device sums the gradients of the readers of a tied parameter, as autograd does:
+        that of the last reader waits for that of the first, and then there is the sum too; activations are freed."""
+        prices, most = self.prices, 0.0
+        if not prices.runs:
+            return 0.0
+        for readers, shared in prices.profile.tied:
+            here = sorted(set(layers).intersection(readers))
+            if len(here) < 2:
+                continue
+            size = shared / stage.tensor * prices.gradient_bytes
+            between = [
+                prices.layer(prices.profile.layers[layer], kind.group, kind.rows, 1)
+                for layer in layers
+                if layer < here[-1]
+            ]
+            most = max(most, size + max(price.working for price in between))
+            most = max(most, 3 * size - kept)
+        return most
+
+    def memory(self) -> Iterator[DeviceMemory]:
+        """Of the smallest device of each kind of replica."""
+        prices, zero = self.prices, self.prices.stack.zero
+        renews = zero >= 2 and len(self.stages) > 1  # weights and gradients are whole, but made anew in each step
+        for own in self._devices:
+            stage = self.stages[own[0]]
+            layers = [layer for index in own for layer in self.stages[index].layers]
+            degrees, shards = (stage.tensor, stage.expert), len(stage.data_group)
+            more = sum(self._whole(index) for index in own)
+            state = prices.state_of(layers, *degrees, shards=shards, zero=1 if renews else zero) + prices.state(more)
+            renewed = 0.0
+            if renews:  # gradients as they are summed
+                state = replace(state, gradients=state.parameters / prices.precision.element_bytes * SUMMED_BYTES)
+                renewed = state.parameters + state.gradients
+            sharded = self._sharded(layers, *degrees, shards)
+            stepping = round(prices.step_bytes(sum(prices.parameters(layers, *degrees)) + more))
+            for place, kind in enumerate(self.kinds[own[0]]):
+                device = prices.cluster.devices[kind.rank]
+                kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
+                working = max(self.costs[index][place].working for index in own)
+                working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
+                wasted = round((kept + working + sharded + renewed) * prices.wasted)
+                yield DeviceMemory(
+                    rank=kind.rank,
+                    device=device.name,
+                    capacity=device.memory_bytes,
+                    parameters=round(state.parameters),
+                    gradients=round(state.gradients),
+                    optimizer=round(state.optimizer),
+                    activations=kept,
+                    workspace=working,
+                    buffers=round(sharded) + wasted,
+                    framework=round(prices.overhead_bytes[device.type.name]),
+                )
+
+    def _sharded(self, layers: Sequence[int], tensor: int, expert: int, shards: int) -> float:
+        """Bytes of weights and gradients that are whole for a while although devices divide them."""
+        prices, zero = self.prices, self.prices.stack.zero
+        if zero < 2 or shards == 1:
+            return 0.0
+        blocks = [layer for layer in layers if prices.repeats(prices.profile.layers[layer])]
+        others = [layer for layer in layers if not prices.repeats(prices.profile.layers[layer])]
+        return sharded_bytes(
+            [sum(prices.parameters([layer], tensor, expert)) for layer in blocks],
+            sum(prices.parameters(others, tensor, expert)),
+            precision=prices.precision,
+            zero=zero,
+            shards=shards,
+        )
+
+    def _kept(self, own: tuple[int, ...], place: int) -> int:
+        """Bytes that ranks which run the stages *own* save at a time for backwards."""
+        depth, sizes = len(self.stages), [round(self.costs[index][place].kept) for index in own]
+        if len(own) == 1:
+            return in_flight(self.schedule, depth, own[0], self.micro_batches) * sizes[0]
+        return peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, sizes, strict=True)))
+
+    @cached_property
+    def _sets(self) -> tuple[frozenset[int], ...]:
+        """Of each stage the set of ranks that runs it, as a number."""
+        return tuple(frozenset(own[:1]) for own in _on_same_ranks(self.stages))
+
+    def _messages(self, index: int, kind: _Kind) -> float:
+        """Bytes of the messages of a stage that a rank holds at a time."""
+        stage, prices = self.stages[index], self.prices
+        rows = kind.rows / stage.size * stage.tensor
+        if prices.runs:
+            rows = kind.group.whole_rows(int(kind.rows)) / stage.expert
+        entering = prices.handed_bytes(stage.first - 1, rows) if index else 0.0
+        leaving = prices.handed_bytes(stage.last - 1, rows) if index < len(self.stages) - 1 else 0.0
+        held = in_flight(self.schedule, len(self.stages), index, self.micro_batches)
+        return float(message_bytes(entering, leaving, held))
+
+
+def _on_same_ranks(stages: Sequence[PlanStage]) -> list[tuple[int, ...]]:
+    """For each stage those that run on the same ranks, itself included."""
+    by_ranks: dict[tuple[int, ...], list[int]] = {}
+    for index, stage in enumerate(stages):
+        by_ranks.setdefault(stage.ranks, []).append(index)
+    return [tuple(by_ranks[stage.ranks]) for stage in stages]
+
+
+def _with_gathers(
+    prices: CostModel, stage: PlanStage, kind: _Kind, cost: StageCost, micro_batches: int, pipelined: bool
+) -> StageCost:
+    """A stage whose weights and gradients its replicas share (ZeRO 2 and 3).
+
+    What is gathered at a time is each block, and the layers before, between and after blocks together. Where weights
+    are not gathered for every micro-batch (ZeRO 2, pipelines), and gradients in a pipeline not reduced with every one,
+    a micro-batch has its share of what the step has.
+    """
+    precision, layers, shards = prices.precision, prices.profile.layers, len(stage.data_group)
+    size = min(2, precision.element_bytes) if precision.mixed else precision.element_bytes
+    regather = prices.stack.zero == 3 and not pipelined
+    gathers = 1.0 if regather else 1 / micro_batches
+    reduces = 1 / micro_batches if pipelined else 1.0
+    units = []
+    for block, run in groupby(stage.layers, key=lambda index: layers[index] if prices.repeats(layers[index]) else -1):
+        members = list(run)
+        num = len(members) if block >= 0 else 1
+        num_bytes = sum(prices.parameters(members, stage.tensor, stage.expert)) / num * size
+        spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
+        gather, reduce = (
+            prices.over(name, stage.data_group, stage.tensor, num_bytes) for name in ("all_gather", "reduce_scatter")
+        )
+        units.append(
+            ShardedUnit(
+                forward=spent.forward / num,
+                backward=spent.backward / num,
+                gather=gathers * gather,
+                reduce=reduces * reduce,
+                num=num,
+            )
+        )
+    forward, backward = sharded_seconds(units, regather=regather, slowdown=SHARDED_SLOWDOWN)
+    communication = cost.communication + forward - cost.forward + backward - cost.backward
+    return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
+
+
+def _pairs(cluster: Cluster, here: PlanStage, there: PlanStage) -> Iterator[_Pair]:
+    """Who hands rows to whom: replicas have their rows in order, as ranges of the micro-batch."""
+    source = target = 0
+    left, wanted = here.rows[0], there.rows[0]
+    while True:
+        rows = min(left, wanted)
+        if rows > ROW:
+            a, b = here.ranks[source * here.size], there.ranks[target * there.size]
+            yield _Pair(source, target, rows, cluster.devices[a].node == cluster.devices[b].node)
+        left, wanted = left - rows, wanted - rows
+        if left < ROW:
+            source += 1
+            if source == here.data:
+                return
+            left = here.rows[source]
+        if wanted < ROW and target + 1 < there.data:
+            target += 1
+            wanted = there.rows[target]

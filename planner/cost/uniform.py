@@ -1,0 +1,131 @@
+"""The uniform plan that degrees name: equal degrees on all stages, replicas in the order of the layout.
+
+It turns a `Layout` into the stages of a plan, which `whale.planner.cost.plan` evaluates, and prices single stages for
+those who balance layers and rows over unlike devices. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from whale.ir.profile import ModelProfile
+from whale.planner.cost.configuration import Configuration, Layout
+from whale.planner.cost.memory import StateBytes
+from whale.planner.cost.plan import PlanStage
+from whale.planner.cost.stack import Stack
+from whale.planner.cost.stage import CostModel, Memo, StageCost, TensorGroup
+
+__all__ = ["Stages", "stack_of"]
+
+
+def stack_of(configuration: Configuration, data: int) -> Stack:
+    """Return the stack that runs a configuration with so many replicas: ZeRO 2 and 3 over several devices are FSDP,
+    all else is Megatron."""
+    shared = configuration.zero >= 2 and data * configuration.context > 1
+    return Stack(
+        name="fsdp" if shared else "megatron",
+        attention=configuration.attention,
+        recompute=configuration.recompute,
+        sequence_parallel=bool(configuration.sequence_parallel),
+        zero=configuration.zero,
+        interleaved=configuration.virtual_stages > 1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of a layout, with their prices."""
+
+    prices: CostModel
+    layout: Layout
+
+    @classmethod
+    def of(
+        cls, profile: ModelProfile, layout: Layout, *, stack: Stack | None = None, known: Memo | None = None
+    ) -> Stages:
+        """Return the stages of a layout, as a stack runs them (None: that of its configuration), with what is
+        *known*."""
+        given = layout.configuration
+        prices = CostModel.of(
+            profile,
+            layout.cluster,
+            precision=given.precision,
+            stack=stack or stack_of(given, layout.data),
+            batch=given.batch,
+            known=known,
+        )
+        return cls(prices=prices, layout=layout)
+
+    @property
+    def profile(self) -> ModelProfile:
+        """Of the model."""
+        return self.prices.profile
+
+    def changed(self, layout: Layout) -> Stages:
+        """Return the stages of another layout of the same devices."""
+        stack = self.prices.stack if self.prices.runs else stack_of(layout.configuration, layout.data)
+        known = self.prices.memo if stack == self.prices.stack else None
+        return Stages.of(self.profile, layout, stack=stack, known=known)
+
+    @cached_property
+    def _positions(self) -> int:
+        """Parts into which a slice divides its rows, over experts and context."""
+        given = self.layout.configuration
+        return lcm(given.expert, given.context)
+
+    @cached_property
+    def _together(self) -> int:
+        """Replicas of a slice: those among which experts are split."""
+        return self._positions // self.layout.configuration.context
+
+    def plan(self, cuts: Sequence[range], rows: Sequence[float]) -> list[PlanStage]:
+        """Return the stages of a plan with these layers, and these rows of a micro-batch on each replica."""
+        given, layout = self.layout.configuration, self.layout
+        num = layout.data // self._together
+        shares = tuple(
+            self._together * max(rows[index * self._together : (index + 1) * self._together]) for index in range(num)
+        )
+        return [
+            PlanStage(
+                first=layers.start,
+                last=layers.stop,
+                ranks=tuple(
+                    rank
+                    for replica in range(layout.data)
+                    for rank in layout.devices_of(index % given.pipeline, replica)
+                ),
+                data=num,
+                tensor=given.tensor,
+                rows=shares,
+                expert=given.expert,
+                context=given.context,
+            )
+            for index, layers in enumerate(cuts)
+        ]
+
+    def group(self, stage: int, replica: int) -> TensorGroup:
+        """Return the devices of the slice of a stage in which a replica is."""
+        given, layout = self.layout.configuration, self.layout
+        first = replica - replica % self._together
+        ranks = [rank for one in range(first, first + self._together) for rank in layout.devices_of(stage, one)]
+        return self.prices.group(ranks, layout.data // self._together, given.expert, given.context)
+
+    def cost(self, layers: range, stage: int, replica: int, rows: float) -> StageCost:
+        """Return what *layers* take on the devices of a replica's pipeline stage, for *rows* rows of its own."""
+        shards = self.layout.data * self.layout.configuration.context
+        count = self.layout.num_micro_batches
+        return self.prices.stage(layers, self.group(stage, replica), rows * self._together, count, shards)
+
+    def state(self, layers: Iterable[int]) -> StateBytes:
+        """Return the bytes of weights, gradients and optimizer states on one device."""
+        given = self.layout.configuration
+        return self.prices.state_of(
+            layers,
+            given.tensor,
+            given.expert,
+            shards=self.layout.data * given.context,
+            zero=given.zero if given.pipeline == 1 else min(given.zero, 1),
+        )
