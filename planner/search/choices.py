@@ -32,6 +32,9 @@ PRICED = ("gpipe", "1f1b")
 OF_ONE_STAGE = tuple(schedule for schedule in SCHEDULES if schedule != "interleaved")
 """Those for devices that have one stage each, as in all plans of the search."""
 
+MAX_BATCH = 2**40
+"""Rows of a batch, as plans have them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageChoice(PlanStage):
@@ -222,7 +225,9 @@ class SearchSettings:
         unknown = [schedule for schedule in self.schedules if schedule not in OF_ONE_STAGE]
         if unknown or not self.schedules:
             given = repr(unknown[0]) if unknown else "none"
-            raise UsageError(f"the search knows the schedules {', '.join(OF_ONE_STAGE)}; given was {given}")
+            raise UsageError(f"plans are searched with the schedules {', '.join(OF_ONE_STAGE)}, not {given}")
+        if batch > MAX_BATCH:
+            raise UsageError(f"a batch has at most {MAX_BATCH:,} rows, not {batch:,}")
         for name, value in (("batch", batch), ("max_stages", self.max_stages), ("top", self.top)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, but must be at least 1")

@@ -34,6 +34,8 @@ MOST_SAMPLED = 64
 EXACT_ROWS = 4
 """Up to so many rows times are not interpolated: launches and tiles make them uneven there."""
 
+NEARBY_ROWS = 1_024
+"""Numbers of rows of a micro-batch of which one is chosen, where several are possible."""
 FACTORS = (1, 2, 3, 4, 6, 8)
 """Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
 
@@ -93,6 +95,7 @@ class Meshes:
             return batch // micro_batches
         if (batch, micro_batches) not in self._rows:
             least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
+            most = min(most, least + NEARBY_ROWS)
             found = max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
             self._rows[batch, micro_batches] = found
         return self._rows[batch, micro_batches]
