@@ -47,10 +47,10 @@ def cluster_data(cluster: Cluster, profile: ModelProfile | None = None) -> dict[
 def _nodes(topology: Topology) -> Iterator[dict[str, Any]]:
     devices = topology.cluster.devices
 
-    def likeness(node: Node) -> tuple[Any, ...]:
+    def links_and_types(node: Node) -> tuple[Any, ...]:
         return [devices[rank].type.name for rank in node.ranks], node.intra, node.inter
 
-    for _, run in groupby(topology.cluster.nodes, key=likeness):
+    for _, run in groupby(topology.cluster.nodes, key=links_and_types):
         nodes = list(run)
         first, own = nodes[0], devices[nodes[0].ranks[0]].type.intra_node
         yield {
