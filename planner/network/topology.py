@@ -211,7 +211,7 @@ class Topology:
         return node.inter
 
     def intra_kind(self, node: Node) -> LinkKind:
-        """What links the devices of *node*."""
+        """The kind of link between the devices of *node*."""
         link, known = self.intra_link(node), built_in_links()
         types = {self.cluster.devices[rank].type.name for rank in node.ranks}
         return min(
@@ -219,13 +219,13 @@ class Topology:
         )
 
     def inter_kind(self, node: Node) -> LinkKind:
-        """What links *node* with others."""
+        """The kind of link from *node* to the others."""
         return inter_node_kind(self.inter_link(node))
 
     def curves_between(
         self, operation: str, within: Literal["node", "nodes"], types: Sequence[str], *, num_devices: int
     ) -> tuple[LinkCurve, ...]:
-        """The curves that tell of a group; see `whale.planner.network.curves.curves_between`."""
+        """The curves that apply to a group; see `whale.planner.network.curves.curves_between`."""
         key = (operation, within, frozenset(Counter(types).items()), num_devices)
         if key not in self.memo:
             self.memo[key] = curves_between(self.curves, operation, within, types, num_devices=num_devices)
@@ -234,7 +234,7 @@ class Topology:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What was worked out for groups of ranks, so that it is worked out once; it says nothing new."""
+        """Cache of results for groups of ranks."""
         return {}
 
     @cached_property
