@@ -13,7 +13,6 @@ from itertools import product
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, SearchSettings
@@ -51,7 +50,6 @@ def simple_plans(
         profile,
         cluster,
         precision=settings.precision,
-        stack=WHALE if settings.eager else Stack(name="megatron"),
         optimizer=settings.optimizer,
         batch=batch,
         known=known,
@@ -128,7 +126,7 @@ def _scored(meshes: Meshes, sequence: tuple[Mesh, ...], batch: int, count: int, 
     """The sequence with its best cuts; None where it does not fit."""
     if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
         return None
-    starts = best_cuts(meshes, sequence, batch, count, schedule)
+    starts = (0,) if len(sequence) == 1 else best_cuts(meshes, sequence, batch, count, schedule)
     if starts is None:
         return None
     return score_draft(meshes, Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule), batch)
