@@ -15,10 +15,11 @@ import numpy as np
 
 from whale.planner.balance.cuts import Group
 from whale.planner.cost.memory import message_bytes
+from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.devices import Mesh
 
-__all__ = ["Array", "Integers", "MeshCosts", "SliceCosts"]
+__all__ = ["Array", "Integers", "MeshCosts", "SliceCosts", "added_by_sums"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -119,6 +120,15 @@ class SliceCosts:
         ]
 
 
+def added_by_sums(sums: Array, backward: Array, beside: Beside) -> Array:
+    """Seconds that gradient sums add to a step if each part hides its own behind its backward; all are sums up to each
+    part."""
+    summed, rate = np.diff(sums), beside.rate
+    hidden = np.minimum(summed / rate, np.diff(backward))
+    added = summed - rate * hidden + beside.slowdown * hidden
+    return np.concatenate([[0.0], added.cumsum()])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshCosts:
     """What parts of the chain cost on a mesh, for so many rows of a micro-batch.
@@ -128,8 +138,10 @@ class MeshCosts:
         allowed: for each end of a stage the first part that it may reach back to, by what is decided.
         slices: one of each kind of its data slices, with the rows of the one that has most.
         forward, backward: sums up to each part, of the slowest slice; seconds of a micro-batch.
-        once: sums of what comes once a step: the optimizer, and the bytes of gradients at the network's pace.
-        latency: seconds of the sum of gradients however few they are.
+        update: sums of the optimizer's seconds, once a step.
+        sums: sums of the seconds that summing gradients takes, once a step.
+        message: seconds of one message of gradients.
+        beside: how the last backward and these sums slow each other.
         hop: for each end of a stage the seconds of sending what it hands on to a stage like it, and as much back.
     """
 
@@ -138,8 +150,10 @@ class MeshCosts:
     slices: tuple[SliceCosts, ...]
     forward: Array
     backward: Array
-    once: Array
-    latency: float
+    update: Array
+    sums: Array
+    message: float
+    beside: Beside
     hop: Array
 
     @cached_property
@@ -149,11 +163,13 @@ class MeshCosts:
 
     def seconds(self, first: int, last: int) -> tuple[float, float, float]:
         """What parts [first, last) take: forward, backward, and once a step."""
-        forward, backward, once = self._lists
+        forward, backward, update, sums, leads = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
         if len(self.slices) > 1:  # one that is slower with some layers may be quicker with others
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
-        return ahead, back, once[last] - once[first] + self.latency
+        lead = max(leads[first : last + 1]) - leads[first]
+        summed = overlap(sums[last] - sums[first], lead, self.message, self.beside)
+        return ahead, back, update[last] - update[first] + summed.added
 
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
         """What parts [first, last) take, as `seconds` says it, and their `fullness`. Worked out once."""
@@ -164,7 +180,14 @@ class MeshCosts:
 
     @cached_property
     def _lists(self) -> list[list[float]]:
-        return [one.tolist() for one in (self.forward, self.backward, self.once)]
+        leads = self.sums - self.beside.rate * self.backward
+        return [one.tolist() for one in (self.forward, self.backward, self.update, self.sums, leads)]
+
+    @cached_property
+    def once(self) -> Array:
+        """Sums of what comes once a step: the optimizer, and by how much sums of gradients make it longer if each part
+        hides its own behind its backward."""
+        return self.update + added_by_sums(self.sums, self.backward, self.beside)
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:
@@ -196,7 +219,7 @@ class MeshCosts:
         if key not in self._paces:
             share = micro_batches if ahead else 1
             sums = self.forward / share + self.backward + self.once / micro_batches
-            self._paces[key] = sums, sums + self.hop / share + self.latency / micro_batches
+            self._paces[key] = sums, sums + self.hop / share + self.message / micro_batches
         return self._paces[key]
 
     def reach_list(self, held: int) -> list[int]:

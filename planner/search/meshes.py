@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.cost.overlap import Beside
 from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.search.chain import Chain
-from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
+from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts, added_by_sums
 from whale.planner.search.devices import Mesh, Pool, lay_out, slices_of
 
 __all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes", "Pace"]
@@ -58,7 +59,7 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """CostModel of meshes, each worked out once. Up to ``exact_rows`` rows times are not interpolated."""
+    """Prices of meshes, each worked out once. Up to ``exact_rows`` rows times are not interpolated."""
 
     prices: CostModel
     pools: tuple[Pool, ...]
@@ -161,7 +162,7 @@ class Meshes:
         slices = tuple(
             self.slice_costs(group, count, micro_batches) for group, count in self._shared(groups, rows, micro_batches)
         )
-        latency, summed = self._sums(mesh, data_group)
+        message, summed = self._sums(mesh, data_group)
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
             forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
@@ -172,8 +173,10 @@ class Meshes:
             slices=slices,
             forward=forward,
             backward=backward,
-            once=update + summed,
-            latency=latency,
+            update=update,
+            sums=summed,
+            message=message,
+            beside=self._beside(mesh, data_group),
             hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
         )
 
@@ -226,9 +229,13 @@ class Meshes:
         if key not in self._paces:
             of_chain, of_part, hop = self.work(mesh, rows, micro_batches)
             part, _ = self.commonest
-            latency, summed = self._sums(mesh, self.sample(mesh)[1])
-            of_chain += (latency + float(summed[-1])) / micro_batches
-            of_part += float(summed[part + 1] - summed[part]) / micro_batches
+            groups, data_group = self.sample(mesh)
+            message, summed = self._sums(mesh, data_group)
+            group, num = groups[0]
+            backward = self._table(group, -(-rows // num), micro_batches)[1] @ self._counts
+            once = added_by_sums(summed, backward, self._beside(mesh, data_group))
+            of_chain += (message + float(once[-1])) / micro_batches
+            of_part += float(once[part + 1] - once[part]) / micro_batches
             self._paces[key] = Pace(of_chain, of_part, hop)
         return self._paces[key]
 
@@ -423,14 +430,14 @@ class Meshes:
         return [(group, count) for (group, _), count in zip(groups, most, strict=True)]
 
     def _sums(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, Array]:
-        """The sums of gradients: seconds however few they are, and seconds up to each part. In expert groups all
-        devices sum what is whole on each, and those of the same place their experts."""
+        """The sums of gradients: seconds of a message, and seconds up to each part. In expert groups all devices sum
+        what is whole on each, and those of the same place their experts."""
         dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
         if mesh.expert == 1:
             return self._summed(mesh, data_group, mesh.tensor, dense + experts)
         whole = self._summed(mesh, self.dense_group(mesh), 1, dense)
         parts = self._summed(mesh, data_group, mesh.expert, experts)
-        return whole[0] + parts[0], whole[1] + parts[1]
+        return max(whole[0], parts[0]), whole[1] + parts[1]
 
     def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
         """Ranks as those have them that sum what no experts are: of expert groups all devices."""
@@ -447,11 +454,20 @@ class Meshes:
             return 0.0, np.zeros(len(size))
         key = (mesh, num_alike)
         if key not in self._syncs:
-            times = [self.prices.all_reduce(ranks, num_alike, part) for part in (much, much / 8)]
-            pace = max(0.0, (times[0] - times[1]) / (much * 7 / 8))
-            self._syncs[key] = max(0.0, times[1] - pace * much / 8), pace
-        latency, pace = self._syncs[key]
-        return latency, pace * size
+            message = self.prices.message_bytes(much, num_alike)
+            self._syncs[key] = (
+                self.prices.over("all_reduce", ranks, num_alike, message),
+                self.prices.all_reduce(ranks, num_alike, much),
+            )
+        message_seconds, seconds = self._syncs[key]
+        return message_seconds, seconds / much * size
+
+    def _beside(self, mesh: Mesh, data_group: Sequence[int]) -> Beside:
+        """How sums of gradients and the last backward slow each other."""
+        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+        much = float(dense[-1] + experts[-1]) * self.prices.gradient_bytes
+        message = self.prices.message_bytes(max(1.0, much), mesh.size)
+        return self.prices.beside(data_group, mesh.size, message)
 
     def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
         """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
