@@ -19,9 +19,10 @@ from typing import Any
 from whale.cli.model_loader import load_model
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.catalog import built_in_links, device_types, device_types_with
+from whale.planner.catalog import device_types, device_types_with
 from whale.planner.cost.configuration import Configuration
 from whale.planner.cost.estimate import Estimate, estimate
+from whale.planner.network.links import built_in_links
 from whale.planner.profile_import import import_sailor
 
 HERE = Path(__file__).parent

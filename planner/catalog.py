@@ -12,21 +12,9 @@ from types import MappingProxyType
 
 from whale.ir.cluster import DTYPES, DeviceType, Link
 from whale.ir.profile import ModelProfile
-from whale.planner.network.links import LinkKind, link_kinds, read_table
+from whale.planner.network.links import ALIASES, built_in_links, read_table
 
-__all__ = ["ALIASES", "built_in_links", "device_types", "device_types_with", "sources"]
-
-ALIASES: Mapping[str, str] = {
-    "A100-40": "A100-SXM4-40GB",
-    "A100-80": "A100-SXM4-80GB",
-    "GH-96": "GH200-96GB",
-    "RTX-2080": "RTX2080Ti",
-    "RTX-3090": "RTX3090",
-    "Titan-RTX": "TitanRTX",
-    "V100-16": "V100-SXM2-16GB",
-}
-"""Names that published profiles give to devices of the table: those of the artifact of Sailor (whose
-RTX-2080 has the 11 GiB of the Ti)."""
+__all__ = ["device_types", "device_types_with", "sources"]
 
 
 @cache
@@ -91,17 +79,3 @@ def device_types_with(profile: ModelProfile) -> Mapping[str, DeviceType]:
                 intra_node=base.intra_node if base else None,
             )
     return MappingProxyType({**known, **brought})
-
-
-@cache
-def built_in_links() -> Mapping[str, tuple[LinkKind, float]]:
-    """What devices of each known type are linked with in a node: a kind and its bandwidth in bytes per second, in one
-    direction. Of types that take a bridge as an option, such as RTX3090, what they have without.
-
-    >>> kind, bandwidth = built_in_links()["A100-SXM4-80GB"]
-    >>> kind.name, bandwidth
-    ('NVLink3', 300000000000.0)
-    """
-    kinds = link_kinds()
-    found = {row["gpu"]: (kinds[row["intra_link"]], float(row["intra_GBps"]) * 1e9) for row in read_table("gpus.csv")}
-    return MappingProxyType(found | {alias: found[name] for alias, name in ALIASES.items()})

@@ -94,7 +94,7 @@ class Browser:
         return found["result"].get("value")
 
     def show(self, *, width: int, dark: bool = False, media: str = "screen") -> None:
-        """As which screen, or paper, the page is shown."""
+        """Emulate a screen, or paper."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
@@ -112,7 +112,7 @@ class Browser:
         return [event["params"]["request"]["url"] for event in sent]
 
     def complaints(self) -> list[str]:
-        """What was written to the console, and errors of the page."""
+        """Console messages, and errors of the page."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 

@@ -34,7 +34,7 @@ Text = tuple[str, Format]
 
 @dataclass(frozen=True)
 class FileKind:
-    """What is read, from which syntaxes, with a good example of all its keys."""
+    """A file format: its syntaxes, and a valid example with all keys."""
 
     name: str
     formats: tuple[Format, ...]

@@ -51,7 +51,7 @@ def x(*shape: int, low: float = -1.0, high: float = 1.0) -> Tensor:
 
 
 def data(*shape: int) -> Tensor:
-    """As `x`, without a gradient."""
+    """Like `x`, without a gradient."""
     return x(*shape).detach()
 
 

@@ -13,13 +13,13 @@ from whale import api, errors
 from whale.errors import UsageError
 
 Launched = Callable[[int], None]
-"""Makes this process look like rank 0 of so many."""
+"""Makes this process look like rank 0 of a number of processes."""
 
 
 def refused(
     kind: type[errors.WhaleError], parts: list[str], model: Any, batch: Any = None, **options: Any
 ) -> errors.WhaleError:
-    """Check that parallelize refuses *model* with an error of this very class, whose message has all *parts*."""
+    """Check that parallelize refuses *model* with an error of exactly this class, whose message has all *parts*."""
     with pytest.raises(errors.WhaleError) as caught:
         api.parallelize(model, tokens() if batch is None else batch, **{"device": "cpu", **options})
     assert type(caught.value) is kind

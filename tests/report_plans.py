@@ -149,7 +149,7 @@ def search_record(plan: Plan) -> SearchRecord:
 
 
 def large_plan(num_devices: int = 4096, *, stages: int = 16, micro_batches: int = 4, unlike: bool = False) -> Plan:
-    """A pipeline of replicas on so many devices; ``unlike``: no two of them take as long or hold as much."""
+    """A pipeline of replicas on a number of devices; ``unlike``: all differ in time and memory."""
     width = num_devices // stages
     members = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(stages)]
 

@@ -179,7 +179,7 @@ def _across(choices: Sequence[Choice], side: str, index: int) -> Placements:
 def _distribute(
     whole: Tensor, value: Value, placed: Sequence[Placement], layout: Layout, places: dict[int, tuple[int, ...]]
 ) -> dict[int, Tensor]:
-    """What each rank holds: parts of random terms that add up to the whole."""
+    """Operands of each rank: random terms that add up to the whole."""
     summed = [i for i, p in enumerate(placed) if p.kind == "P"]
     keys = sorted({tuple(at[i] for i in summed) for at in places.values()})
     generator = torch.Generator().manual_seed(2)
@@ -230,7 +230,7 @@ def _compare(
 
 
 def tolerance_of(analysis: Analysis) -> float:
-    """What the least precise value of a graph allows."""
+    """Tolerance of the least precise value of a graph."""
     single = any(value_tensor(value).dtype == torch.float32 for value in analysis.dims)
     return 1e-5 if single else 1e-9
 

@@ -38,7 +38,7 @@ def chain_workload(
     size: int = 0,
     bandwidth: float = 1.0,
 ) -> Workload:
-    """One rank a stage, dealt round ``chunks`` times; forward 1 and backward 2 seconds if not said otherwise."""
+    """One rank per stage, interleaved ``chunks`` times; by default forward 1 and backward 2 seconds."""
     count = num_ranks * chunks
     stages = []
     for s in range(count):

@@ -6,20 +6,22 @@ network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
-from whale.planner.cost.kernels import element_bytes, num_scores
+from whale.planner.cost.kernels import CAST_BYTES, element_bytes, num_scores
 from whale.planner.cost.layers import Recompute, variant_of
 from whale.planner.cost.optimizers import costs_of
 from whale.planner.cost.precision import Precision
+from whale.planner.cost.silicon import silicon_of
 
 __all__ = [
     "FRAGMENTATION",
     "MESSAGES",
+    "SUMMED_BYTES",
     "Largest",
     "StateBytes",
     "framework_bytes",
@@ -29,6 +31,7 @@ __all__ = [
     "run_kept_bytes",
     "run_state_bytes",
     "run_working_bytes",
+    "sharded_bytes",
     "state_bytes",
     "wasted_share",
     "working_bytes",
@@ -41,13 +44,25 @@ FRAMEWORK_BYTES = 1.0e9
 """What a process takes on a device before anything is stored: CUDA context and the workspaces of cuBLAS (typical;
 recalled)."""
 
-COMMUNICATION_BYTES = 2.3e9
-"""What it takes besides once devices communicate: NCCL's channels for every group, and buckets. Calibrated on Sailor's
-runs, whose peaks are those of the device."""
+COMMUNICATION_BYTES, COMMUNICATION_BYTES_PER_MULTIPROCESSOR = 2.3e9, 29e6
+"""What it takes besides once devices communicate: NCCL's channels, each a block on a multiprocessor with buffers for
+every peer and protocol, for every group; at least the former. From the peaks of Sailor's runs, which are those of the
+device, rounded up: 2.0 GB on RTX-3090 (82 multiprocessors), 3.8 GB on GH200 (132)."""
 
-FRAGMENTATION = 0.08
-"""What the caching allocator reserves beyond the activations that are alive: calibrated on the runs with a measured
-peak of published_calibration.csv and of Sailor."""
+FRAGMENTATION = 0.15
+"""What the caching allocator reserves beyond the activations that are alive: blocks that are free but too small. From
+Sailor's runs of 2 to 19 GB of activations, whose peaks grow by so much more than the activations do, rounded up."""
+
+WHOLE_UNITS = 3
+"""How many units of sharded weights are whole at a time, and as many of their gradients: one that runs, one that is
+gathered or summed meanwhile, and one that is not yet free again (FSDP lets two gathers run ahead of the device)."""
+
+SUMMED_BYTES = 4
+"""Of a gradient while it is summed over devices that shard it: FSDP sums in float32."""
+
+LOSS_TEMPORARIES = 4
+"""Tensors of the size of the scores that the backward of PyTorch's loss over a divided vocabulary makes: zeros, the
+exponentials, their sum, and that scaled (``torch.distributed.tensor.parallel.loss``)."""
 
 MESSAGES = 4
 """Micro-batches whose messages a rank of a full pipeline has on their way at a time, as a rule: they are dropped a few
@@ -85,7 +100,10 @@ def framework_bytes(device: DeviceType, num_devices: int) -> float:
     NCCL. Processors have neither."""
     if device.is_processor:
         return 0.0
-    return FRAMEWORK_BYTES + (COMMUNICATION_BYTES if num_devices > 1 else 0.0)
+    if num_devices == 1:
+        return FRAMEWORK_BYTES
+    channels = COMMUNICATION_BYTES_PER_MULTIPROCESSOR * silicon_of(device).multiprocessors
+    return FRAMEWORK_BYTES + max(COMMUNICATION_BYTES, channels)
 
 
 def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:
@@ -107,6 +125,22 @@ def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shard
         gradients=parameters * gradient / (shards if zero >= 2 else 1),
         optimizer=parameters * optimizer / (shards if zero >= 1 else 1),
     )
+
+
+def sharded_bytes(blocks: Sequence[float], others: float, *, precision: Precision, zero: int, shards: int) -> float:
+    """What is whole at a time of weights and gradients that *shards* devices divide, by the parameters of each block
+    and of all else: some blocks' weights (ZeRO 3), and some blocks' gradients in the float32 in which they are summed.
+    What is outside of blocks is gathered for the whole step. At most what sharding saves.
+
+    >>> from whale.planner.cost.precision import precision_named
+    >>> sharded_bytes([1e9] * 80, 0.5e9, precision=precision_named("bf16"), zero=3, shards=64) / 1e9
+    21.0
+    """
+    whole = min(sum(blocks), WHOLE_UNITS * max(blocks, default=0.0)) + others
+    saved = (sum(blocks) + others) * (1 - 1 / shards) / (1 + FRAGMENTATION)
+    gradients = min(whole * max(SUMMED_BYTES, precision.element_bytes), saved * gradient_bytes(precision, zero))
+    weights = min(whole, saved) * precision.element_bytes
+    return gradients + (weights if zero == 3 else 0.0)
 
 
 def gradient_bytes(precision: Precision, zero: int) -> int:
@@ -165,7 +199,7 @@ def kept_bytes(
     fixed = per_row = 0.0
     for value in saved:
         share = tensor_degree if sequence_parallel and not value.split else 1
-        size = _bytes(value.size, element_bytes(value.origin, precision) if eager else precision.element_bytes)
+        size = _bytes(value.size, element_bytes(value.origin, precision))
         fixed, per_row = fixed + size.fixed / share, per_row + size.per_row / share
     return Affine(fixed, per_row)
 
@@ -181,11 +215,12 @@ def working_bytes(
     recompute: Recompute = "none",
 ) -> Largest:
     """What the backward of a layer needs beside what was kept, by the rows of a micro-batch: what it computes again,
-    and its largest gradients."""
+    its largest gradients, and in float8 the copies of a product's operands. Of a layer that was measured: gradients as
+    large as what it keeps."""
     if not kind.variants:
-        return Largest((Affine(0.0, 0.0),))
+        return Largest((_bytes(kind.activations or Amount(), precision.element_bytes),))
 
-    def kept(how: Recompute) -> Affine:
+    def kept(how: Recompute, *, gathered: bool = False) -> Affine:
         return kept_bytes(
             kind,
             tensor_degree=tensor_degree,
@@ -193,22 +228,27 @@ def working_bytes(
             fused_attention=fused_attention,
             eager=eager,
             recompute=how,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=sequence_parallel and not gathered,
         )
 
-    variant, some, whole = variant_of(kind, tensor_degree), kept(recompute), kept("none")
+    variant, some = variant_of(kind, tensor_degree), kept(recompute)
+    if not variant.backward:
+        return Largest((some,))
+    # autograd keeps what a product reads, which sequence parallelism gathers for it
+    whole = kept("none", gathered=eager and recompute == "full")
     again = Affine(whole.fixed - some.fixed, whole.per_row - some.per_row)
-    written = {
-        _bytes(kernel.written, element_bytes(kernel.name, precision) if eager else precision.element_bytes)
-        for kernel in variant.backward
-        if not _of_weights(kernel)
-    }
-    return Largest(
-        tuple(
-            Affine(again.fixed + 2 * size.fixed, again.per_row + 2 * size.per_row)
-            for size in sorted(written or {Affine(0.0, 0.0)})
-        )
-    )
+    wide = {value.size.elements for value in variant.saved if element_bytes(value.origin, precision) > 2}
+    found = set()
+    for kernel in variant.backward:
+        if not _of_weights(kernel):
+            of_loss = kernel.written.elements in wide
+            num = LOSS_TEMPORARIES if of_loss and eager and tensor_degree > 1 else 2
+            fixed, per_row = _bytes(kernel.written, max(element_bytes(kernel.name, precision), 4 if of_loss else 1))
+            found.add(Affine(again.fixed + num * fixed, again.per_row + num * per_row))
+        if "float8" in precision.products and kernel.kind == "matmul":
+            fixed, per_row = _bytes(kernel.read, CAST_BYTES)
+            found.add(Affine(again.fixed + fixed, again.per_row + per_row))
+    return Largest(tuple(sorted(found or {again})))
 
 
 def _bytes(amount: Amount, element_bytes: int) -> Affine:

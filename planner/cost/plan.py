@@ -9,7 +9,7 @@ how a step goes in `whale.planner.cost.step`. It decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from math import lcm
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
-from whale.planner.cost.memory import message_bytes
+from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
 from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
 from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
@@ -436,20 +436,25 @@ class PlanCost:
 
     def memory(self) -> Iterator[DeviceMemory]:
         """Of the smallest device of each kind of replica."""
-        prices, depth, zero = self.prices, len(self.stages), self.prices.stack.zero
-        zero = zero if depth == 1 else min(zero, 1)  # in a pipeline weights and gradients stay whole for the step
+        prices, zero = self.prices, self.prices.stack.zero
+        renews = zero >= 2 and len(self.stages) > 1  # weights and gradients are whole, but made anew in each step
         for own in self._devices:
             stage = self.stages[own[0]]
             layers = [layer for index in own for layer in self.stages[index].layers]
             degrees, shards = (stage.tensor, stage.expert), len(stage.data_group)
             more = sum(self._whole(index) for index in own)
-            state = prices.state_of(layers, *degrees, shards=shards, zero=zero) + prices.state(more)
+            state = prices.state_of(layers, *degrees, shards=shards, zero=1 if renews else zero) + prices.state(more)
+            renewed = 0.0
+            if renews:  # gradients as they are summed
+                state = replace(state, gradients=state.parameters / prices.precision.element_bytes * SUMMED_BYTES)
+                renewed = state.parameters + state.gradients
+            sharded = self._sharded(layers, *degrees, shards)
             stepping = round(prices.step_bytes(sum(prices.parameters(layers, *degrees)) + more))
             for place, kind in enumerate(self.kinds[own[0]]):
                 device = prices.cluster.devices[kind.rank]
                 kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
                 working = round(max(self.costs[index][place].working for index in own))
-                wasted = round((kept + working) * prices.wasted)
+                wasted = round((kept + working + sharded + renewed) * prices.wasted)
                 yield DeviceMemory(
                     rank=kind.rank,
                     device=device.name,
@@ -459,9 +464,24 @@ class PlanCost:
                     optimizer=round(state.optimizer),
                     activations=kept,
                     workspace=max(working, stepping - kept - wasted),
-                    buffers=wasted,
+                    buffers=round(sharded) + wasted,
                     framework=round(prices.overhead_bytes[device.type.name]),
                 )
+
+    def _sharded(self, layers: Sequence[int], tensor: int, expert: int, shards: int) -> float:
+        """Bytes of weights and gradients that are whole for a while although devices divide them."""
+        prices, zero = self.prices, self.prices.stack.zero
+        if zero < 2 or shards == 1:
+            return 0.0
+        blocks = [layer for layer in layers if prices.repeats(prices.profile.layers[layer])]
+        others = [layer for layer in layers if not prices.repeats(prices.profile.layers[layer])]
+        return sharded_bytes(
+            [sum(prices.parameters([layer], tensor, expert)) for layer in blocks],
+            sum(prices.parameters(others, tensor, expert)),
+            precision=prices.precision,
+            zero=zero,
+            shards=shards,
+        )
 
     def _kept(self, own: tuple[int, ...], place: int) -> int:
         """Bytes that ranks which run the stages *own* save at a time for backwards."""

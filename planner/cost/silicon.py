@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from whale.ir.cluster import DeviceType
-from whale.planner.catalog import ALIASES
+from whale.planner.network.links import ALIASES
 
 __all__ = ["Silicon", "silicon_of"]
 

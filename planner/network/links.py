@@ -17,7 +17,19 @@ from typing import Literal
 
 from whale.ir.cluster import Link
 
-__all__ = ["LinkKind", "inter_node_kind", "intra_node_kind", "link_kinds", "read_table"]
+__all__ = ["ALIASES", "LinkKind", "built_in_links", "inter_node_kind", "intra_node_kind", "link_kinds", "read_table"]
+
+ALIASES: Mapping[str, str] = {
+    "A100-40": "A100-SXM4-40GB",
+    "A100-80": "A100-SXM4-80GB",
+    "GH-96": "GH200-96GB",
+    "RTX-2080": "RTX2080Ti",
+    "RTX-3090": "RTX3090",
+    "Titan-RTX": "TitanRTX",
+    "V100-16": "V100-SXM2-16GB",
+}
+"""Names that published profiles give to devices of the table: those of the artifact of Sailor (whose
+RTX-2080 has the 11 GiB of the Ti)."""
 
 HOST_SHARE = 0.65
 """What each of several devices gets of PCIe beside what one of a pair gets: all-reduces of 4 T4 and of 8 V100-PCIe
@@ -130,3 +142,17 @@ def read_table(name: str) -> csv.DictReader[str]:
     """The rows of a packaged table; lines that start with # are comments."""
     text = files("whale.planner").joinpath(f"data/{name}").read_text(encoding="utf-8")
     return csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+
+
+@cache
+def built_in_links() -> Mapping[str, tuple[LinkKind, float]]:
+    """What devices of each known type are linked with in a node: a kind and its bandwidth in bytes per second, in one
+    direction. Of types that take a bridge as an option, such as RTX3090, what they have without.
+
+    >>> kind, bandwidth = built_in_links()["A100-SXM4-80GB"]
+    >>> kind.name, bandwidth
+    ('NVLink3', 300000000000.0)
+    """
+    kinds = link_kinds()
+    found = {row["gpu"]: (kinds[row["intra_link"]], float(row["intra_GBps"]) * 1e9) for row in read_table("gpus.csv")}
+    return MappingProxyType(found | {alias: found[name] for alias, name in ALIASES.items()})

@@ -18,9 +18,8 @@ import networkx as nx
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Link, Node
 from whale.ir.profile import LinkCurve
-from whale.planner.catalog import built_in_links
 from whale.planner.network.curves import curves_between
-from whale.planner.network.links import LinkKind, inter_node_kind, intra_node_kind
+from whale.planner.network.links import LinkKind, built_in_links, inter_node_kind, intra_node_kind
 
 __all__ = ["Member", "Path", "Topology"]
 

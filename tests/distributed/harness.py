@@ -22,7 +22,7 @@ import torch.distributed as dist
 from whale.runtime.launch import World, initialize
 
 PRELOADED = "tests.distributed.preloaded"
-"""What the server that ranks are forked from has imported: a rank starts in milliseconds instead of seconds."""
+"""Modules imported by the server that ranks are forked from: a rank starts in milliseconds instead of seconds."""
 
 
 class Outcome(NamedTuple):

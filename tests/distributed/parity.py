@@ -50,7 +50,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What a rank found: relative errors, and which parameters lie there in which local shape."""
+    """Results of a rank: relative errors, and the parameters on it with their local shapes."""
 
     loss: float
     gradients: dict[str, float]

@@ -110,7 +110,7 @@ def test_all_ranks_detect_the_same_devices(worlds: Worlds) -> None:
 
 
 def refused(world: World) -> str:
-    """What each rank is told where rank 0 can find nothing."""
+    """The error of each rank if rank 0 finds no plan."""
     tiny = DeviceType.of("tiny", speed={"float32": 1e9}, memory_bytes=2**10, memory_bandwidth=1e9)
     cluster = Cluster.homogeneous(2, tiny, intra=Link(bandwidth=1e9, latency=1e-5))
     with pytest.raises(whale.WhaleError) as caught:

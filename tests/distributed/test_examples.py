@@ -40,7 +40,7 @@ def test_parallel_training_is_three_lines_of_whale_and_six_lines_of_difference_a
 
 
 def run(size: int, name: str, *arguments: str) -> str:
-    """What an example prints, in one process or under torchrun."""
+    """Output of an example, in one process or under torchrun."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []

@@ -1,4 +1,5 @@
-"""Examples of pipelines, tables and unlike devices: each compares itself with the local run and says who holds what."""
+"""Examples of pipelines, tables and mixed devices: each compares itself with the local run and prints what each rank
+has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks say when one of them fails, dies, hangs or leaves something out: which rank it was, in time."""
+"""Errors of all ranks when one of them fails, dies, hangs or omits something: they name that rank, in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages dealt round-robin to devices: twice as many stages as device groups, equal to the local step."""
+"""Interleaved stages: twice as many stages as device groups, equal to the local step."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_no_rank_holds_more_than_its_parts_and_one_module(ranks: Ranks, kind: st
 
 
 class Initialised(nn.Module):
-    """As many models do: its constructor goes over its modules."""
+    """A model whose constructor visits its modules, as in many models."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Three and four ranks: nests of stages, replicas and shards, and stages of unlike sizes."""
+"""Three and four ranks: nests of stages, replicas and shards, and stages of different sizes."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def test_the_usual_script_runs_on_a_rank_that_the_plan_leaves_idle(worlds: World
 
 
 def losses_in_float32(world: World) -> list[torch.Tensor]:
-    """Of a step and of an evaluation by a plan with a rank before the loss, one that computes it and one idle."""
+    """Losses of a step and of an evaluation by a plan with a rank before the loss, one that computes it and one
+    idle."""
     text = """{"world_size": 3, "batch": 8, "micro_batches": 2,
            "annotations": {"layers.0": "stage()", "layers.1": "stage()"}, "stages": [
            {"ranks": [0], "axes": []}, {"ranks": [2], "axes": []}]}"""

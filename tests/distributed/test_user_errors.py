@@ -1,4 +1,4 @@
-"""What goes wrong on one rank only, or between ranks: the others learn which rank it was, in time, and none hangs.
+"""Errors on one rank only, or between ranks: the other ranks name it, in time, and none hangs.
 
 And annotations whose effect only several ranks show: clusters of two device types, and the default strategy.
 """

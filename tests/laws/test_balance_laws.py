@@ -1,4 +1,4 @@
-"""What holds of every balance, whatever the devices; and that none is better, by trying all."""
+"""Properties of every balance on any devices; optimality by exhaustive search."""
 
 from itertools import product
 from unittest import mock
@@ -65,7 +65,7 @@ def test_no_other_shares_are_faster(total: int, devices: list[Worker]) -> None:
 @settings(max_examples=2000)
 @given(st.integers(0, 300), st.integers(0, 3), st.data())
 def test_many_units_are_divided_as_one_by_one(total: int, minimum: int, data: st.DataObject) -> None:
-    """Whatever is done at the same moment: times rise in steps of some units."""
+    """Devices with equal times at many shares: times rise in steps of some units."""
     devices = []
     for index in range(data.draw(st.integers(1, 6))):
         start, step, speed = data.draw(st.tuples(st.sampled_from([0.0, 1.5]), st.sampled_from([1, 4, 50]), SPEEDS))

@@ -1,4 +1,4 @@
-"""What holds for the cost of communication on any cluster: more bytes, less bandwidth or more company never help."""
+"""Properties of communication costs on any cluster: more bytes, less bandwidth or more contention never help."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,4 @@
-"""Whatever a file holds, reading it ends in a value or an ``InputFileError``; and every good cluster file is
-understood."""
+"""Reading any file ends in a value or an ``InputFileError``; every valid cluster file is understood."""
 
 import math
 import tomllib
@@ -13,6 +12,7 @@ from tests.hostile_files import KINDS, MANNERS, FileKind, as_toml, read, written
 from whale.errors import InputFileError
 from whale.ir.cluster import DTYPES, Cluster
 from whale.ir.document import Format, parse_document
+from whale.ir.json_reader import _JsonReader, _plain_json
 from whale.planner.catalog import device_types
 
 
@@ -88,3 +88,26 @@ def test_a_good_file_is_understood(entries: list[tuple[int, int, str]], speed: d
         if device.type.name == "card":
             assert device.memory_bytes == memory * 2**20
             assert all(device.speed(dtype) == rate * 1e9 for dtype, rate in speed.items())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "json" in kind.formats], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("manner", MANNERS)
+def test_what_the_standard_library_reads_is_what_the_reader_of_lines_does(kind: FileKind, manner: str) -> None:
+    @settings(max_examples=50, deadline=None)
+    @given(MANNERS[manner](kind))
+    def read_alike(text: tuple[str, Format]) -> None:
+        plain = _plain_json(text[0])
+        assert plain is None or plain == _JsonReader(text[0], "x").document()
+
+    read_alike()
+    good = written(kind.good, "json")
+    assert _plain_json(good) == _JsonReader(good, "x").document()
+
+
+def test_what_might_break_a_limit_is_left_to_the_reader_of_lines() -> None:
+    for text in (
+        '{"a": "\\ud800"}', '{"a": 1, "a": 1}', '{"a": NaN}', '{"a": [1e999]}', '{"a": ' + "9" * 101 + "}",
+        '{"a": ' + "[" * 32 + "{}" + "]" * 32 + "}", '{"a": [' + "0," * 300_000 + "0]}", "[1]", "{} x",
+        '{"a": ' + "[" * 100_000 + "}",
+    ):  # fmt: skip
+        assert _plain_json(text) is None, text[:40]

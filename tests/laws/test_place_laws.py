@@ -1,4 +1,4 @@
-"""What holds of every placement that is made."""
+"""Properties of every assignment of stages to devices."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Whatever its sizes, a GPT costs what counting by hand says."""
+"""The profile of a GPT of any size equals a count by hand."""
 
 from __future__ import annotations
 

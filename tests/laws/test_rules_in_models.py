@@ -1,4 +1,5 @@
-"""Axis rules in the graphs of real models, where dims are refined and cut by inner atoms: heads, fused parts, groups.
+"""Axis rules in the graphs of real models, where dims are refined and cut by inner axis factors: heads, fused parts,
+groups.
 
 Every operator, with the values that it has in the model, is computed whole and in parts, for every choice that the
 analysis offers. Then: the parts that tensor parallelism lives on are among the choices.
@@ -216,7 +217,7 @@ def distinct_calls(name: str) -> Iterator[Call]:
 
 
 def key(analysis: Analysis, node: fx.Node) -> str:
-    """What decides how a call is computed in parts: all but its values."""
+    """Key of everything that decides the sharded computation of a call, except its values."""
 
     def shape(operand: fx.Node) -> Any:
         value = operand.meta.get("val")
@@ -278,7 +279,7 @@ def test_every_operator_that_has_rows_of_the_batch_can_be_cut_along_them(name: s
 
 
 def leaves(name: str, parameter: str, dim: int) -> list[int]:
-    """Sizes of the atoms by which a dim of a parameter can be cut where it is read, major to minor."""
+    """Sizes of the axis factors by which a dim of a parameter can be cut where it is read, major to minor."""
     captured, analysis, _ = analysed(name)
     node = next(n for n in captured.graph.nodes if captured.parameters.get(n.name, "").endswith(parameter))
     reader = next(n for n in node.users if is_call(n))

@@ -35,14 +35,14 @@ EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
 """Random cases; each takes about a tenth of a second."""
 
 DRAWS = 30
-"""Of prices for the bound, in each of these cases."""
+"""Draws of prices for the bound, in each of these cases."""
 
 DEGREES = (1, 2)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is searched."""
+    """A search problem."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -182,7 +182,7 @@ def test_no_plan_is_faster_than_the_bound(drawn: tuple[Case, Candidate]) -> None
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(cases(batches=(2, 3, 5)), st.integers(0, 999))
 def test_no_prices_show_more_than_the_best_plan_takes(case: Case, seed: int) -> None:
-    """Of the bound: whatever prices are paid, the cheapest chain of stages takes no more than any plan."""
+    """The bound is sound: for any prices, the cheapest chain of stages takes no more than any plan."""
     best: dict[int, float] = {}
     for plan in every_plan(case):
         if plan.prediction.fits:

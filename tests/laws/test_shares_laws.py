@@ -1,4 +1,4 @@
-"""What holds of every division into shares, whatever the total and the weights."""
+"""Properties of every division into shares, for any total and weights."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""What holds for every simulated step, whatever its stages, links and schedule."""
+"""Properties of every simulated step, for any stages, links and schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sizes = st.integers(0, 6)
 
 @st.composite
 def workloads(draw: st.DrawFn, *, shares_links: bool = False, slows: bool = False) -> Workload:
-    """Stages of one to three ranks, some of which work together, on devices of their own or dealt round twice."""
+    """Stages of one to three ranks, some of which work together, on devices of their own or interleaved twice."""
     num_sets, chunks = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2]))
     degrees = draw(st.lists(st.integers(1, 3), min_size=num_sets, max_size=num_sets))
     starts = [sum(degrees[:index]) for index in range(num_sets)]
@@ -171,7 +171,7 @@ def test_the_same_workload_gives_the_same_timeline(workload: Workload) -> None:
 
 
 def side_by_side(workload: Workload, copies: int, *, share: bool) -> Workload:
-    """So many copies of a workload at once, on ranks of their own; *share*: over the same links' resources."""
+    """Several copies of a workload at once, on ranks of their own; *share*: over the same links' resources."""
     size = workload.world_size
     offsets = [copy * size for copy in range(copies)]
 

@@ -1,4 +1,4 @@
-"""What travels between stages: targets get what they want of what sources hold, once from each that differs."""
+"""Transfers between stages: targets receive the regions that they want, once from each distinct source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTENTS = (1, 5, 12)
 
 @st.composite
 def stretches(draw: st.DrawFn, extent: int) -> tuple[tuple[int, int], ...]:
-    """Of a dim, apart and ascending, some of them empty."""
+    """Disjoint ascending intervals of a dim, some of them empty."""
     cuts = sorted(draw(st.lists(st.integers(0, extent), min_size=2, max_size=6).filter(lambda c: len(c) % 2 == 0)))
     return tuple(zip(cuts[::2], cuts[1::2], strict=True))
 

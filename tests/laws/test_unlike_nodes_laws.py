@@ -1,4 +1,4 @@
-"""What holds for the cost of communication among nodes that are unlike, with and without measured curves."""
+"""Properties of communication costs among nodes that differ, with and without measured curves."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ SLACK = 1 + 1e-9
 
 @st.composite
 def nodes(draw: st.DrawFn) -> list[tuple[str, int, Link, Link]]:
-    """Of each node the type and the number of its devices, and its links."""
+    """For each node the type and the number of its devices, and its links."""
     network: Any = st.sampled_from(["tcp", "rdma", "efa"])
     found = []
     for _ in range(draw(st.integers(1, 4))):

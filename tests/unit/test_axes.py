@@ -1,4 +1,4 @@
-"""Axis atoms against numpy: aligned dims hold the same elements, and a cut takes the elements that it says."""
+"""Axis factors compared with numpy: aligned dims have the same elements, and a cut takes the right elements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def views(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def taken(atoms: Atoms, dim: Dim, spans: dict[int, tuple[int, int]]) -> np.ndarray:
-    """Indices of a dim that a cut of atoms keeps."""
+    """Indices of a dim inside a cut of axis factors."""
     intervals = dim_intervals(Analysis(atoms=atoms), dim, spans)
     return np.concatenate([np.arange(a, b) for a, b in intervals] or [np.arange(0)])
 

@@ -1,4 +1,4 @@
-"""Shares of unlike devices: the golden vectors, what is moved and why, and what an error says."""
+"""Shares on mixed devices: the golden vectors, moves and their reasons, and errors."""
 
 import pytest
 

@@ -85,8 +85,8 @@ def searched_order(row: Row, limit: int) -> Order:
 
 
 def interleaved(row: Row, chunks: int = 3) -> Timeline:
-    """With three chunks, and, as the authors compute it, with no wait for what comes round from the last device to
-    the first but for the first micro-batch of each group of P."""
+    """Interleaved with three chunks. Like the authors, it waits for values from the last device to the first only for
+    the first micro-batch of each group of P."""
     workload = workload_of(row, chunks, "interleaved")
     stages, edges, _ = programs_of(workload)
     edges = [

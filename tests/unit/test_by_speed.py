@@ -1,4 +1,4 @@
-"""A configuration balanced over unlike devices: cuts and rows from measured layers, and what is said if none fits."""
+"""A configuration balanced on mixed devices: cuts and rows from measured layers, and the error if none fits."""
 
 import re
 from dataclasses import replace

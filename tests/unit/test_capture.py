@@ -1,4 +1,4 @@
-"""What a capture must not take from its example."""
+"""Captures are independent of their example."""
 
 from __future__ import annotations
 

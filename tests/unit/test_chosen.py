@@ -26,7 +26,7 @@ PATHS = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
 
 
 def stages_of(*given: tuple[int, int, int]) -> list[StageChoice]:
-    """Stages of so many layers, data and tensor degree, on ranks in order."""
+    """Stages by number of layers, data and tensor degree, on ranks in order."""
     found: list[StageChoice] = []
     layer = rank = 0
     for layers, data, tensor in given:

@@ -112,7 +112,7 @@ def test_doctor_reports_a_torch_that_does_not_import(monkeypatch: pytest.MonkeyP
 
 @dataclass
 class _Report:
-    """What ``whale.api.verify`` may return: data, and a verdict."""
+    """A result of ``whale.api.verify``: data, and a verdict."""
 
     loss: float = 0.5
     gradients: list[dict[str, Any]] = field(default_factory=lambda: [{"name": "weight", "relative_error": 1e-15}])

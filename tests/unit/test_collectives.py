@@ -1,4 +1,4 @@
-"""What ranks exchange in even parts is laid out in one copy, as part by part."""
+"""Even shards are exchanged with one copy, and in the same layout as part by part."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def texts(compilation: Compilation) -> dict[Any, Any]:
 
 
 def step(compilation: Compilation, rank: int, group: str) -> Any:
-    """What *rank* would run, with a word in place of each group."""
+    """The programs of *rank*, with a text in place of each group."""
     held = {
         name: nn.Parameter(torch.zeros(part.shape, dtype=part.dtype))
         for name, part in compilation.local_parameters(rank).items()

@@ -1,5 +1,5 @@
-"""What the documents promise: links lead somewhere, commands have options that exist, examples are read, and the
-README's commands are where the checks find them."""
+"""Checks of the documents: links resolve, commands have options that exist, examples parse, and the README's commands
+are where the checks expect them."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ def _blocks(document: Path, language: str) -> list[str]:
 
 
 def _anchors(document: Path) -> set[str]:
-    """What GitHub makes of the document's headings: lower case, hyphens for spaces, no punctuation."""
+    """GitHub's anchors of the document's headings: lower case, hyphens for spaces, no punctuation."""
     headings = re.findall(r"^#+ (.*)$", _prose(document), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What bounds a step, who waits, what would help: on workloads whose answer is plain; and two plans side by side."""
+"""Explanations of workloads whose answer is known, and comparisons of two plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An all-reduce works in place only where nobody else reads what it overwrites."""
+"""An all-reduce works in place only if its input has no other reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whale.runtime.collectives import Bridge
 
 
 def reuses(model: nn.Module, batch: object) -> tuple[list[bool], list[bool]]:
-    """Of each all-reduce, of values and of gradients, whether it works in place."""
+    """For each all-reduce, of values and of gradients, whether it works in place."""
     compilation = solve(model, batch, {"": whale.split()}).compilation
     program = compilation.local_programs(compilation.stages[0], 0, None)[0]
     conversions = [b.conversion for b in program.bridges if isinstance(b, Bridge)]

@@ -17,7 +17,7 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def attentions(model: nn.Module, batch: Any, annotations: dict[str, Any], **options: Any) -> list[tuple[bool, bool]]:
-    """Of each attention of rank 0's program: whether it reads a mask, and whether it is told to be causal."""
+    """For each attention of rank 0's program: whether it reads a mask, and whether it is causal."""
     compilation = solve(model, batch, annotations, **options).compilation
     program = compilation.local_programs(compilation.stages[0], 0, None)[0]
     calls = [node for node in program.micro_batch.code.module.graph.nodes if node.target is ATTENTION]

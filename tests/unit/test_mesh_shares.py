@@ -1,4 +1,4 @@
-"""Shares along one or several axes of a mesh of unlike devices."""
+"""Shares along one or several axes of a mesh of mixed devices."""
 
 import pytest
 

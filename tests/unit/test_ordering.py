@@ -1,4 +1,4 @@
-"""What ranks compare does not depend on the order in which a model happens to compute its tables."""
+"""The compared digests do not depend on the order in which a model happens to compute its tables."""
 
 from __future__ import annotations
 

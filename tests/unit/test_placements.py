@@ -1,4 +1,4 @@
-"""What the placement solver finds unaided: the collectives of well-known layouts, counted."""
+"""Placements of the solver: the collectives of well-known layouts, counted."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_sequence_parallelism_cuts_what_there_is_enough_of(rows: int, replicas: 
 
 
 def calls_of(compilation: Compilation) -> TaskCalls:
-    """What the first rank calls in its first micro-batch."""
+    """Calls of the first rank in its first micro-batch."""
     program = compilation.local_programs(compilation.stages[0], 0, None)[0]
     return dry_run(compilation.captured, compilation.stages[0], 0, program, 0)
 

@@ -1,4 +1,4 @@
-"""What is printed of a plan: above all the commands that run it."""
+"""Text output of a plan: above all the commands that run it."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""From annotations and unlike devices to a plan: what is open is balanced, what is predicted is what was compiled."""
+"""From annotations and mixed devices to a plan: open decisions are balanced, and predictions belong to the compiled
+plan."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_the_layers_of_a_model_are_measured_and_resumed(gpt: Any) -> None:
 
 
 def _item(name: str, results: list[Any], put: list[Any]) -> profiling.Item:
-    """What gives these results, one in each pass, and puts them into the profile's name."""
+    """A measurement with given results, one in each pass, which it puts into the profile's name."""
 
     def run(seconds: float) -> Any:
         put.append(name)

@@ -31,7 +31,7 @@ ROOT = Path(whale.__file__).parents[1]
 
 
 def _loaded_after(program: str, names: tuple[str, ...]) -> list[str]:
-    """Those of ``names`` that a fresh interpreter has loaded after running ``program``."""
+    """The modules among ``names`` that a fresh interpreter has loaded after running ``program``."""
     code = f"import sys\n{program}\nprint('LOADED', *[name for name in {names!r} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -98,7 +98,7 @@ class Leaving(Layer):
 
 
 class Noting(Layer):
-    """What it computed is put where the model finds it."""
+    """Stores its result where the model reads it."""
 
     def __init__(self, note: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Noting(Layer):
 
 
 class Counting(Layer):
-    """What it computes depends on how often any was called."""
+    """Its result depends on the number of calls of all instances."""
 
     calls = 0
 
@@ -199,7 +199,7 @@ def test_layers_of_hugging_face_models_are_copied(monkeypatch: pytest.MonkeyPatc
 
 
 class Config:
-    """What all layers share."""
+    """State shared by all layers."""
 
     calls = 0
     scale = 1

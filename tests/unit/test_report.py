@@ -1,4 +1,4 @@
-"""What the report shows: times and bytes as they are, each thing once, and nothing of a plan as markup."""
+"""Content of the report: times and bytes as they are, each item once, and no markup from a plan."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_the_page_of_4096_devices_is_under_a_megabyte(unlike: bool) -> None:
         RecordedPoint(seconds=1 + index / 7919, memory=index * 31 % 20_000 / 1e4, label="x" * 80, reason="y" * 90)
         for index in range(20_000)
     )
-    reasons = simulated(small)["explanation"]  # as long as that of a large plan, and quicker
+    reasons = simulated(small)["explanation"]  # as long as that of a large plan, and faster
     page = report_page(plan, timeline=simulate(plan.workload), explanation=reasons, record=SearchRecord(points=points))
     assert len(page.encode()) < 10**6
     if not unlike:

@@ -1,4 +1,4 @@
-"""Which operators may be cut into micro-batches, and which couple the rows of the batch."""
+"""Operators that may be divided into micro-batches, and operators that couple the rows of the batch."""
 
 from __future__ import annotations
 

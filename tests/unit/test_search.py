@@ -31,7 +31,7 @@ UNLIKE = layer({FAST.name: 0.01, SLOW.name: 0.02}, degrees=(1, 2, 4))
 
 
 def nodes(*counts: int) -> Cluster:
-    """So many nodes of eight A100, and so many of eight V100."""
+    """Nodes of eight A100, and nodes of eight V100, by their counts."""
     types = [type_ for type_, count in zip((A100, V100), counts, strict=False) for _ in range(count)]
     devices = [(f"node{index}", type_) for index, type_ in enumerate(types) for _ in range(8)]
     return Cluster.of(devices, intra=A100.intra_node, inter=NETWORK)
@@ -63,7 +63,7 @@ def test_no_uniform_degrees_are_faster(counts: tuple[int, ...]) -> None:
 
 
 def test_whatever_could_be_better_is_tried() -> None:
-    """Of so little memory deep pipelines make the most, though they are not among the first that promise much."""
+    """With little memory, deep pipelines are best, although they are not among the first families."""
     sizes = {"layers": 2, "hidden": 2560, "heads": 32, "seq": 2048, "vocab": 50304}
     loaded = load_model("examples/models/gpt.py:gpt", sizes, device="meta")
     profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4, 8))
@@ -89,7 +89,7 @@ def test_a_fast_and_a_slow_half_are_both_used_by_their_speed() -> None:
 
 @pytest.mark.parametrize(("counts", "rows"), [((1, 1), 2), ((2, 1), 2), ((1, 2), 4), ((1, 1), 16)])
 def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tuple[int, int], rows: int) -> None:
-    """Of two micro-batches a first stage does both forwards while it would wait for a backward: it may do more."""
+    """With two micro-batches, a first stage does both forwards while it would wait for a backward: it may do more."""
     profile, cluster = chain([UNLIKE, layer({FAST.name: 0.03, SLOW.name: 0.02})], (0, 1) * 5), mixed(3, 3)
     prices = CostModel.of(profile, cluster)
     meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))

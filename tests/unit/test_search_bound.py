@@ -23,8 +23,8 @@ ROOMY = Link(bandwidth=1e12, latency=1e-7)
 
 
 def bound(num: int, *, gib: float = 64, parameters: float = 1e5, network: Link = ROOMY, kept: float = 1e5) -> float:
-    """Of eight layers of 10 ms a row, 8 rows in 4 micro-batches, as a multiple of their work divided by devices that
-    each have a node."""
+    """Bound of eight layers of 10 ms a row, 8 rows in 4 micro-batches, as a multiple of their work divided by devices
+    that each have a node."""
     type_ = card("fast", gib=gib)
     profile = chain([layer({type_.name: 0.01}, parameters=parameters, kept=kept)], (0,) * 8)
     cluster = Cluster.of([(str(index), type_) for index in range(num)], intra=network, inter=network)
@@ -42,7 +42,7 @@ def test_of_one_device_it_is_the_step() -> None:
 
 @pytest.mark.parametrize("rows", [9, 10, 13, 17, 18, 100])
 def test_it_is_no_more_than_the_step_where_slices_have_many_rows(rows: int) -> None:
-    """Ranges of rows are one kind of slices: four devices, with so many rows each."""
+    """Ranges of rows are one kind of replica: four devices, with the given rows each."""
     profile = chain([layer({FAST.name: 0.01}, parameters=1e5)], (0,) * 4)
     meshes = meshes_of(profile, Cluster.of([("node", FAST)] * 4, intra=ROOMY))
     assert 0.8 * rows * 4 * 0.01 < bound_seconds(meshes, 4 * rows, [1]) < rows * 4 * 0.01 + 4e-3

@@ -1,4 +1,4 @@
-"""What a plan of the search should give: as an estimate of the same degrees says, and by hand where there is none."""
+"""Predictions of the search's plans: equal to an estimate of the same degrees, or computed by hand."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_tensor_group_is_as_slow_as_its_slowest_device() -> None:
 
 
 def test_every_row_crosses_a_boundary_whatever_the_degrees() -> None:
-    """What one slice hands to four goes through its one link, and what four hand to one through that one's."""
+    """Messages from one replica to four use its one link, and messages from four to one use that one's link."""
     cluster = machines([FAST] * 8)
     for rows in (((8,), (2, 2, 2, 2)), ((2, 2, 2, 2), (8,)), ((5, 3), (2, 2, 2, 2))):
         ranks = (tuple(range(len(rows[0]))), tuple(range(4, 4 + len(rows[1]))))

@@ -62,7 +62,7 @@ def profiled(name: str) -> ModelProfile:
 
 
 def stages(profile: ModelProfile, *given: tuple[int, int, int]) -> list[StageChoice]:
-    """Of so many layers, data and expert degree, on ranks in order."""
+    """Stages by layers, data and expert degree, on ranks in order."""
     found: list[StageChoice] = []
     layer = rank = 0
     for layers, data, expert in given:

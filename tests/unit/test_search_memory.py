@@ -32,9 +32,10 @@ CLUSTER = Cluster.homogeneous(4, A100, intra=A100.intra_node)
 BATCH, MICRO_BATCHES = 32, 4
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 128, "heads": 4, "seq": 128, "vocab": 8192, "batch_size": BATCH}
 BELOW, ABOVE = 0.96, 1.1
-"""What the search counts, of what is held. Too much where an embedding has most of the parameters: its stage is taken
-to hold all of a micro-batch while it makes the gradient. Too little where a tied weight is cut anew for the head, as in
-a GPT of few hidden units whose stages are tensor parallel: the head's rows are divided, and its weight is gathered."""
+"""Memory that the search counts, relative to the compiled memory. It is too much if an embedding has most of the
+parameters, because its stage counts all saved activations of a micro-batch while it makes the gradient. It is too
+little if a tied weight is cut again for the head, as in a GPT of few hidden units whose stages are tensor parallel: the
+head's rows are divided, and its weight is gathered."""
 
 
 def model() -> nn.Module:
@@ -46,7 +47,7 @@ def small() -> ModelProfile:
 
 
 def stages(layout: str, profile: ModelProfile) -> list[StageChoice]:
-    """Of four devices."""
+    """A layout of the profile's layers on four devices."""
     num = len(profile.layers)
     middle = profile.paths.index("layers.2")
     every: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {

@@ -27,7 +27,7 @@ ROOMY = Link(bandwidth=1e12, latency=1e-7)
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What makes a step long: of layers, links and rows."""
+    """Parameters of a step's time: of layers, links and rows."""
 
     parameters: float = 1e3
     output: float = 1e4

@@ -1,4 +1,4 @@
-"""Shares of a batch: the published divisions, and the refusals."""
+"""Shares of a batch: the published divisions, and errors."""
 
 import pytest
 

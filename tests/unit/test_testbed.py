@@ -1,4 +1,4 @@
-"""What a testbed would do to a machine, without doing it."""
+"""Effects of a testbed on a machine, without root."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What readers of a timeline see: a trace for Perfetto, a chart and a table as text, and `whale simulate`."""
+"""Views of a timeline: a trace for Perfetto, a chart and a table as text, and `whale simulate`."""
 
 from __future__ import annotations
 

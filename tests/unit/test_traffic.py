@@ -1,4 +1,4 @@
-"""What a rank says to others in a step is read off the compiled step, byte for byte."""
+"""Messages of a rank in a step, read off the compiled step, byte for byte."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def plan_of(trial: ModelTrial, cluster: Cluster, *axes: PlanAxis) -> Plan:
 
 
 def collectives(trial: ModelTrial, device: DeviceType) -> Counter[str]:
-    """What a rank of a tensor group of four such devices calls in a micro-batch."""
+    """Calls of a rank of a tensor group of four such devices in a micro-batch."""
     cluster = Cluster.homogeneous(4, device, intra=device.intra_node or Link(bandwidth=1e9, latency=5e-5))
     plan = plan_of(trial, cluster, PlanAxis(name="split", size=4, role="split"))
     compilation = trial.compile(plan, cluster)
@@ -105,7 +105,7 @@ def test_a_model_in_float64_is_priced_as_such() -> None:
 
 
 class Normalised(nn.Module):
-    """A batch norm among its layers, whose rows are not to be told apart."""
+    """A model with a batch norm among its layers, which couples its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Normalised(nn.Module):
 
 
 def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None:
-    """On a slow network, where a pipeline of many micro-batches would be quickest."""
+    """On a slow network, where a pipeline of many micro-batches would be the fastest plan."""
     assert not trial.uncut(2)
     with torch.device("meta"):
         model, batch = Normalised(), {"x": torch.zeros(64, 256)}

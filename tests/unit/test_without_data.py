@@ -33,7 +33,7 @@ CALLS: list[Callable[[Tensor, Tensor], Any]] = [
 
 
 def looks(call: Callable[[Tensor, Tensor], Any]) -> list[Any]:
-    """Of each result its shape, strides, type and bytes, and whose memory it has."""
+    """For each result its shape, strides, type and bytes, and the tensor whose memory it has."""
     x, n = torch.empty(3, 4, dtype=torch.float16, device="meta"), torch.empty(3, 4, dtype=torch.int64, device="meta")
     given = {x.untyped_storage()._cdata: "x", n.untyped_storage()._cdata: "n"}
     found = call(x, n)

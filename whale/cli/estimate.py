@@ -17,7 +17,6 @@ from whale.cli.assumptions import assumptions_text, is_given
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
 from whale.errors import UsageError
-from whale.planner.cost.precision import precision_named
 
 if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
@@ -100,6 +99,8 @@ def _defaults(given: Configuration) -> list[str]:
 
 def not_run(given: Configuration) -> list[str]:
     """What of a configuration can be predicted, but not run by Whale yet."""
+    from whale.planner.cost.precision import precision_named
+
     shared = ("", "optimizer states", "gradients and optimizer states", "weights, gradients and optimizer states")
     every = (
         (given.zero > 0, f"--zero {given.zero}: {shared[given.zero]} shared by replicas"),

@@ -6,11 +6,15 @@ import errno
 import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from whale.errors import UsageError
 
-__all__ = ["refuse_unwritable", "write_whole"]
+if TYPE_CHECKING:
+    from whale.ir.profile import ModelProfile
+
+
+__all__ = ["refuse_unwritable", "write_profile", "write_whole"]
 
 
 def refuse_unwritable(path: Path, option: str = "-o") -> None:
@@ -56,3 +60,10 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def write_profile(made: ModelProfile, path: Path) -> None:
+    """Put the profile there, at once."""
+    if path.suffix.lower() != ".json":
+        raise UsageError(f"-o {path}: a profile is a JSON file; give a name that ends with .json")
+    write_whole(path, made.dumps())

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from whale.cli.files import write_whole
+from whale.cli.files import write_profile
 from whale.cli.options import note, verbosity_options
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
-    from whale.ir.profile import ModelProfile
+    pass
 
 
 def _counts(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -154,10 +154,3 @@ def import_(layout: str, folder: Path, output: Path | None, precision: str | Non
     write_profile(made, output)
     types = sorted({times.device_type for kind in made.kinds for times in kind.measured})
     note(f"wrote {output}: {made.name}, {len(made.layers)} layers on {', '.join(types)}")
-
-
-def write_profile(made: ModelProfile, path: Path) -> None:
-    """Put the profile there, at once."""
-    if path.suffix.lower() != ".json":
-        raise UsageError(f"-o {path}: a profile is a JSON file; give a name that ends with .json")
-    write_whole(path, made.dumps())

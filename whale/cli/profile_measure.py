@@ -12,9 +12,9 @@ from typing import Any
 
 from whale import profiling
 from whale.cli.clusters import load_cluster
+from whale.cli.files import write_profile
 from whale.cli.model_loader import LoadedModel, load_model, parse_settings
 from whale.cli.options import note
-from whale.cli.profile import write_profile
 from whale.cli.tables import text_table
 from whale.errors import InputFileError, UsageError
 from whale.graph.capture import batch_leaves

@@ -8,7 +8,6 @@ strings, numbers, booleans, None and TOML's dates.
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections import Counter
@@ -22,6 +21,8 @@ from typing import Any, Literal, NoReturn, get_args
 import yaml
 
 from whale.errors import InputFileError, UsageError
+from whale.ir.json_reader import parse_json
+from whale.ir.reader import MAX_BYTES, MAX_DEPTH, MAX_VALUES, Path, Reader
 
 __all__ = [
     "MAX_BYTES",
@@ -34,13 +35,6 @@ __all__ = [
 ]
 
 Format = Literal["toml", "yaml", "json"]
-Path = tuple[str | int, ...]
-"""Keys and list positions from the top of a document to a value."""
-
-MAX_BYTES = 4 * 2**20
-MAX_DEPTH = 32
-MAX_VALUES = 50_000
-MAX_JSON_VALUES = 300_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,10 @@ def parse_document(text: str, format: Format, *, source: str = "<text>") -> Docu
         raise UsageError(f"unknown format {format!r}; use 'toml', 'yaml' or 'json'")
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
         raise InputFileError("is larger than 4 MB, which no such file needs", path=source)
-    return {"toml": _parse_toml, "yaml": _parse_yaml, "json": _parse_json}[format](text, source)
+    if format == "json":
+        value, lines = parse_json(text, source)
+        return Document(value=value, lines=lines, source=source)
+    return _parse_toml(text, source) if format == "toml" else _parse_yaml(text, source)
 
 
 # --- TOML: the standard library parses; a scanner before it finds the lines and keeps the limits
@@ -131,26 +128,7 @@ def _check_finite(document: Document, value: object, path: Path) -> None:
             _check_finite(document, inner, (*path, index))
 
 
-class _Reader:
-    """A position in a text, whose line is known when something is wrong there."""
-
-    def __init__(self, text: str, source: str) -> None:
-        self.text, self.source = text, source
-        self.position = self.num_values = 0
-        self.lines: dict[Path, int] = {}
-        self._line, self._line_position = 1, 0
-
-    def fail(self, message: str) -> NoReturn:
-        raise InputFileError(message, path=self.source, line=self.line())
-
-    def line(self) -> int:
-        """Line of the current position, counted from the last time it was asked for."""
-        self._line += self.text.count("\n", self._line_position, self.position)
-        self._line_position = self.position
-        return self._line
-
-
-class _TomlScanner(_Reader):
+class _TomlScanner(Reader):
     """One linear walk over TOML text that notes the line of every key, and counts depth and values.
 
     It is more lenient than the parser that follows, which reports what is wrong inside a value or with repeated keys.
@@ -417,146 +395,3 @@ class _YamlReader:
                 self.fail(f"{text[:60]} is not a finite number", event)
             return number
         return text
-
-
-# --- JSON: a reader of tokens that counts lines, which the standard library's does not
-# ------------------------------------
-
-
-def _parse_json(text: str, source: str) -> Document:
-    reader = _JsonReader(text, source)
-    value = reader.document()
-    return Document(value=value, lines=reader.lines, source=source)
-
-
-class _JsonReader(_Reader):
-    """Builds plain values from one linear walk; an item of a list has a line where it is not that of the one before."""
-
-    _SPACE = re.compile(r"[ \t\n\r]*")
-    _NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-    _STRING = json.JSONDecoder()  # used where a quote opens a string
-    _ROW = re.compile(r"\[[-+0-9.eE, ]{1,65536}\]")
-    _CONSTANTS: tuple[tuple[str, bool | None], ...] = (("true", True), ("false", False), ("null", None))
-
-    def next(self) -> str:
-        """The next character that is no space; the empty string at the end."""
-        found = self._SPACE.match(self.text, self.position)
-        assert found is not None  # it matches nothing at all, too
-        self.position = found.end()
-        return self.text[self.position : self.position + 1]
-
-    def document(self) -> dict[str, Any]:
-        if self.next() != "{":
-            self.fail("the file must be a JSON object")
-        value = self.value(())
-        if self.next():
-            self.fail("not valid JSON: there is something after the end of the object")
-        return value
-
-    def value(self, path: Path) -> Any:
-        self.num_values += 1
-        if self.num_values > MAX_JSON_VALUES:
-            self.fail(f"has more than {MAX_JSON_VALUES} values")
-        if len(path) > MAX_DEPTH:
-            self.fail(f"is nested more than {MAX_DEPTH} levels deep")
-        match self.next():
-            case "{":
-                return self.table(path)
-            case "[":
-                return self.items(path)
-            case '"':
-                return self.string()
-        for word, constant in self._CONSTANTS:
-            if self.text.startswith(word, self.position):
-                self.position += len(word)
-                return constant
-        return self.number()
-
-    def table(self, path: Path) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        self.position += 1
-        if self.next() == "}":
-            self.position += 1
-            return table
-        while True:
-            if self.next() != '"':
-                self.fail("not valid JSON: expected a key in double quotes")
-            line = self.line()
-            key = self.string()
-            if key in table:
-                self.fail(f"the key {key!r} is given twice")
-            if self.next() != ":":
-                self.fail("not valid JSON: expected ':' after a key")
-            self.position += 1
-            self.lines[(*path, key)] = line
-            table[key] = self.value((*path, key))
-            if not self.more("}"):
-                return table
-
-    def items(self, path: Path) -> list[Any]:
-        if (row := self.row()) is not None:
-            return row
-        items: list[Any] = []
-        self.position += 1
-        if self.next() == "]":
-            self.position += 1
-            return items
-        line = 0
-        while True:
-            self.next()
-            if (now := self.line()) != line:
-                line = self.lines[(*path, len(items))] = now
-            items.append(self.value((*path, len(items))))
-            if not self.more("]"):
-                return items
-
-    def row(self) -> list[int | float] | None:
-        """A list of numbers on one line, read at once; None if it is something else, or wrong."""
-        found = self._ROW.match(self.text, self.position)
-        try:
-            row: list[int | float] | None = json.loads(found[0]) if found is not None else None
-        except ValueError:
-            return None
-        if found is None or row is None or not all(abs(number) < 10**100 for number in row):
-            return None
-        self.num_values += len(row)
-        if self.num_values > MAX_JSON_VALUES:
-            self.fail(f"has more than {MAX_JSON_VALUES} values")
-        self.position = found.end()
-        return row
-
-    def more(self, end: str) -> bool:
-        """Step over a comma, or over *end*: then there is no more."""
-        character = self.next()
-        if character not in (",", end) or not character:
-            self.fail(f"not valid JSON: expected ',' or {end!r}")
-        self.position += 1
-        return character == ","
-
-    def string(self) -> str:
-        value: str
-        try:
-            value, self.position = self._STRING.raw_decode(self.text, self.position)
-        except json.JSONDecodeError as error:
-            self.position = min(error.pos, len(self.text))
-            self.fail(f"not valid JSON: {error.msg}")
-        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            self.fail("a string holds half of a surrogate pair, which is no character")
-        return value
-
-    def number(self) -> int | float:
-        found = self._NUMBER.match(self.text, self.position)
-        if found is None:
-            word = re.match(r"[-\w]{1,20}", self.text[self.position : self.position + 20])
-            if word is not None and word[0] in ("NaN", "Infinity", "-Infinity"):
-                self.fail(f"{word[0]} is not a finite number")
-            self.fail("not valid JSON: expected a value")
-        if len(found[0]) > 100:
-            self.fail("a number of more than 100 digits is not allowed")
-        self.position = found.end()
-        if found[2] is None and found[3] is None:
-            return int(found[1])
-        number = float(found[0])
-        if not isfinite(number):
-            self.fail(f"{found[0]} is not a finite number")
-        return number

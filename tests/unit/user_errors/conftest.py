@@ -1,4 +1,4 @@
-"""What a user can do wrong, and what it is answered with, before any process group is made.
+"""Errors of users, and their messages, before any process group is made.
 
 Each case checks the class, the exit code and the parts of the message: what was given, the rule, what to do.
 """
@@ -25,7 +25,7 @@ def nothing_is_joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """Make this process look like rank 0 of so many; nothing listens there, so joining would fail at once."""
+    """Make this process look like rank 0 of several; nothing listens there, so joining would fail at once."""
 
     def launch(size: int) -> None:
         monkeypatch.setenv("RANK", "0")

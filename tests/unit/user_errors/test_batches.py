@@ -62,7 +62,7 @@ def test_an_operator_without_a_rule_is_not_said_to_mix_rows() -> None:
 
 
 class Returns(nn.Module):
-    """A model that returns what it is told to."""
+    """A model that returns the result of a function."""
 
     def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
