@@ -257,7 +257,7 @@ class PlanCost:
             reductions=tuple(self._reductions(last_share)),
             links=links,
             update=tuple(update),
-            overhead=self.prices.step_overhead,
+            overhead=self.prices.overhead_of(sorted({rank for stage in self.stages for rank in stage.ranks})),
             overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
             blocking_transfers=self.prices.stack.blocks,
         )

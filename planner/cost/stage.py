@@ -215,8 +215,11 @@ class CostModel(LayerCosts):
 
     @cached_property
     def step_overhead(self) -> float:
-        """Seconds of a step that belong to no task."""
-        ranks = range(len(self.cluster.devices))
+        """Seconds of any step that belong to no task."""
+        return step_overhead(self.num_of_types)
+
+    def overhead_of(self, ranks: Sequence[int]) -> float:
+        """The same with what it takes these ranks to compare their batches, as Whale's do."""
         agreed = self.collective("all_reduce", ranks, AGREED_BYTES) if self.runs and len(ranks) > 1 else 0.0
         return step_overhead(self.num_of_types, agreed)
 

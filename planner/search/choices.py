@@ -186,8 +186,6 @@ class SearchSettings:
         schedules: that may be chosen. Plans are priced with `PRICED` ones; of others they are found as for ``1f1b``,
             and whoever compiles them tries those too.
         max_stages: of the pipeline; None: as many as there are devices or layers.
-        eager: whether kernels are PyTorch's own, as Whale runs them, and bytes what it holds; or those of a stack such
-            as Megatron's.
         optimizer: that Whale runs.
         seed: of the refinement's random moves.
         time_limit: seconds after which the best so far is the answer.
@@ -201,7 +199,6 @@ class SearchSettings:
     micro_batches: int | None = None
     schedules: tuple[str, ...] = ("1f1b",)
     max_stages: int | None = None
-    eager: bool = False
     optimizer: Optimizer = "adamw"
     seed: int = 0
     time_limit: float = 10.0

@@ -223,4 +223,4 @@ class _Walk:
         size = prices.gradient_bytes
         sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size)
         sync += prices.all_reduce(data_group, mesh.size, experts * size)
-        return _Cost(busy, forward, backward, sync + once, fits)
+        return _Cost(busy, forward, backward, once, fits)

@@ -46,7 +46,6 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import TRIES, bound_seconds, least_seconds
 from whale.planner.search.chain import Chain
@@ -143,7 +142,6 @@ def search(
         profile,
         cluster,
         precision=settings.precision,
-        stack=WHALE if settings.eager else Stack(name="megatron"),
         optimizer=settings.optimizer,
         batch=batch,
         known=known,

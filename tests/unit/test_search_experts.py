@@ -192,7 +192,7 @@ def test_experts_that_do_not_fit_whole_are_split_where_that_is_quickest() -> Non
     state = 16 * sum(profile.kinds[kind].variants[0].parameters for kind in profile.layers)
     card = DeviceType.of("cpu-card", speed={"float32": 1e12}, memory_bytes=round(0.8 * state), memory_bandwidth=1e11)
     cluster = Cluster.homogeneous(4, card, intra=Link(bandwidth=2e9, latency=1e-5))
-    settings = SearchSettings(eager=True, precision="fp32", time_limit=60.0)
+    settings = SearchSettings(precision="fp32", time_limit=60.0)
     found = search_plans(profile, cluster, batch=BATCH, settings=settings, trial=trial("gshard"))
     assert any(stage.expert > 1 for stage in found.best.candidate.stages), in_short(found.best.candidate, cluster)
     assert "experts" in in_short(found.best.candidate, cluster)
@@ -203,7 +203,7 @@ def test_experts_that_do_not_fit_whole_are_split_where_that_is_quickest() -> Non
 def test_a_fixed_expert_degree_is_kept() -> None:
     profile = profiled("gshard")
     fixed = Fixed(degrees=(Degrees(first=1, last=3, data=2, tensor=1, expert=2),))
-    settings = SearchSettings(eager=True, precision="fp32", time_limit=60.0, fixed=fixed, top=2)
+    settings = SearchSettings(precision="fp32", time_limit=60.0, fixed=fixed, top=2)
     found = search_plans(profile, NODE, batch=BATCH, settings=settings)
     for choice in found.choices:
         own = [stage for stage in choice.candidate.stages if stage.first < 3 and stage.last > 1]
@@ -243,7 +243,7 @@ def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, b
     prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
     meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of((), len(profile.layers), None))
     for count in (1, 4):
-        settings = SearchSettings(eager=True, precision="fp32", time_limit=300.0, micro_batches=count)
+        settings = SearchSettings(precision="fp32", time_limit=300.0, micro_batches=count)
         found = search(profile, cluster, batch=BATCH, settings=settings)
         least = min(
             score(prices, plan, micro_batches=count, batch=BATCH).prediction.step_seconds

@@ -115,7 +115,6 @@ def search(
         micro_batches=micro_batches,
         schedules=schedules or ("1f1b",),
         max_stages=max_stages,
-        eager=True,
         optimizer=optimizer,
         thorough=thorough,
         seed=seed,

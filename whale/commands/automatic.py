@@ -87,7 +87,6 @@ def automatic_plan(
             precision=precision_of(model),
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
-            eager=True,
             fixed=fixed_by(scopes, profile.paths, profile.experts),
         )
         return search_plans(profile, cluster, batch=rows, settings=settings, trial=trial).best.plan.dumps()
