@@ -107,7 +107,6 @@ class Found:
         points: plans that were looked at.
         tried: how many were scored.
         seconds: that the search took.
-        exact: whether every plan of the space was scored or excluded by a bound.
     """
 
     candidates: tuple[Candidate, ...]
@@ -116,7 +115,6 @@ class Found:
     points: tuple[Point, ...]
     tried: int
     seconds: float
-    exact: bool
 
     @property
     def best(self) -> Candidate:
@@ -191,8 +189,7 @@ class SearchSettings:
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
-        thorough: whether more is tried of everything, and a larger bound looked for in the end: for some seconds more,
-            up to the time limit.
+        thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
     precision: str = "fp32"

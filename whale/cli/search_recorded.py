@@ -57,7 +57,6 @@ def record_of(searched: Searched, cluster: Cluster) -> SearchRecord:
             RecordedDrop(family=_text(one.family), reason=_text(one.reason), count=one.count) for one in found.dropped
         ),
         bound_seconds=found.bound_seconds,
-        exact=found.exact,
         tried=found.tried,
     )
 
