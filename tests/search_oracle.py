@@ -23,11 +23,11 @@ import numpy as np
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import CostModel
+from whale.planner.cost.step import overlap_slowdown
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.bound import least_time, work_of_kinds
-from whale.planner.cost.overlap import Beside, overlap
-from whale.planner.cost.step import overlap_slowdown
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of

@@ -575,7 +575,7 @@ class Meshes:
             dense, experts = zip(*(prices.parameters_of(kind, *key) for kind in kinds), strict=True)
             elements = list(map(sum, zip(dense, experts, strict=True)))
             states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
-            steps = [prices.step_bytes(number) for number in elements]
+            steps = [prices.waste * prices.step_bytes(number) for number in elements]
             found = np.array([dense, experts, states, steps]) @ self._counts
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]
