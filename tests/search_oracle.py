@@ -161,7 +161,7 @@ class _Walk:
         return least_time(self.work[:parts, some], nums[some])
 
     def _cost(self, mesh: Mesh, first: int, end: int, after: int) -> _Cost:
-        """Of parts [first, end) with so many stages after them."""
+        """Cost of parts [first, end) with *after* later stages."""
         held = in_flight(self.schedule, after + 1, 0, self.count)
         key = (mesh, first, end, held)
         if key not in self.costs:

@@ -54,6 +54,7 @@ from whale.planner.search.drafts import (
     Draft,
     Scored,
     Times,
+    allowed,
     best_cuts,
     best_timed,
     cut_exactly,
@@ -422,12 +423,14 @@ class _Search:
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
             return
-        starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
-        if starts is None:
+        whole = (0,) if len(sequence) == 1 and allowed(self.meshes, sequence, (0,)) else None
+        starts = whole or best_cuts(self.meshes, sequence, self.batch, count, schedule)
+        scored = starts and self._scored(sequence, starts, count, schedule)
+        if scored:
+            self._note(scored)
+        if not scored or not scored.fits:
             self._drop(f"{len(sequence)} stages", "no cut fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
-        else:
-            self._note(self._scored(sequence, starts, count, schedule))
 
     def _scored(self, sequence: tuple[Mesh, ...], starts: tuple[int, ...], count: int, schedule: str) -> Scored:
         return self._score(Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))

@@ -37,7 +37,7 @@ DEGREES = (1, 2)
 
 @dataclass(frozen=True)
 class Case:
-    """What is searched."""
+    """A search problem."""
 
     profile: ModelProfile
     cluster: Cluster

@@ -124,7 +124,7 @@ def test_devices_behind_a_slow_network_do_not_make_a_plan_slower(others: tuple[t
         for cluster in (near, every)
     )
     assert len(alone.best.stages) > 1
-    (less, idle) = (  # but for what all ranks do together at the end of a step, whether or not they have a stage
+    (less, idle) = (  # without what all ranks do together at the end of a step, with or without a stage
         one.best.prediction.step_seconds - one.best.workload.overhead for one in (alone, more)
     )
     assert idle <= less * 1.001

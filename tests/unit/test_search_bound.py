@@ -26,7 +26,7 @@ def test_types_work_at_their_own_pace() -> None:
 
 
 def test_the_number_of_rows_is_the_one_that_costs_least_for_each_row() -> None:
-    """What a layer takes however few its rows are is shared by many of them."""
+    """The fixed cost of a layer is shared by many rows."""
     profile = chain([layer({FAST.name: 0.01}, fixed=0.02)], (0,))
     prices = CostModel.of(profile, machines([FAST]))
     assert 64 * 0.01 <= least_seconds(prices, 64) - prices.step_overhead <= 64 * 0.01 + 0.02
