@@ -1,4 +1,4 @@
-"""What stretches of the chain cost on a data slice and on a mesh, as arrays over the parts of the chain.
+"""Costs of ranges of the chain on a replica and on a mesh, as arrays over the parts of the chain.
 
 Sums up to each part, so that a stage of parts [first, last) costs sum[last] - sum[first]. It knows no devices: the
 figures are made by `whale.planner.search.meshes`.
@@ -24,12 +24,12 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 BARRED_SECONDS = 1e6
-"""What a part takes on a mesh of other degrees than are decided for it: more than anything else."""
+"""Cost of a part on a mesh of other degrees than its fixed ones: larger than any plan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SliceCosts:
-    """What parts of the chain cost on a tensor group, for so many rows of a micro-batch.
+    """Costs of parts of the chain on a tensor group, for the given rows of a micro-batch.
 
     Attributes:
         group, rows: whose they are.
@@ -65,7 +65,7 @@ class SliceCosts:
         return float(self.forward[last] - self.forward[first]), float(self.backward[last] - self.backward[first])
 
     def fullness(self, first: int, last: int, held: int) -> float:
-        """The part of the room that parts [first, last) take with so many micro-batches in flight."""
+        """Fraction of memory that parts [first, last) take with the given micro-batches in flight."""
         return self._need(first, last, held) / self.room if self.room > 0 else inf
 
     def _need(self, first: int, last: int, held: int) -> float:
@@ -118,14 +118,14 @@ class SliceCosts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshCosts:
-    """What parts of the chain cost on a mesh, for so many rows of a micro-batch.
+    """Costs of parts of the chain on a mesh, for the given rows of a micro-batch.
 
     Attributes:
         mesh: whose they are.
         allowed: for each end of a stage the first part that it may reach back to, by what is decided.
         slices: one of each kind of its data slices, with the rows of the one that has most.
         forward, backward: sums up to each part, of the slowest slice; seconds of a micro-batch.
-        once: sums of what comes once a step: the optimizer, and the bytes of gradients at the network's pace.
+        once: cumulative costs once per step: the optimizer, and the bytes of gradients at the network's bandwidth.
         latency: seconds of the sum of gradients however few they are.
         hop: for each end of a stage the seconds of sending what it hands on to a stage like it, and as much back.
     """
@@ -145,15 +145,15 @@ class MeshCosts:
         return self.forward + self.backward
 
     def seconds(self, first: int, last: int) -> tuple[float, float, float]:
-        """What parts [first, last) take: forward, backward, and once a step."""
+        """Seconds of parts [first, last): forward, backward, and once per step."""
         forward, backward, once = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
-        if len(self.slices) > 1:  # one that is slower with some layers may be quicker with others
+        if len(self.slices) > 1:  # one that is slower with some layers may be faster with others
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
         return ahead, back, once[last] - once[first] + self.latency
 
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
-        """What parts [first, last) take, as `seconds` says it, and their `fullness`. Worked out once."""
+        """Cached `seconds` and `fullness` of parts [first, last)."""
         key = first, last, held
         if key not in self._stages:
             self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
@@ -197,13 +197,13 @@ class MeshCosts:
         return self._paces[key]
 
     def reach_list(self, held: int) -> list[int]:
-        """As `reach`, as a list."""
+        """`reach` as a list."""
         if held not in self._reach_lists:
             self._reach_lists[held] = self.reach(held).tolist()
         return self._reach_lists[held]
 
     def pace_lists(self, micro_batches: int, ahead: bool = False) -> tuple[list[float], list[float]]:
-        """As `pace`, as lists."""
+        """`pace` as lists."""
         key = micro_batches, ahead
         if key not in self._pace_lists:
             sums, ends = self.pace(micro_batches, ahead)
