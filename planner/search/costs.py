@@ -1,4 +1,4 @@
-"""What stretches of the chain cost on a data slice and on a mesh, as arrays over the parts of the chain.
+"""Costs of ranges of the chain on a replica and on a mesh, as arrays over the parts of the chain.
 
 Sums up to each part, so that a stage of parts [first, last) costs sum[last] - sum[first]. It knows no devices: the
 figures are made by `whale.planner.search.meshes`.
@@ -25,12 +25,12 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 BARRED_SECONDS = 1e6
-"""What a part takes on a mesh of other degrees than are decided for it: more than anything else."""
+"""Cost of a part on a mesh of other degrees than its fixed ones: larger than any plan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SliceCosts:
-    """What parts of the chain cost on a tensor group, for so many rows of a micro-batch.
+    """Costs of parts of the chain on a tensor group, for the given rows of a micro-batch.
 
     Attributes:
         group, rows: whose they are.
@@ -66,7 +66,7 @@ class SliceCosts:
         return float(self.forward[last] - self.forward[first]), float(self.backward[last] - self.backward[first])
 
     def fullness(self, first: int, last: int, held: int) -> float:
-        """The part of the room that parts [first, last) take with so many micro-batches in flight."""
+        """Fraction of memory that parts [first, last) take with the given micro-batches in flight."""
         return self._need(first, last, held) / self.room if self.room > 0 else inf
 
     def _need(self, first: int, last: int, held: int) -> float:
@@ -128,7 +128,7 @@ def added_by_sums(sums: Array, backward: Array, beside: Beside) -> Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshCosts:
-    """What parts of the chain cost on a mesh, for so many rows of a micro-batch.
+    """Costs of parts of the chain on a mesh, for the given rows of a micro-batch.
 
     Attributes:
         mesh: whose they are.
@@ -159,17 +159,17 @@ class MeshCosts:
         return self.forward + self.backward
 
     def seconds(self, first: int, last: int) -> tuple[float, float, float]:
-        """What parts [first, last) take: forward, backward, and once a step."""
+        """Seconds of parts [first, last): forward, backward, and once per step."""
         forward, backward, update, sums, leads = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
-        if len(self.slices) > 1:  # one that is slower with some layers may be quicker with others
+        if len(self.slices) > 1:  # one that is slower with some layers may be faster with others
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
         lead = max(leads[first : last + 1]) - leads[first]
         summed = overlap(sums[last] - sums[first], lead, self.message, self.beside)
         return ahead, back, update[last] - update[first] + summed.added
 
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
-        """What parts [first, last) take, as `seconds` says it, and their `fullness`. Worked out once."""
+        """Cached `seconds` and `fullness` of parts [first, last)."""
         key = first, last, held
         if key not in self._stages:
             self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
@@ -220,13 +220,13 @@ class MeshCosts:
         return self._paces[key]
 
     def reach_list(self, held: int) -> list[int]:
-        """As `reach`, as a list."""
+        """`reach` as a list."""
         if held not in self._reach_lists:
             self._reach_lists[held] = self.reach(held).tolist()
         return self._reach_lists[held]
 
     def pace_lists(self, micro_batches: int, ahead: bool = False) -> tuple[list[float], list[float]]:
-        """As `pace`, as lists."""
+        """`pace` as lists."""
         key = micro_batches, ahead
         if key not in self._pace_lists:
             sums, ends = self.pace(micro_batches, ahead)

@@ -1,4 +1,4 @@
-"""What every stretch of the chain costs on a mesh: arrays over the layers, for the algorithms that choose.
+"""Costs of every range of the chain on a mesh: arrays over the layers, for the search algorithms.
 
 A mesh is counts of devices from pools, so its prices are those of a sample: its tensor groups at the beginning of a
 node, its data group over the first of its devices, its messages to the next node. What a data slice costs depends on
@@ -33,8 +33,10 @@ MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
 
 EXACT_ROWS = 4
-"""Up to so many rows times are not interpolated: launches and tiles make them uneven there."""
+"""Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
 
+NEARBY_ROWS = 1_024
+"""Numbers of rows of a micro-batch of which one is chosen, where several are possible."""
 FACTORS = (1, 2, 3, 4, 6, 8)
 """Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
 
@@ -46,7 +48,7 @@ Sample = tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]
 
 
 def _lies_well(degree: int, pool: Pool) -> bool:
-    """Whether a group of so many devices lies within a node or takes whole ones."""
+    """Whether a group of the given size lies within a node or takes whole ones."""
     return degree <= pool.per_node or degree % pool.per_node == 0
 
 
@@ -94,6 +96,7 @@ class Meshes:
             return batch // micro_batches
         if (batch, micro_batches) not in self._rows:
             least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
+            most = min(most, least + NEARBY_ROWS)
             found = max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
             self._rows[batch, micro_batches] = found
         return self._rows[batch, micro_batches]
@@ -108,7 +111,7 @@ class Meshes:
         return sorted(found)
 
     def _matches(self, rows: int) -> list[int]:
-        """At how many tensor degrees the devices of each pool divide so many rows evenly."""
+        """Number of tensor degrees at which the devices of each pool divide the given rows evenly."""
         found = []
         for pool in self.pools:
             slices = [len(pool.ranks) // degree for degree in self.degrees(pool)]
@@ -153,7 +156,7 @@ class Meshes:
         }
 
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
-        """Of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
+        """Costs of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
         key = (mesh, rows, self.prices.adding(micro_batches))
         if key not in self._costs:
             self._costs[key] = self._worked_out(mesh, rows, micro_batches)
@@ -185,8 +188,9 @@ class Meshes:
     def stage(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float]:
-        """Forward, backward and once a step of the parts [first, last) on a mesh, and the share of memory that its
-        fullest replica needs. Rows are by speed, or where these do not fit on unlike replicas as memory allows."""
+        """Forward, backward and once-per-step seconds of the parts [first, last) on a mesh, and the fraction of memory
+        that its fullest replica needs. Rows are by speed, or limited by memory if these do not fit on mixed
+        replicas."""
         costs = self.costs(mesh, rows, micro_batches)
         found = costs.stage(*part, held)
         if found[-1] > 1 and len(costs.slices) > 1:
@@ -199,8 +203,8 @@ class Meshes:
     def _within_memory(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float] | None:
-        """As `stage`, with the rows with which the slowest replica is done first if each has at most as many as fit;
-        None if they do not hold all rows."""
+        """Costs like `stage`, with the fastest rows if each replica has at most as many as fit; None if not all rows
+        fit."""
         groups, _ = self.sample(mesh)
 
         def of(group: TensorGroup, count: int) -> SliceCosts:
@@ -250,7 +254,7 @@ class Meshes:
         return self._hops[key]
 
     def near_hops(self, sequence: tuple[Mesh, ...]) -> Sequence[bool]:
-        """Which stages lie in one node with the next one. Of many devices few do: then none."""
+        """Stages in one node with the next one; none with many devices, where few are."""
         room = MOST_PLACED if self.largest_node > 1 else 0
         for mesh in sequence:
             room -= sum(mesh.counts)
@@ -293,7 +297,7 @@ class Meshes:
         return self._paces[key]
 
     def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
-        """As `paces`, without the sums of gradients."""
+        """Times like `paces`, without gradient reductions."""
         key = (mesh, rows, micro_batches)
         if key not in self._work:
             groups, _ = self.sample(mesh)
@@ -321,7 +325,7 @@ class Meshes:
         return slowest
 
     def slice_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> SliceCosts:
-        """Of a data slice with so many rows of a micro-batch."""
+        """Costs of a replica with the given rows of a micro-batch."""
         key = (group.kind, rows, self.prices.adding(micro_batches))
         if key not in self._slices:
             table = self._table(group, rows, micro_batches)
@@ -374,7 +378,7 @@ class Meshes:
         return self._tables[key]
 
     def too_large(self, pool: int, division: Division, rows: int) -> bool:
-        """Whether some layer alone does not fit on devices of a pool with so many rows of a micro-batch."""
+        """Whether a single layer does not fit on devices of a pool with the given rows of a micro-batch."""
         key = (pool, *division)
         if key not in self._most_rows:
             state, kept, kept_each, working, working_each, _ = self._amounts(*key)
@@ -500,7 +504,7 @@ class Meshes:
         return tuple(rank for pool, num in zip(self.pools, nums, strict=True) for rank in pool.ranks[:num])
 
     def _summed(self, mesh: Mesh, ranks: Sequence[int], num_alike: int, elements: Array) -> tuple[float, Array]:
-        """One of *num_alike* sums over these ranks, of so many elements up to each part."""
+        """One of *num_alike* concurrent reductions over these ranks, by cumulative elements of the parts."""
         size = elements * self.prices.gradient_bytes
         much = float(size[-1])
         if len(ranks) < 2 or not much:
@@ -537,7 +541,8 @@ class Meshes:
         return 2 * (hop.latency + size / hop.bandwidth)
 
     def _nears(self, group: TensorGroup, rows: int) -> Array | None:
-        """As `_hop` for each kind of layer, to a slice of the same node; None where there is no room for one."""
+        """p2p time like `_hop` for each kind of layer, to a replica of the same node; None if there is no room for
+        one."""
         node = self.prices.cluster.node_of(group.ranks[0])
         other = next((rank for rank in node.ranks if rank not in group.ranks), None)
         if other is None or 2 * group.degree > len(node.ranks):

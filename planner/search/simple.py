@@ -126,7 +126,7 @@ def _scored(meshes: Meshes, sequence: tuple[Mesh, ...], batch: int, count: int, 
     """The sequence with its best cuts; None where it does not fit."""
     if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
         return None
-    starts = best_cuts(meshes, sequence, batch, count, schedule)
+    starts = (0,) if len(sequence) == 1 else best_cuts(meshes, sequence, batch, count, schedule)
     if starts is None:
         return None
     return score_draft(meshes, Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule), batch)
