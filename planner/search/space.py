@@ -1,4 +1,4 @@
-"""The search space: pools of equal devices, meshes of counted devices, and the model as a chain that is cut into stages.
+"""The search space: pools of equal devices, meshes of counted devices, and the model as a chain of parts.
 
 A search decides how many devices of each pool a stage gets, and in which degrees. Only its results are placed on ranks
 (`lay_out`), so the work does not grow with the cluster: tensor groups lie within a node where they fit, the groups of a
