@@ -1,11 +1,10 @@
-"""Improve a draft step by step, where it is bound.
+"""Refinement of a partial plan by local moves at its bottleneck.
 
-The stage whose work for a step is most is the bottleneck. Moves take work from it (a part to a neighbour, a device from
-another stage or from those left over), change its degrees, exchange it with a neighbour, join, split or add stages, or
-change the number of micro-batches. A move whose slowest stage alone takes longer than the best step is given up before
-it is cut; one that comes near the best gets its exact cuts. Steepest descent: of all moves the best is taken as long as
-one helps. A heuristic; never worse than where it starts, and it ends at a draft that no move improves, or when it is
-stopped.
+The stage with the most work per step is the bottleneck. Moves take work from it (a part to a neighbour, a device from
+another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
+number of micro-batches. A move whose slowest stage alone takes longer than the best step is dropped before it is cut;
+one that is near the best gets its exact cuts. Steepest descent: the best move is taken as long as one helps. A
+heuristic; never worse than its start, and it ends at a partial plan that no move improves, or when it is stopped.
 """
 
 from __future__ import annotations
@@ -35,13 +34,16 @@ NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
 
 MOST_CUT_EXACTLY = 3
-"""Of the moves from a draft."""
+"""Limit on the moves from a partial plan."""
 
 MOST_SHIFTED = 24
 """Stages whose cuts are moved, those that have most to do first."""
 
 MOST_REMESHED = 6
 """Stages of which other degrees are tried, those that have most to do first."""
+
+MOST_BOUND = 3
+"""Stages that are given devices, exchanged or joined, those that have most to do first."""
 
 PLACES = 4
 """Along a pipeline, where another stage is tried."""
@@ -50,7 +52,7 @@ DISTURBANCES = 2
 """Random moves before another descent."""
 
 GAIN = 1e-6
-"""A move helps if it takes so much of the step away."""
+"""Smallest relative improvement of a move."""
 
 
 def refined(
@@ -69,13 +71,13 @@ def refined(
 
     Args:
         meshes: prices.
-        start: a draft that fits.
+        start: a partial plan that fits.
         batch: rows of a step.
         micro_batches: numbers that may be chosen, ascending.
         max_stages: that a pipeline may have.
-        score: says what a draft takes.
-        tried: is told of every draft that is scored.
-        kept: is told of those that are timed.
+        score: scores a partial plan.
+        tried: called for every partial plan that is scored.
+        kept: called for those that are timed.
         stop: whether to end early.
     """
     best, known = start.timed, {start.draft}
@@ -106,7 +108,7 @@ def refined(
 def disturbed(
     meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[Draft], Scored]
 ) -> Scored:
-    """A draft some random moves away, from which a descent may end elsewhere; the same if none is possible."""
+    """A partial plan some random moves away, for another descent; unchanged if no move is possible."""
     for _ in range(DISTURBANCES):
         sequences = _neighbours(meshes, scored, max_stages)
         drafts = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
@@ -116,7 +118,7 @@ def disturbed(
 
 
 def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Draft | None:
-    """The draft on other meshes, if they are possible."""
+    """The partial plan on other meshes, if they are possible."""
     if not _is_legal(meshes, sequence, batch, draft.micro_batches):
         return None
     cuts = quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)
@@ -156,16 +158,16 @@ def _moves(
 
 
 def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
-    """Other meshes where the draft is bound."""
+    """Other meshes at the bottleneck of the partial plan."""
     draft = scored.draft
     found: list[tuple[Mesh, ...]] = []
     order = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])
     for stage in order[:MOST_REMESHED]:
         found += _other_degrees(meshes, draft, stage)
-    for stage in order[:2]:
+    for stage in order[:MOST_BOUND]:
         found += _given_devices(meshes, scored, stage)
         found += _exchanged(draft, stage)
-        found += _joined(draft, stage)
+        found += _joined(meshes, draft, stage)
     if len(draft.meshes) < max_stages:
         found += _split(meshes, draft, order[0])
         found += _added(meshes, draft, order[0])
@@ -248,20 +250,21 @@ def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[M
 
 
 def _exchanged(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    for other in (stage - 1, stage + 1):
-        if 0 <= other < len(draft.meshes):
-            yield _put(draft.meshes, {stage: draft.meshes[other], other: draft.meshes[stage]})
+    """A stage in the place of the nearest one of each other mesh, before it and after it, and that in its place."""
+    for others in (range(stage - 1, -1, -1), range(stage + 1, len(draft.meshes))):
+        nearest = {draft.meshes[other]: other for other in reversed(others)}
+        for mesh, other in nearest.items():
+            yield _put(draft.meshes, {stage: mesh, other: draft.meshes[stage]})
 
 
-def _joined(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A stage with the next one as one, at the degree of either."""
+def _joined(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+    """A stage with the next one as one, at any degree."""
     if stage + 1 == len(draft.meshes):
         return
     one, other = draft.meshes[stage : stage + 2]
     counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
-    for mesh in dict.fromkeys((one._replace(counts=counts), other._replace(counts=counts))):
-        if all(count % mesh.size == 0 for count in counts):
-            yield (*draft.meshes[:stage], mesh, *draft.meshes[stage + 2 :])
+    for division in fit_divisions(meshes, counts):
+        yield (*draft.meshes[:stage], Mesh(counts, *division), *draft.meshes[stage + 2 :])
 
 
 def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
