@@ -23,15 +23,16 @@ import numpy as np
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import CostModel
+from whale.planner.cost.step import overlap_slowdown
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.bound import least_time, work_of_kinds
-from whale.planner.search.chain import Chain
-from whale.planner.search.choices import Candidate, SearchSettings
-from whale.planner.search.devices import Mesh, pools_of
-from whale.planner.search.drafts import Draft
 from whale.planner.search.layout import fastest_rows, laid_out
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan
+from whale.planner.search.problem import Candidate, SearchSettings
+from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.table import CostTable
 
 __all__ = ["best_plan"]
 
@@ -48,7 +49,7 @@ def best_plan(
     """
     prices = CostModel.of(profile, cluster, precision=settings.precision, optimizer=settings.optimizer, batch=batch)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain, exact_rows=batch)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain, exact_rows=batch)
     counts = [settings.micro_batches] if settings.micro_batches else {-(-batch // rows) for rows in range(1, batch + 1)}
     most = min(len(chain), len(cluster.devices), settings.max_stages or len(chain))
     best, found = known, None
@@ -72,7 +73,7 @@ class _Cost(NamedTuple):
 
 @dataclass
 class _Walk:
-    meshes: Meshes
+    meshes: CostTable
     batch: int
     count: int
     schedule: str
@@ -140,7 +141,7 @@ class _Walk:
             ahead, back = ahead + cost.forward, back + cost.backward
         if self._hopeless(least):
             return
-        draft = Draft(meshes=meshes, starts=starts, micro_batches=self.count, schedule=self.schedule)
+        draft = PartialPlan(meshes=meshes, starts=starts, micro_batches=self.count, schedule=self.schedule)
         candidate = laid_out(self.meshes, draft, self.batch)
         if candidate.prediction.fits and candidate.prediction.step_seconds < self.best * (1 - SLACK):
             self.best, self.found = candidate.prediction.step_seconds, candidate
@@ -173,13 +174,14 @@ class _Walk:
         degrees = mesh.tensor, mesh.expert
         groups = [group for group, num in samples for _ in range(num)]
         rows = fastest_rows(prices, layers, groups, self.meshes.rows(self.batch, self.count), self.count, held)
-        busy = once = 0.0
+        busy = once = slowest = 0.0
         forward = backward = inf
         dense, experts = prices.parameters(layers, *degrees)
         state, fits = prices.state_of(layers, *degrees).total, True
         for group, share in dict.fromkeys(zip(groups, rows, strict=True)):
             cost = prices.stage(layers, group, share, self.count)
             busy, once = max(busy, cost.forward + cost.backward), max(once, cost.update)
+            slowest = max(slowest, cost.backward)
             if share:
                 forward, backward = min(forward, cost.forward), min(backward, cost.backward)
             need = state + (held * cost.kept + cost.working) * prices.waste
@@ -189,4 +191,6 @@ class _Walk:
         size = prices.gradient_bytes
         sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size)
         sync += prices.all_reduce(data_group, mesh.size, experts * size)
-        return _Cost(busy, forward, backward, sync + once, fits)
+        beside = Beside(overlap_slowdown(prices.num_of_types))
+        added = overlap(sync, sync - beside.rate * slowest, 0.0, beside).added  # if the last backward hides all it can
+        return _Cost(busy, forward, backward, added + once, fits)

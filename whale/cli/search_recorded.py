@@ -1,4 +1,4 @@
-"""What a search found, as the record that ``whale report`` draws."""
+"""Record of a search, for ``whale report``."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
 
 
 def _cuts(candidate: Candidate) -> str:
-    """Which layers of the chain each stage has, by position."""
+    """Layers of each stage, by position in the chain."""
     cuts = [f"{stage.first}-{stage.last - 1}" for stage in candidate.stages]
     return f"layers of the stages: {', '.join(cuts)}" if len(cuts) > 1 else ""
 
