@@ -34,12 +34,12 @@ from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 from harness import report, table
 from hunt_cases import Problem, drawn
-from whale.planner.search.steps import in_flight
 
 from whale.cli.model_loader import load_model
-from whale.cli.search import _Model
+from whale.cli.search import _Model, search
 from whale.commands.searching import Choice, Searched, Trial, compile_candidate, search_plans, settings_for
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
@@ -47,6 +47,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.precision import BY_DTYPE
 from whale.planner.cost.stage import CostModel
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, SearchSettings, StageChoice
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
@@ -152,10 +153,10 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
     cluster = Cluster.parse(problem.cluster, catalog=device_types())
     wall, busy = time.monotonic(), time.process_time()
     loaded = load_model(problem.model, dict(problem.settings), batch_size=problem.batch, device="meta")
-    model = _Model.of(loaded, None, cluster, problem.precision, "adamw", ())
+    with click.Context(search):
+        model = _Model.of(loaded, None, cluster, problem.precision, "adamw", ())
     slower = max(1.0, (time.monotonic() - wall) / max(0.1, time.process_time() - busy))
     settings = SearchSettings(
-        eager=True,
         precision=problem.precision or BY_DTYPE.get(model.profile.precision, "fp32"),
         time_limit=TIME_LIMIT * slower,
     )
@@ -178,7 +179,11 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
         "rivals": len(rivals),
         "compiled": len(tried),
         "capture_refused": list(model.profile.refused),
+        "tried": [_in_numbers(rival.kind, choice) for rival, choice in tried],
     }
+    if searched is not None:
+        every = (*searched.choices, *searched.refused)
+        found["tried"] += [_in_numbers("candidate", choice) for choice in every if choice.compiled]
     if crashed:
         found["rival_crashes"] = crashed[:3]
     if searched is None:
@@ -200,6 +205,19 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
 
 def _seconds(choice: Choice) -> float:
     return choice.prediction.step_seconds
+
+
+def _in_numbers(kind: str, choice: Choice) -> list[Any]:
+    """A compiled plan: kind, stages, micro-batches, milliseconds and GiB by the search and compiled, why it fails."""
+    predictions = (choice.candidate.prediction, choice.prediction)
+    return [
+        kind,
+        len(choice.candidate.stages),
+        choice.candidate.micro_batches,
+        *(round(one.step_seconds * 1e3, 3) for one in predictions),
+        *(round(max(device.total for device in one.memory) / 2**30, 3) for one in predictions),
+        choice.reason,
+    ]
 
 
 def _of_found(searched: Searched, best: tuple[Rival, Choice] | None) -> dict[str, Any]:

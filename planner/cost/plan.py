@@ -329,6 +329,8 @@ class PlanCost:
             owners = self._owners(readers)
             degree = min(self.stages[index].tensor for index in owners)
             group = tuple(rank for index in owners for rank in self.stages[index].data_group)
+            if prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
+                degree, group = 1, tuple(rank for index in owners for rank in self.stages[index].ranks)
             seconds = prices.all_reduce(group, degree, shared / degree * size)
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
@@ -373,9 +375,32 @@ class PlanCost:
         if not self.prices.runs:
             return 0.0
         owners = [(self._owners(readers), shared) for readers, shared in self.prices.profile.tied]
-        meshes = [(stage.rows, *stage.degrees) for stage in self.stages]
-        unlike = [shared for own, shared in owners if index in own and len({meshes[one] for one in own}) > 1]
+        unlike = [shared for own, shared in owners if index in own and self._are_unlike(own)]
         return sum(unlike) * (1 - 1 / self.stages[index].tensor)
+
+    def _are_unlike(self, stages: Sequence[int]) -> bool:
+        """Whether stages have other meshes or rows than each other."""
+        return len({(self.stages[index].rows, *self.stages[index].degrees) for index in stages}) > 1
+
+    def _summing_tied(self, layers: Sequence[int], stage: PlanStage, kind: _Kind, kept: int) -> float:
+        """Bytes beside *kept* while a device sums the gradients of the readers of a tied parameter, as autograd does:
+        that of the last reader waits for that of the first, and then there is the sum too; activations are freed."""
+        prices, most = self.prices, 0.0
+        if not prices.runs:
+            return 0.0
+        for readers, shared in prices.profile.tied:
+            here = sorted(set(layers).intersection(readers))
+            if len(here) < 2:
+                continue
+            size = shared / stage.tensor * prices.gradient_bytes
+            between = [
+                prices.layer(prices.profile.layers[layer], kind.group, kind.rows, 1)
+                for layer in layers
+                if layer < here[-1]
+            ]
+            most = max(most, size + max(price.working for price in between))
+            most = max(most, 3 * size - kept)
+        return most
 
     def memory(self) -> Iterator[DeviceMemory]:
         """Of the smallest device of each kind of replica."""
@@ -396,7 +421,8 @@ class PlanCost:
             for place, kind in enumerate(self.kinds[own[0]]):
                 device = prices.cluster.devices[kind.rank]
                 kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
-                working = round(max(self.costs[index][place].working for index in own))
+                working = max(self.costs[index][place].working for index in own)
+                working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
                 wasted = round((kept + working + sharded + renewed) * prices.wasted)
                 yield DeviceMemory(
                     rank=kind.rank,
@@ -406,7 +432,7 @@ class PlanCost:
                     gradients=round(state.gradients),
                     optimizer=round(state.optimizer),
                     activations=kept,
-                    workspace=max(working, stepping - kept - wasted),
+                    workspace=working,
                     buffers=round(sharded) + wasted,
                     framework=round(prices.overhead_bytes[device.type.name]),
                 )

@@ -107,7 +107,6 @@ class Found:
         points: plans that were looked at.
         tried: how many were scored.
         seconds: that the search took.
-        exact: whether every plan of the space was scored or excluded by a bound.
     """
 
     candidates: tuple[Candidate, ...]
@@ -116,7 +115,6 @@ class Found:
     points: tuple[Point, ...]
     tried: int
     seconds: float
-    exact: bool
 
     @property
     def best(self) -> Candidate:
@@ -186,22 +184,18 @@ class SearchSettings:
         schedules: that may be chosen. Plans are priced with `PRICED` ones; of others they are found as for ``1f1b``,
             and whoever compiles them tries those too.
         max_stages: of the pipeline; None: as many as there are devices or layers.
-        eager: whether kernels are PyTorch's own, as Whale runs them, and bytes what it holds; or those of a stack such
-            as Megatron's.
         optimizer: that Whale runs.
         seed: of the refinement's random moves.
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
-        thorough: whether more is tried of everything, and a larger bound looked for in the end: for some seconds more,
-            up to the time limit.
+        thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
     precision: str = "fp32"
     micro_batches: int | None = None
     schedules: tuple[str, ...] = ("1f1b",)
     max_stages: int | None = None
-    eager: bool = False
     optimizer: Optimizer = "adamw"
     seed: int = 0
     time_limit: float = 10.0

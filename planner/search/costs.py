@@ -90,19 +90,16 @@ class SliceCosts:
         return self._reaches[held]
 
     def _first_held(self, held: int) -> Integers:
-        found, entering = self._first_within(held, 0.0), message_bytes(float(self.handed.max()), 0.0, held)
-        return np.where(found == 0, 0, self._first_within(held, entering)) if entering else found
-
-    def _first_within(self, held: int, entering: float) -> Integers:
-        """Of stages that hold so many bytes of what enters them besides."""
         num = len(self.fixed)
-        room = self.room - entering - message_bytes(0.0, self.handed, held)
-        if room.min() > 0 and self._need(0, num - 1, held) / room.min() <= 1:
+        entering, leaving = message_bytes(self.handed, 0.0, held), message_bytes(0.0, self.handed, held)
+        if self._need(0, num - 1, held) + float(entering.max() + leaving.max()) <= self.room:
             return np.zeros(num, dtype=np.int64)
         state, stepping = self.fixed + held * self.kept, self.fixed + self.step
+        freed = np.maximum.accumulate(state - entering)  # that begins there or, after less, before
         found = np.full(num, num, dtype=np.int64)
         for most, after in self._amounts:
-            found = np.minimum(found, np.maximum(after, np.searchsorted(state, state + most - room, side="left")))
+            first = np.searchsorted(freed, state + leaving + most - self.room, side="left")
+            found = np.minimum(found, np.maximum(after, first))
         return np.maximum(found, np.searchsorted(stepping, stepping - self.room, side="left"))
 
     @cached_property

@@ -9,7 +9,7 @@ simulated.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -144,10 +144,9 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
-    costs = _for_each(draft.meshes, lambda mesh: meshes.costs(mesh, rows, count))
     stages = [
-        own.stage(first, last, in_flight(draft.schedule, depth, stage, count))
-        for stage, (own, (_, first, last)) in enumerate(zip(costs, draft.stages(len(meshes.chain)), strict=True))
+        meshes.stage(mesh, rows, count, (first, last), in_flight(draft.schedule, depth, stage, count))
+        for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
     ]
     forward, backward, once, fullness = zip(*stages, strict=True)
     ways = zip(draft.meshes, draft.meshes[1:], meshes.near_hops(draft.meshes), strict=False)
@@ -174,20 +173,22 @@ def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
     return found
 
 
-def best_timed(drafts: Iterable[Scored], count: int) -> list[Scored]:
-    """The best of some drafts that fit, each of other meshes, timed: in the order of their bounds, until no other could
+def best_timed(
+    drafts: Iterable[Scored], count: int, key: Callable[[Draft], Hashable] = lambda draft: draft.meshes
+) -> list[Scored]:
+    """The best of some drafts that fit, one for each *key*, timed: in the order of their bounds, until no other could
     be among them, or many in a row were not."""
-    found: dict[tuple[Mesh, ...], Scored] = {}
+    found: dict[Hashable, Scored] = {}
     leading: list[Scored] = []
     missed = 0
     for one in sorted(drafts, key=seconds_of):
         if len(leading) == count and (leading[-1].seconds <= one.seconds or missed >= PATIENCE):
             break
-        known = found.get(one.draft.meshes)
+        known = found.get(key(one.draft))
         if one.fits and (known is None or one.seconds < known.seconds):
             better = one.timed
             if known is None or better.seconds < known.seconds:
-                found[one.draft.meshes] = better
+                found[key(one.draft)] = better
                 leading = sorted(found.values(), key=seconds_of)[:count]
             missed = 0 if any(better is other for other in leading) else missed + len(one.draft.meshes)
     return leading

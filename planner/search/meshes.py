@@ -9,6 +9,7 @@ exactly by `whale.planner.search.evaluate`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -58,7 +59,7 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """CostModel of meshes, each worked out once. Up to ``exact_rows`` rows times are not interpolated."""
+    """Costs of meshes, each computed once. Up to ``exact_rows`` rows times are not interpolated."""
 
     prices: CostModel
     pools: tuple[Pool, ...]
@@ -66,6 +67,7 @@ class Meshes:
     exact_rows: int = EXACT_ROWS
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
     _slices: dict[Any, SliceCosts] = field(default_factory=dict, init=False)
+    _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
@@ -176,6 +178,57 @@ class Meshes:
             latency=latency,
             hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
         )
+
+    def stage(
+        self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
+    ) -> tuple[float, float, float, float]:
+        """Forward, backward and once a step of the parts [first, last) on a mesh, and the share of memory that its
+        fullest replica needs. Rows are by speed, or where these do not fit on unlike replicas as memory allows."""
+        costs = self.costs(mesh, rows, micro_batches)
+        found = costs.stage(*part, held)
+        if found[-1] > 1 and len(costs.slices) > 1:
+            key = (mesh, rows, self.prices.adding(micro_batches), part, held)
+            if key not in self._stages:
+                self._stages[key] = self._within_memory(mesh, rows, micro_batches, part, held) or found
+            found = self._stages[key]
+        return found
+
+    def _within_memory(
+        self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
+    ) -> tuple[float, float, float, float] | None:
+        """As `stage`, with the rows with which the slowest replica is done first if each has at most as many as fit;
+        None if they do not hold all rows."""
+        groups, _ = self.sample(mesh)
+
+        def of(group: TensorGroup, count: int) -> SliceCosts:
+            return self.slice_costs(group, count, micro_batches)
+
+        def seconds(group: TensorGroup, count: int) -> float:
+            return sum(of(group, count).seconds(*part)) if count else 0.0
+
+        counts = range(1, rows + 1)
+        most = [
+            bisect_left(counts, True, key=lambda count: of(group, count).fullness(*part, held) > 1)
+            for group, _ in groups
+        ]
+        if sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
+            return None
+        low, high = 0.0, max(seconds(group, limit) for limit, (group, _) in zip(most, groups, strict=True))
+        shares = most
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            within = [
+                bisect_right(range(1, limit + 1), middle, key=lambda count: seconds(group, count))
+                for limit, (group, _) in zip(most, groups, strict=True)
+            ]
+            if sum(count * num for count, (_, num) in zip(within, groups, strict=True)) < rows:
+                low = middle
+            else:
+                shares, high = within, middle
+        chosen = [of(group, count) for count, (group, _) in zip(shares, groups, strict=True)]
+        ahead, back = max((one.seconds(*part) for one in chosen if one.rows), key=sum)
+        once = self.costs(mesh, rows, micro_batches).stage(*part, held)[2]
+        return ahead, back, once, max(one.fullness(*part, held) for one in chosen)
 
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
@@ -506,7 +559,7 @@ class Meshes:
             dense, experts = zip(*(prices.parameters_of(kind, *key) for kind in kinds), strict=True)
             elements = list(map(sum, zip(dense, experts, strict=True)))
             states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
-            steps = [prices.step_bytes(number) for number in elements]
+            steps = [prices.waste * prices.step_bytes(number) for number in elements]
             found = np.array([dense, experts, states, steps]) @ self._counts
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]

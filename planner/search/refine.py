@@ -43,6 +43,9 @@ MOST_SHIFTED = 24
 MOST_REMESHED = 6
 """Stages of which other degrees are tried, those that have most to do first."""
 
+MOST_BOUND = 3
+"""Stages that are given devices, exchanged or joined, those that have most to do first."""
+
 PLACES = 4
 """Along a pipeline, where another stage is tried."""
 
@@ -162,10 +165,10 @@ def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[M
     order = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])
     for stage in order[:MOST_REMESHED]:
         found += _other_degrees(meshes, draft, stage)
-    for stage in order[:2]:
+    for stage in order[:MOST_BOUND]:
         found += _given_devices(meshes, scored, stage)
         found += _exchanged(draft, stage)
-        found += _joined(draft, stage)
+        found += _joined(meshes, draft, stage)
     if len(draft.meshes) < max_stages:
         found += _split(meshes, draft, order[0])
         found += _added(meshes, draft, order[0])
@@ -248,20 +251,21 @@ def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[M
 
 
 def _exchanged(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    for other in (stage - 1, stage + 1):
-        if 0 <= other < len(draft.meshes):
-            yield _put(draft.meshes, {stage: draft.meshes[other], other: draft.meshes[stage]})
+    """A stage in the place of the nearest one of each other mesh, before it and after it, and that in its place."""
+    for others in (range(stage - 1, -1, -1), range(stage + 1, len(draft.meshes))):
+        nearest = {draft.meshes[other]: other for other in reversed(others)}
+        for mesh, other in nearest.items():
+            yield _put(draft.meshes, {stage: mesh, other: draft.meshes[stage]})
 
 
-def _joined(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A stage with the next one as one, at the degree of either."""
+def _joined(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+    """A stage with the next one as one, at any degree."""
     if stage + 1 == len(draft.meshes):
         return
     one, other = draft.meshes[stage : stage + 2]
     counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
-    for mesh in dict.fromkeys((one._replace(counts=counts), other._replace(counts=counts))):
-        if all(count % mesh.size == 0 for count in counts):
-            yield (*draft.meshes[:stage], mesh, *draft.meshes[stage + 2 :])
+    for division in fit_divisions(meshes, counts):
+        yield (*draft.meshes[:stage], Mesh(counts, *division), *draft.meshes[stage + 2 :])
 
 
 def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:

@@ -19,9 +19,8 @@ Method, for clusters of any size:
    of the simulation, of what is whole and rounded.
 
 What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
-What is heuristic: that families hold the best meshes, and the descent; of few devices all plans are tried (`exact`).
-Every result comes with a bound that is proven (`bound`; `waits` has a larger one, for some seconds more): what is
-between is what may have been missed, and more. Where nothing fits, the error says what would do (`remedies`).
+What is heuristic: that families hold the best meshes, and the descent. Every result comes with a lower bound, the
+computation divided among all devices (`bound`). Where nothing fits, the error says what would do (`remedies`).
 Complexity: independent of the number of devices but for laying out and simulating a few plans; what could only lose is
 not priced, cut or timed to its end.
 
@@ -38,7 +37,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import islice, product
+from itertools import product
 from math import inf, isqrt
 from random import Random
 from typing import NamedTuple, TypeVar
@@ -46,9 +45,8 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
-from whale.planner.search.bound import TRIES, bound_seconds, least_seconds
+from whale.planner.search.bound import least_seconds
 from whale.planner.search.chain import Chain
 from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.devices import Mesh, pools_of
@@ -56,6 +54,7 @@ from whale.planner.search.drafts import (
     Draft,
     Scored,
     Times,
+    allowed,
     best_cuts,
     best_timed,
     cut_exactly,
@@ -64,7 +63,6 @@ from whale.planner.search.drafts import (
     score_draft,
 )
 from whale.planner.search.effort import QUICK, THOROUGH, Effort
-from whale.planner.search.exact import is_small, walk
 from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.meshes import Meshes
@@ -72,7 +70,6 @@ from whale.planner.search.quota import Sequences
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.runs import Runs
-from whale.planner.search.waits import raised_seconds
 
 __all__ = ["search"]
 
@@ -86,6 +83,9 @@ MOST_MISSING = 24
 
 FEW_MICRO_BATCHES = 12
 """Up to so many are tried on large clusters whether or not they divide the batch."""
+
+FEW_NUMBERS = 8
+"""Numbers of micro-batches up to which families are solved for all of them."""
 
 MOST_TYPES_CHOSEN = 4
 """Types of devices up to which single stages leave out any of them."""
@@ -143,7 +143,6 @@ def search(
         profile,
         cluster,
         precision=settings.precision,
-        stack=WHALE if settings.eager else Stack(name="megatron"),
         optimizer=settings.optimizer,
         batch=batch,
         known=known,
@@ -157,8 +156,6 @@ def search(
         )
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
     meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain)
-    if is_small(meshes):
-        meshes = replace(meshes, exact_rows=batch)
     found = _Search(
         meshes=meshes,
         batch=batch,
@@ -206,6 +203,7 @@ class _Search:
     nearest: Scored | None = None
     lacking: list[_Lacking] = field(default_factory=list)
     tried: int = 0
+    stages_scored: int = 0
     points: list[Point] = field(default_factory=list)
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     told: float = 0.0
@@ -217,20 +215,15 @@ class _Search:
 
     def run(self) -> Found:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self.bound = least_seconds(self.meshes, self.batch, micro_batches)
+        self.bound = least_seconds(self.meshes.prices, self.batch)
         self._drafts(micro_batches, max_stages)
-        for start in self._leading(self.effort.refined):
-            self._refine(start, micro_batches, max_stages)
-        draw = Random(self.settings.seed)
-        for _ in range(self.effort.restarts if self.best else 0):
-            leading = self._leading(1)[0]
-            if len(leading.draft.meshes) > 1 and not self._over():
-                start = disturbed(self.meshes, leading, self.batch, max_stages, draw, self._score)
-                self._note(start)
+        most = self.stages_scored + self.effort.stages_descended
+        starts = best_timed(self.best.values(), self.effort.refined // 3, key=lambda draft: draft.micro_batches)
+        for start in dict.fromkeys([*self._leading(2), *starts, *self._leading(self.effort.refined)]):
+            if self.stages_scored < most:
                 self._refine(start, micro_batches, max_stages)
+        self._restart(micro_batches, max_stages)
         candidates = self._simulated()
-        exact = is_small(self.meshes) and self._walked(candidates, micro_batches, max_stages)
-        exact = exact and not self.settings.unpriced
         if not candidates and self._over():
             raise InfeasibleError(
                 f"the search ended before it found a plan that fits, after {time.monotonic() - self.began:.1f} seconds "
@@ -239,8 +232,7 @@ class _Search:
         if not candidates:
             raise InfeasibleError(self._shortage())
         candidates.sort(key=lambda one: one.prediction.step_seconds)
-        best = candidates[0].prediction.step_seconds
-        self.bound = best if exact else min(best, self._bound(micro_batches, best))
+        self.bound = min(self.bound, candidates[0].prediction.step_seconds)
         self._tell()
         return Found(
             candidates=tuple(_best_of(candidates, self.settings.top)),
@@ -249,7 +241,6 @@ class _Search:
             points=tuple(self.points),
             tried=self.tried,
             seconds=time.monotonic() - self.began,
-            exact=exact,
         )
 
     def quick_look(self) -> int | None:
@@ -257,10 +248,6 @@ class _Search:
         one does."""
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self._drafts(sorted({micro_batches[0], *micro_batches[-MOST_LOOKED_AT:]}), max_stages)
-        if not self.best and is_small(self.meshes):
-            found: list[Candidate] = []
-            self._walked(found, micro_batches, max_stages, enough=1)
-            return found[0].micro_batches if found else None
         return self._leading(1)[0].draft.micro_batches if self.best else None
 
     # What is tried
@@ -271,10 +258,8 @@ class _Search:
         for schedule in self.settings.priced:
             self._single_strategies(micro_batches, schedule, max_stages)
             self._single_stages(micro_batches, schedule)
-            tried = {
-                *_spread(dividing, self.effort.micro_batches),
-                *(count for count in matching if count in micro_batches),
-            }
+            few = micro_batches if len(micro_batches) <= FEW_NUMBERS else _spread(dividing, self.effort.micro_batches)
+            tried = {*few, *(count for count in matching if count in micro_batches)}
             self._families(sorted(tried), schedule, max_stages)
             while self.best and not self._over():
                 leading = self._leading(1)[0]
@@ -289,8 +274,6 @@ class _Search:
     def _micro_batches(self) -> list[int]:
         if self.settings.micro_batches is not None:
             return [self.settings.micro_batches]
-        if is_small(self.meshes):
-            return sorted({-(-self.batch // rows) for rows in range(1, self.batch + 1)})
         small = [count for count in range(1, isqrt(self.batch) + 1) if self.batch % count == 0]
         found = {*small, *(self.batch // count for count in small), *self.meshes.matching_micro_batches(self.batch)}
         few = (-(-self.batch // count) for count in range(1, FEW_MICRO_BATCHES + 1))  # rows, of which some are equal
@@ -301,14 +284,19 @@ class _Search:
         most = min(len(self.meshes.chain), len(self.meshes.prices.cluster.devices))
         return min(most, self.settings.max_stages or most)
 
+    def _restart(self, micro_batches: Sequence[int], max_stages: int) -> None:
+        """Descend again, from some random moves away from one of the best plans."""
+        draw, most = Random(self.settings.seed), self.stages_scored + self.effort.stages_restarted
+        for _ in range(self.effort.restarts if self.best else 0):
+            if self._over() or self.stages_scored > most:
+                break
+            start = draw.choice(self._leading(self.effort.leaders))
+            start = disturbed(self.meshes, start, self.batch, max_stages, draw, self._score)
+            self._note(start)
+            self._refine(start, micro_batches, max_stages)
+
     def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
-        scored = 0
-
-        def note(one: Scored) -> None:
-            nonlocal scored
-            scored += len(one.draft.meshes)
-            self._note(one)
-
+        most = self.stages_scored + self.effort.stages_refined
         refined(
             self.meshes,
             start,
@@ -316,9 +304,9 @@ class _Search:
             micro_batches=micro_batches,
             max_stages=max_stages,
             score=self._score,
-            tried=note,
+            tried=self._note,
             kept=self._keep,
-            stop=lambda: self._over() or scored > self.effort.stages_refined,
+            stop=lambda: self._over() or self.stages_scored > most,
         )
 
     def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
@@ -400,7 +388,7 @@ class _Search:
                 self._drop(one.family.name, f"could only come near the best, after {solved} that could reach more")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
-        self._score_best(islice(sequences, self.effort.sequences * wider), schedule)
+        self._score_best(sequences, schedule, self.effort.stages_cut * wider)
 
     def _waiting(self, micro_batches: Sequence[int], max_stages: int) -> list[_Waiting]:
         """A heap of all families, those first that could come to least if layers were divided as one likes."""
@@ -412,11 +400,13 @@ class _Search:
         heapify(found)
         return found
 
-    def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str) -> None:
-        """Cut and score the first of some sequences with numbers of micro-batches, and cut the best of them exactly."""
+    def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str, stages: int) -> None:
+        """Cut and score the first of some sequences with numbers of micro-batches, of so many stages together, and cut
+        the best of them exactly."""
         scored: list[Scored] = []
         for sequence, count in sequences:
-            if self._over():
+            stages -= len(sequence)
+            if stages < 0 or self._over():
                 break
             scored += self._cut(sequence, count, schedule)
         for one in best_timed(scored, self.effort.cut_exactly):
@@ -433,12 +423,14 @@ class _Search:
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
             return
-        starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
-        if starts is None:
+        whole = (0,) if len(sequence) == 1 and allowed(self.meshes, sequence, (0,)) else None
+        starts = whole or best_cuts(self.meshes, sequence, self.batch, count, schedule)
+        scored = starts and self._scored(sequence, starts, count, schedule)
+        if scored:
+            self._note(scored)
+        if not scored or not scored.fits:
             self._drop(f"{len(sequence)} stages", "no cut fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
-        else:
-            self._note(self._scored(sequence, starts, count, schedule))
 
     def _scored(self, sequence: tuple[Mesh, ...], starts: tuple[int, ...], count: int, schedule: str) -> Scored:
         return self._score(Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
@@ -446,6 +438,7 @@ class _Search:
     def _score(self, draft: Draft) -> Scored:
         """As `score_draft`, once."""
         if draft not in self.scores:
+            self.stages_scored += len(draft.meshes)
             self.scores[draft] = score_draft(self.meshes, draft, self.batch)
         return self.scores[draft]
 
@@ -500,53 +493,23 @@ class _Search:
     def _simulated(self) -> list[Candidate]:
         """The best drafts on ranks; of those that take the same, as on types that are equal, one. The best of one stage
         is among them: how much of its sums of gradients runs beside the last backward only a compiled plan knows."""
-        more = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
+        most = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
         alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
-        found: list[Candidate] = []
+        leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
+        found: dict[tuple[Mesh, ...], Candidate] = {}
         seen: set[tuple[Times, int, str]] = set()
-        for scored in [*alone, *self._leading(more + SPARE)]:
-            look = scored.times, scored.draft.micro_batches, scored.draft.schedule
-            if len(found) > more or look in seen:
+        for scored in [*alone, *leading]:
+            draft = scored.draft
+            look = scored.times, draft.micro_batches, draft.schedule
+            if len(seen) > most or look in seen:
                 continue
-            candidate = laid_out(self.meshes, scored.draft, self.batch)
+            candidate = laid_out(self.meshes, draft, self.batch)
             if candidate.prediction.fits:
-                found.append(candidate)
                 seen.add(look)
-        return found
-
-    def _walked(
-        self, candidates: list[Candidate], micro_batches: Sequence[int], max_stages: int, enough: int | None = None
-    ) -> bool:
-        """Add what is better than *candidates* of all plans; False if that ended before all were seen."""
-
-        def better(candidate: Candidate) -> None:
-            self.tried += 1
-            candidates.append(candidate)
-
-        return walk(
-            self.meshes,
-            self.batch,
-            micro_batches=micro_batches,
-            schedules=self.settings.priced,
-            max_stages=max_stages,
-            best_seconds=min((one.prediction.step_seconds for one in candidates), default=inf),
-            found=better,
-            stop=lambda: self._over() or len(candidates) == enough,
-        )
-
-    def _bound(self, micro_batches: Sequence[int], best: float) -> float:
-        """No plan takes less; *best*: seconds of one that is known. Once the time is over nothing is tried for it.
-
-        Of schedules without a price only the work is known.
-        """
-        if self.settings.unpriced:
-            return self.bound
-        tries = 0 if self._over() else TRIES
-        given = (self.meshes, self.batch, micro_batches, self.settings.priced)
-        found = bound_seconds(*given, known=best, tries=tries)
-        if self.settings.thorough:
-            found = raised_seconds(*given, least=found, known=best, over=self._over)
-        return found
+                known = found.get(draft.meshes)
+                if known is None or candidate.prediction.step_seconds < known.prediction.step_seconds:
+                    found[draft.meshes] = candidate
+        return list(found.values())
 
     # Nothing fits
 
@@ -571,7 +534,6 @@ class _Search:
             prices=replace(prices, batch=batch),
             pools=pools_of(prices.cluster),
             chain=self.meshes.chain,
-            exact_rows=self.meshes.exact_rows,
         )
         look = _Search(
             meshes=meshes,

@@ -279,7 +279,7 @@ def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
 def test_where_no_case_fits_the_table_is_shown_and_it_ends_with_four(folder: Path, form: tuple[str, ...]) -> None:
     done = run("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8,16", *form)
     assert done.exit_code == 4, done.output
-    assert "nothing fits in any of the 2 cases" in done.stderr
+    assert "no plan fits in any of the 2 cases" in done.stderr
     reasons = [case["reason"] for case in json.loads(done.stdout)["cases"]] if form else done.stdout.splitlines()[1:3]
     assert len(reasons) == 2 and all("GiB" in reason for reason in reasons)
 

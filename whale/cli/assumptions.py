@@ -1,4 +1,5 @@
-"""What a verb assumed because its options did not say it: in every output, with the option that changes it."""
+"""Assumptions of a command about options that were not given: printed in every output, with the option that changes
+them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def in_precision(loaded: LoadedModel, precision: str | None) -> str:
 
 
 def said_of_model(loaded: LoadedModel, precision: str, *, rows: int) -> tuple[str, ...]:
-    """What was assumed of a model and its batch: of options that the verb has and that were not given.
+    """Assumptions about a model and its batch: the command's options that were not given.
 
     Args:
         loaded: the model.
@@ -56,7 +57,7 @@ def said_of_model(loaded: LoadedModel, precision: str, *, rows: int) -> tuple[st
 
 
 def said_of_optimizer() -> tuple[str, ...]:
-    """What was assumed of the optimizer, where the verb has such an option."""
+    """Assumptions about the optimizer, if the command has such an option."""
     context = click.get_current_context()
     if "optimizer" not in context.params or is_given("optimizer"):
         return ()

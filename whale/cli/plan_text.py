@@ -59,8 +59,8 @@ def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
 
 
 def command(plan: Plan, cluster: Cluster, path: Path | None) -> str:
-    """What runs the plan, one process a device: a line, or for several nodes one for each run of nodes with as many
-    devices, and what is to be filled in.
+    """The commands that run the plan, one process per device: one line, or for several nodes one for each run of equal
+    nodes, with placeholders.
 
     Nodes have numbers, not an elastic rendezvous, because ranks must lie on the nodes for which they are planned.
     """
@@ -88,7 +88,7 @@ def fullest(memory: list[DeviceMemory]) -> DeviceMemory:
 
 
 def memory_text(device: DeviceMemory) -> str:
-    """What a device needs, and how much of its capacity that is."""
+    """Bytes of a device, and their fraction of its capacity."""
     return f"{device.total / GIB:.2f} GiB ({device.total / device.capacity:.0%})"
 
 

@@ -1,17 +1,19 @@
-"""From a profile and a cluster to plans that can be run: what the search found, written down, compiled and ranked anew.
+"""Searching: from a profile and a cluster to runnable plans: searched, written as plans, compiled and ranked again.
 
-The search prices layers; a compiled plan is predicted exactly, with the collectives and the bytes that it will have. So
-the best candidates are compiled, as many as there is time for, and one that cannot be compiled or does not fit after
-all is put aside with its reason. Without a model, the search's own predictions stand. This file knows no torch: a model
-is something on which plans can be tried (`whale.commands.candidates`).
+The search prices layers; a compiled plan is predicted with its real collectives and bytes. So the best candidates are
+compiled, as many as time allows, and the best plan of each simple kind that could be better. A candidate that does not
+compile or fit is rejected with its reason, and another is compiled. Without a model, the search's own predictions
+count. This module does not import torch: `whale.commands.candidates` compiles plans.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
 from typing import Protocol
 
 from whale.errors import InfeasibleError, UsageError, WhaleError
@@ -29,6 +31,7 @@ from whale.planner.search import Candidate, Found, Memo, Progress, SearchSetting
 from whale.planner.search.choices import PRICED
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
+from whale.planner.search.simple import least_after_compiling, simple_plans
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
 __all__ = [
@@ -43,29 +46,36 @@ __all__ = [
 ]
 
 SEARCH_SHARE = 0.5
-"""Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
+"""Fraction of the time limit for the search, if a plan fits and there is a model to compile; the rest is for
+compiling."""
+
+LEAST_SHARE = 0.25
+"""Fraction of the time limit for another search with less memory."""
+
+RESERVE = 20
+"""Number of further candidates that are compiled as long as none can be run."""
 
 REORDERED = 2
-"""Compiled plans, the best first, on which schedules are tried that the search does not price."""
+"""Number of the best compiled plans on which schedules are tried that the search does not price."""
 
 MOST_WEIGHED = 4096
-"""Micro-batches up to which it is found out how many would do, where a plan does not fit."""
+"""Largest number of micro-batches that is tried as a remedy if a plan does not fit."""
 
 
 class Trial(Protocol):
-    """A model on which plans are tried; `whale.commands.candidates.ModelTrial` is one."""
+    """A candidate compiler; `whale.commands.candidates.ModelTrial` is one."""
 
     identity: ModelIdentity
     dtype: str
 
     def uncut(self, micro_batches: int) -> str:
-        """Why the batch cannot be cut into so many micro-batches; empty where it can."""
+        """Reason why the batch cannot be divided into a number of micro-batches; empty if it can."""
 
     def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
-        """For what the model computes, the path of its module and the stage, if stages begin with *anchors*."""
+        """For each operator of the model, its module path and its stage, if stages begin with *anchors*."""
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
-        """Compile the plan, and say what its step takes."""
+        """Compile the plan, and predict its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +83,10 @@ class Choice:
     """A plan that the search proposes.
 
     Attributes:
-        candidate: as the search scored it.
-        plan: that it is; with the prediction of the compiled step where it was *compiled*, else with the search's.
+        candidate: with the score of the search.
+        plan: with the prediction of the compiled step if *compiled*, else with the search's.
         compiled: whether it was compiled.
-        reason: why it cannot be had; empty where it can, as far as is known.
+        reason: why it is rejected; empty if it is not, as far as known.
     """
 
     candidate: Candidate
@@ -86,18 +96,18 @@ class Choice:
 
     @property
     def prediction(self) -> Prediction:
-        """The best that is known of its step."""
+        """The most accurate prediction of its step."""
         return self.plan.prediction or self.candidate.prediction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """What a search comes to.
+    """Result of a search.
 
     Attributes:
-        choices: plans that can be had, best first; at least one. Compiled ones come before others.
-        refused: the search's candidates that turned out not to compile or not to fit.
-        found: what the search found, with its bound and what it left out.
+        choices: runnable plans, best first; at least one. Compiled ones precede others.
+        refused: candidates that do not compile or fit.
+        found: the result of the search, with its bound and excluded plans.
     """
 
     choices: tuple[Choice, ...]
@@ -111,7 +121,7 @@ class Searched:
 
 
 def settings_for(settings: SearchSettings, trial: Trial | None) -> SearchSettings:
-    """What may be decided for a model: where its batch cannot be cut there is one micro-batch.
+    """Constraints from a model: a single micro-batch if its batch cannot be divided.
 
     Raises:
         UsageError: more are asked for; says which operator computes a row from others.
@@ -134,7 +144,7 @@ def search_plans(
     stop: Callable[[], bool] = lambda: False,
     known: Memo | None = None,
 ) -> Searched:
-    """Search for plans and try the best of them on the model.
+    """Search for plans and compile the best of them.
 
     Args:
         profile: of the model.
@@ -143,9 +153,9 @@ def search_plans(
         settings: of the search; ``time_limit`` is for both. Schedules that the search does not price are tried on the
             best plans, once these are compiled.
         trial: the model; None: the plans are not compiled.
-        progress: is told how far the search is.
-        stop: whether to be content with the best so far, compiled or not.
-        known: prices of an earlier search of the same model.
+        progress: called with the progress of the search.
+        stop: whether to stop with the best plan so far, compiled or not.
+        known: cached costs of an earlier search of the same model.
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
@@ -154,10 +164,12 @@ def search_plans(
     begin = time.monotonic()
     settings.check(batch)
     settings = settings_for(settings, trial)
+    known = known or Memo()
     if trial is None:
         _require_priced(settings)
-    priced = [schedule for schedule in settings.schedules if schedule in PRICED]
-    base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
+        found = search(profile, cluster, batch=batch, settings=settings, progress=progress, stop=stop, known=known)
+        writer = _Writer(profile, cluster, batch, None)
+        return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
 
     def told(now: Progress) -> None:
@@ -166,44 +178,135 @@ def search_plans(
         progress(now)
 
     def over() -> bool:
-        long = time.monotonic() - begin > SEARCH_SHARE * settings.time_limit
-        return stop() or (trial is not None and long and bool(fitting))
+        return stop() or (bool(fitting) and time.monotonic() - begin > SEARCH_SHARE * settings.time_limit)
 
-    found = search(profile, cluster, batch=batch, settings=settings, progress=told, stop=over, known=known)
-    writer = _Writer(profile, cluster, batch, trial)
-    choices: list[Choice] = []
-    refused: list[Choice] = []
-    longest = 0.0
+    priced = [schedule for schedule in settings.schedules if schedule in PRICED]
+    base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
+    tried = _Tried(_Writer(profile, cluster, batch, trial), trial, base, begin + settings.time_limit, stop)
+    wanted = replace(settings, top=settings.top + RESERVE)
+    found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
+    tried.best_of(found, simple_plans(profile, cluster, batch=batch, settings=settings, known=known), settings.top)
+    while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
+        left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
+        with suppress(InfeasibleError):
+            again = search(profile, room, batch=batch, settings=left, progress=told, stop=over)
+            simple = simple_plans(profile, room, batch=batch, settings=settings)
+            tried.best_of(again, simple, settings.top)
+            continue
+        break
+    for candidate in _reordered(tried.choices, [schedule for schedule in settings.unpriced if schedule != base]):
+        if not tried.late():
+            tried.compile(candidate)
+    if not tried.choices:
+        reasons = "; ".join(dict.fromkeys(choice.reason for choice in tried.refused))
+        raise InfeasibleError(
+            f"none of the {len(tried.refused)} best plans that the search found can be run: {reasons}"
+        )
+    return Searched(
+        choices=_shown(_ranked(tried.choices), settings.top),
+        refused=tuple(tried.refused),
+        found=replace(found, candidates=found.candidates[: settings.top]),
+    )
 
-    def late() -> bool:
-        return stop() or (bool(choices) and time.monotonic() - begin + longest > settings.time_limit)
 
-    for candidate in found.candidates:
-        now, enough = time.monotonic(), late()
-        if base is not None:
-            candidate = replace(candidate, schedule=base)
-        try:
-            choice = writer.written(candidate) if trial is None or enough else writer.compiled(candidate, trial)
-        except UsageError as error:  # it cannot be written as annotations of this model
-            choice = None
-            refused.append(Choice(candidate=candidate, plan=writer.unwritten(candidate), reason=str(error)))
-        if choice is not None:
-            (refused if choice.reason else choices).append(choice)
-        longest = max(longest, time.monotonic() - now)
-    if trial is not None:
-        for candidate in _reordered(choices, [schedule for schedule in settings.unpriced if schedule != base]):
-            if late():
+@dataclass
+class _Tried:
+    """Candidates that were compiled, or written down where there was no time for that.
+
+    Attributes:
+        schedule: in place of that by which the search went, if not None.
+        until: the time at which no more are compiled, if one can be run.
+        room: of each device type, the part of its memory that candidates of another search may take.
+    """
+
+    writer: _Writer
+    trial: Trial
+    schedule: str | None
+    until: float
+    stopped: Callable[[], bool]
+    choices: list[Choice] = field(default_factory=list)
+    refused: list[Choice] = field(default_factory=list)
+    longest: float = 0.0
+    seen: set[object] = field(default_factory=set)
+    room: dict[str, float] = field(default_factory=dict)
+
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return self.stopped() or time.monotonic() > self.until
+
+    def late(self) -> bool:
+        """Whether there is one that can be run, and no time to compile another."""
+        return self.stopped() or (bool(self.choices) and time.monotonic() + self.longest > self.until)
+
+    def best_of(self, found: Found, simple: Sequence[Candidate], top: int) -> None:
+        """Compile the best that a search found, then each of the *simple* plans that could be better, then the others
+        of the *top*; and as long as none of these can be run, the next ones."""
+        first, *others = found.candidates[:top]
+        self.compile(first, self.schedule)
+        for candidate in simple:
+            best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
+            if least_after_compiling(candidate) < best and not self.late():
+                self.compile(candidate, self.schedule)
+        for candidate in others:
+            self.compile(candidate, self.schedule)
+        for candidate in found.candidates[top:]:
+            if self.choices or self.over():
                 break
-            choice = writer.compiled(candidate, trial)
-            (refused if choice.reason else choices).append(choice)
-    if not choices:
-        reasons = "; ".join(dict.fromkeys(choice.reason for choice in refused))
-        raise InfeasibleError(f"none of the {len(refused)} best plans that the search found can be run: {reasons}")
-    return Searched(choices=tuple(_ranked(choices)[: settings.top]), refused=tuple(refused), found=found)
+            self.compile(candidate, self.schedule)
+
+    def compile(self, candidate: Candidate, schedule: str | None = None) -> None:
+        """Compile a candidate with its schedule or another, unless one that takes the same was, or write it down where
+        it is late."""
+        candidate = replace(candidate, schedule=schedule or candidate.schedule)
+        prediction = candidate.prediction
+        look = len(candidate.stages), candidate.micro_batches, candidate.schedule, *prediction.breakdown.values()
+        if look in self.seen:
+            return
+        self.seen.add(look)
+        now, enough = time.monotonic(), self.late()
+        try:
+            choice = self.writer.written(candidate) if enough else self.writer.compiled(candidate, self.trial)
+        except UsageError as error:  # it cannot be written as annotations of this model
+            choice = Choice(candidate=candidate, plan=self.writer.unwritten(candidate), reason=str(error))
+        (self.refused if choice.reason else self.choices).append(choice)
+        self.longest = max(self.longest, time.monotonic() - now)
+
+    def with_less_memory(self, cluster: Cluster) -> Cluster | None:
+        """The cluster with less memory, by the factor by which compiled plans exceed the search's prediction, by device
+        type; None if memory is not why no plan can be run."""
+        unfit = [choice for choice in self.refused if choice.compiled]
+        types, tighter = [device.type.name for device in cluster.devices], False
+        for type_ in set(types):
+            for choice in unfit:
+                said, real = (
+                    max((one.total for one in given.memory if types[one.rank] == type_), default=0)
+                    for given in (choice.candidate.prediction, choice.prediction)
+                )
+                if said and said / real < self.room.get(type_, 1.0):
+                    self.room[type_], tighter = said / real, True
+        return _with_memory(cluster, self.room) if tighter else None
+
+
+def _with_memory(cluster: Cluster, parts: Mapping[str, float]) -> Cluster:
+    """The cluster with a part of the memory of each device type."""
+    types = {
+        device.type.name: replace(device.type, memory_bytes=int(device.memory_bytes * parts.get(device.type.name, 1.0)))
+        for device in cluster.devices
+    }
+    return replace(cluster, devices=tuple(replace(one, type=types[one.type.name]) for one in cluster.devices))
+
+
+def _shown(choices: Sequence[Choice], count: int) -> tuple[Choice, ...]:
+    """The first of some choices, in order; where there is one of a single stage it takes the last place at least."""
+    found = list(choices[:count])
+    alone = next((one for one in choices if len(one.candidate.stages) == 1), None)
+    if count > 1 and alone is not None and all(len(one.candidate.stages) > 1 for one in found):
+        found[-1] = alone
+    return tuple(found)
 
 
 def _ranked(choices: Iterable[Choice]) -> list[Choice]:
-    """Compiled ones come first, of these the quickest."""
+    """Sort key: compiled plans first, the fastest first."""
     return sorted(choices, key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
 
 
@@ -320,7 +423,7 @@ class _Writer:
     trial: Trial | None
 
     def unwritten(self, candidate: Candidate) -> Plan:
-        """The ranks and axes alone, for a model that says its annotations itself."""
+        """The ranks and axes alone, for an annotated model."""
         return plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
 
     def written(self, candidate: Candidate, *, by_speed: bool = False) -> Choice:
@@ -339,7 +442,7 @@ class _Writer:
         return Choice(candidate=candidate, plan=plan)
 
     def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
-        """Compiled; where tensor groups have unlike devices, with their parts by speed if that is quicker."""
+        """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster."""
         even = self._tried(self.written(candidate), trial)
         if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
             return even
@@ -376,7 +479,7 @@ class _Writer:
 
 
 def _lacking(prediction: Prediction) -> str:
-    """Which device lacks most memory, and how much; empty where all fits."""
+    """The device that lacks the most memory, and how much; empty if all fit."""
     worst = max(prediction.memory, key=lambda device: device.total - device.capacity)
     if prediction.fits:
         return ""
@@ -384,7 +487,7 @@ def _lacking(prediction: Prediction) -> str:
 
 
 def why_slower(best: Prediction, other: Prediction) -> str:
-    """By how much a step is longer, and the two parts of the breakdowns that differ most; empty where it is not.
+    """The extra time of a step, and the two parts of the breakdowns that differ the most; empty if there is none.
 
     >>> best = Prediction(step_seconds=1, step_seconds_interval=(1, 1), breakdown={"compute": 0.9, "pipeline": 0.1})
     >>> why_slower(best, best.model_copy(update={"step_seconds": 1.5, "breakdown": {"compute": 0.8, "pipeline": 0.7}}))
