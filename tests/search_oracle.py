@@ -23,7 +23,9 @@ import numpy as np
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import CostModel
+from whale.planner.cost.step import overlap_slowdown
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.bound import least_time, work_of_kinds
 from whale.planner.search.chain import Chain
@@ -173,13 +175,14 @@ class _Walk:
         degrees = mesh.tensor, mesh.expert
         groups = [group for group, num in samples for _ in range(num)]
         rows = fastest_rows(prices, layers, groups, self.meshes.rows(self.batch, self.count), self.count, held)
-        busy = once = 0.0
+        busy = once = slowest = 0.0
         forward = backward = inf
         dense, experts = prices.parameters(layers, *degrees)
         state, fits = prices.state_of(layers, *degrees).total, True
         for group, share in dict.fromkeys(zip(groups, rows, strict=True)):
             cost = prices.stage(layers, group, share, self.count)
             busy, once = max(busy, cost.forward + cost.backward), max(once, cost.update)
+            slowest = max(slowest, cost.backward)
             if share:
                 forward, backward = min(forward, cost.forward), min(backward, cost.backward)
             need = state + (held * cost.kept + cost.working) * prices.waste
@@ -189,4 +192,6 @@ class _Walk:
         size = prices.gradient_bytes
         sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size)
         sync += prices.all_reduce(data_group, mesh.size, experts * size)
-        return _Cost(busy, forward, backward, sync + once, fits)
+        beside = Beside(overlap_slowdown(prices.num_of_types))
+        added = overlap(sync, sync - beside.rate * slowest, 0.0, beside).added  # if the last backward hides all it can
+        return _Cost(busy, forward, backward, added + once, fits)

@@ -1,4 +1,4 @@
-"""The search: from a profile and a cluster to the quickest plans that can be executed.
+"""The search: from a profile and a cluster to the fastest plans that can be executed.
 
 `whale.planner.search.searching` says what is searched and how; `evaluate` scores a given plan.
 """

@@ -32,14 +32,15 @@ __all__ = ["least_seconds", "least_time", "work_of_kinds"]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 ROUNDS = 40
-"""Of improving the prices; each that does not help halves the step."""
+"""Rounds of improving the prices; a round without improvement halves the step."""
 
 MOST_ROWS = 4096
-"""Up to so many rows, in powers of two, the least cost of a row is looked for; that of more rows hardly differs."""
+"""Largest number of rows, in powers of two, at which the least cost of a row is computed; that of more rows hardly
+differs."""
 
 
 def least_seconds(prices: CostModel, batch: int) -> float:
-    """A step time below which no plan lies for a batch of so many rows."""
+    """Lower bound on the step time of all plans for a batch of the given rows."""
     counts = Counter(prices.profile.layers)
     of_kinds = work_of_kinds(prices, batch)
     work = np.array([num * of_kinds[kind] for kind, num in counts.items()])

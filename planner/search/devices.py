@@ -138,7 +138,7 @@ def lay_out(pools: Sequence[Pool], meshes: Sequence[Mesh]) -> list[list[tuple[in
 
 
 def _take(nodes: list[list[int]], count: int) -> list[int]:
-    """So many ranks from one node if one has them, else from as few as possible."""
+    """The given number of ranks from one node if it has them, else from as few as possible."""
     taken: list[int] = []
     while len(taken) < count:
         wanted = count - len(taken)
@@ -159,8 +159,8 @@ def _ascending(groups: Sequence[Sequence[int]], size: int) -> list[tuple[int, ..
 
 
 def with_more(cluster: Cluster, type_: DeviceType, times: int) -> Cluster:
-    """The cluster with so many more nodes like the first that has devices of a type; where nodes have no links to
-    others, because there is but one, with so many more devices in it.
+    """The cluster with more nodes like the first that has devices of a type; with more devices in its only node if
+    there is no link between nodes.
 
     >>> from whale.ir.cluster import Cluster, Link
     >>> cluster = Cluster.homogeneous(4, num_devices_per_node=2, inter=Link(bandwidth=1e9, latency=1e-5))

@@ -1,9 +1,9 @@
 """Plans in the making: meshes and cuts, not yet ranks, with what their step should take.
 
-A draft is scored by a closed form below which its step cannot end; where it could be among the best, by the recurrence
-of its schedule over stages and micro-batches, one time for each stage: the same order of tasks as the simulator runs,
-without the differences between slices. That is fast enough to compare thousands; what is kept is laid out and
-simulated.
+A partial plan is scored by a closed form below which its step cannot end. If it could be among the best, it is timed by
+the recurrence of its schedule over stages and micro-batches, with one time per stage: the same order of tasks as in the
+simulator, without differences between replicas. That is fast enough to compare thousands; the best are placed on ranks
+and simulated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Key = TypeVar("Key")
 Found = TypeVar("Found")
 
 PATIENCE = 300
-"""Stages of drafts in a row that are timed and do not lead, before others of less promise are not timed."""
+"""Number of consecutively timed stages without a new best, after which less promising partial plans are not timed."""
 
 MOST_TABLED = 100_000
 """Stages x parts^2 up to which cuts are exact: what their tables hold."""
@@ -59,7 +59,7 @@ PRECISION = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What a plan decides but for ranks and rows.
+    """A partial plan: all decisions except ranks and rows.
 
     Attributes:
         meshes: of the stages.
@@ -74,7 +74,7 @@ class Draft:
     schedule: str
 
     def stages(self, num_parts: int) -> Iterator[tuple[Mesh, int, int]]:
-        """The mesh of each stage, and its parts [first, last) of so many."""
+        """The mesh of each stage, and its range [first, last) of parts."""
         return zip(self.meshes, self.starts, (*self.starts[1:], num_parts), strict=True)
 
     @property
@@ -92,8 +92,8 @@ class Draft:
 
 
 class Times(NamedTuple):
-    """Seconds of the stages of a draft: forward and backward of a micro-batch, handing it on to the next stage (and as
-    much back), and what comes once a step; and the rows of the last micro-batch, as a share of those of the others."""
+    """Seconds of the stages of a partial plan: forward and backward of a micro-batch, p2p time to the next stage (and
+    as much back), and once per step; and the rows of the last micro-batch, relative to the others."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -104,7 +104,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A draft with its score.
+    """A partial plan with its score.
 
     Attributes:
         times: of its stages.
@@ -129,8 +129,8 @@ class Scored:
 
     @cached_property
     def timed(self) -> Scored:
-        """With the step by the recurrence, if it fits: O(stages^2), over as many micro-batches as fill the pipeline and
-        some more. What one that does not fit takes matters to nobody."""
+        """The step by the recurrence, if it fits: O(stages^2), over as many micro-batches as fill the pipeline and some
+        more. Infeasible partial plans are not timed."""
         if self.exact or not self.fits:
             return self
         count, schedule, times = self.draft.micro_batches, self.draft.schedule, self.times
@@ -140,7 +140,7 @@ class Scored:
 
 
 def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
-    """Score a draft by `pipeline_bound`, which is near what `Scored.timed` says and does not take as long."""
+    """Score a partial plan by `pipeline_bound`, a fast approximation of `Scored.timed`."""
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
@@ -164,7 +164,7 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
 
 
 def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
-    """What is found for each key; of those in a row that are equal, as most are, for the first."""
+    """Map over keys, reusing the result for equal neighbours."""
     found: list[Found] = []
     before: Key | None = None
     for key in keys:
@@ -176,8 +176,8 @@ def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
 def best_timed(
     drafts: Iterable[Scored], count: int, key: Callable[[Draft], Hashable] = lambda draft: draft.meshes
 ) -> list[Scored]:
-    """The best of some drafts that fit, one for each *key*, timed: in the order of their bounds, until no other could
-    be among them, or many in a row were not."""
+    """The best partial plans that fit, one for each *key*, timed in the order of their bounds, until no other could be
+    among them, or many in a row were not."""
     found: dict[Hashable, Scored] = {}
     leading: list[Scored] = []
     missed = 0
@@ -195,7 +195,7 @@ def best_timed(
 
 
 def seconds_of(scored: Scored) -> float:
-    """Of a step: to sort by."""
+    """Seconds of a step: a sort key."""
     return scored.seconds
 
 
@@ -279,7 +279,7 @@ class _Windows:
 
     @property
     def period(self) -> Array:
-        """What each micro-batch takes at least, for each run of stages."""
+        """Lower bound on the time of each micro-batch, for each run of stages."""
         return np.where(self.possible, self.around / self.stages, 0.0)
 
 
@@ -341,9 +341,8 @@ def pipeline_bound(
 def best_cuts(
     meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
-    """The first parts of stages on these meshes with which the step is shortest and memory suffices, by
-    `exact_cuts`, or where these do not fit or pipelines are very deep `quick_cuts`; None if nothing fits or the chain
-    is too short."""
+    """The first parts of stages on these meshes with the least step time within memory, by `exact_cuts`, or by
+    `quick_cuts` if these do not fit or pipelines are deep; None if nothing fits or the chain is too short."""
     quick = next(iter(quick_cuts(meshes, sequence, batch, micro_batches, schedule)), None)
     return quick and (exact_cuts(meshes, sequence, batch, micro_batches, schedule) or quick)
 
@@ -351,8 +350,8 @@ def best_cuts(
 def exact_cuts(
     meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
-    """As `best_cuts`, by `whale.planner.balance.cuts.fastest_cut`; None where that does not fit, of very deep
-    pipelines, and where there is nothing to cut."""
+    """Cuts like `best_cuts`, by `whale.planner.balance.cuts.fastest_cut`; None if that does not fit, for deep
+    pipelines, and if there is nothing to cut."""
     if len(sequence) == 1 or len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
         return None
     try:
@@ -372,8 +371,8 @@ def likely_cuts(
     *,
     within: float = inf,
 ) -> list[tuple[int, ...]]:
-    """As `quick_cuts`; of micro-batches that do not fill the pipeline, whose step is not that of the slowest stage
-    alone, the cuts by `exact_cuts` too."""
+    """Cuts like `quick_cuts`; for micro-batches that do not fill the pipeline, whose step is not that of the slowest
+    stage alone, also the cuts by `exact_cuts`."""
     found = quick_cuts(meshes, sequence, batch, micro_batches, schedule, within=within)
     if found and micro_batches <= len(sequence):
         exact = exact_cuts(meshes, sequence, batch, micro_batches, schedule)
@@ -382,7 +381,7 @@ def likely_cuts(
 
 
 def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
-    """Of the fullest device, the part of its room that it takes: the cuts do not know all that a stage holds."""
+    """Fraction of memory that the fullest device takes, because cuts do not count all of a stage's memory."""
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     return max(
@@ -400,8 +399,8 @@ def quick_cuts(
     *,
     within: float = inf,
 ) -> list[tuple[int, ...]]:
-    """Cuts whose slowest stage is about the quickest that memory allows, with what is left over at the first stages or
-    at the last; none if nothing fits, or not so that the slowest stage takes at most *within* seconds a micro-batch.
+    """Cuts whose slowest stage is about as fast as memory allows, with the remainder at the first stages or at the
+    last; none if nothing fits, or if the slowest stage takes more than *within* seconds per micro-batch.
 
     Every stage from the last reaches back as far as a bound lets it, and the bound is bisected.
     """
@@ -460,7 +459,7 @@ def quick_cuts(
 
 
 def cut_exactly(meshes: Meshes, scored: Scored, batch: int, score: Callable[[Draft], Scored]) -> Scored:
-    """The draft with its exact cuts, timed, if they are better than those that it has."""
+    """The partial plan with its exact cuts, timed, if they are better than its own."""
     draft = scored.draft
     starts = exact_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
     if starts is None or starts == draft.starts:

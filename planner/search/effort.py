@@ -16,15 +16,15 @@ class Effort(NamedTuple):
         families: quota programs that are solved for a set of numbers of micro-batches, from the first that leads to
             something: for two types of devices, and as many for each type more. Those that could be better than the
             best so far are all solved.
-        near: families that could at best come to so many times the best so far are dropped.
+        near: families that could at best reach this multiple of the best step are dropped.
         stages_cut: of all sequences of the quota programs that are cut and scored, for types as ``families``.
         cut_exactly: of these, that get their exact cuts.
-        refined: drafts from which a descent starts, at most.
-        stages_descended: of all drafts that these descents score, about.
+        refined: largest number of partial plans from which a descent starts.
+        stages_descended: about the total stages of all partial plans that these descents score.
         leaders: of the best plans, near one of which a descent starts again.
         restarts: how often another descent starts near one of the best, some random moves away, at most.
-        stages_refined: of all drafts that a descent scores.
-        stages_restarted: of all drafts that restarts score, about.
+        stages_refined: total stages of all partial plans that a descent scores.
+        stages_restarted: about the total stages of all partial plans that restarts score.
     """
 
     micro_batches: int

@@ -56,7 +56,7 @@ def score(
     schedule: str = "1f1b",
     batch: int | None = None,
 ) -> Candidate:
-    """As `evaluate`, with prices that are there; *batch*: rows of the step, where the last micro-batch is not full."""
+    """Evaluate with existing costs; *batch*: rows of the step if the last micro-batch is not full."""
     _check(prices, stages)
     plan = PlanCost.of_stages(prices, stages, micro_batches, schedule)
     rows = sum(stages[0].rows)

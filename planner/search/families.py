@@ -1,4 +1,4 @@
-"""Which meshes the stages of a pipeline may have, family by family; each is a quota program of its own.
+"""Families of meshes for the stages of a pipeline; each family is a device-count program of its own.
 
 A cluster of thousands of devices has more sequences of meshes than can be looked at, but few kinds of good ones:
 
@@ -37,7 +37,7 @@ Sized = tuple[tuple[int, ...], Mesh]
 """A mesh with the units of each dimension that it takes."""
 
 UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
-"""Of each pool in the family *any*, by the number of pools; two for more."""
+"""Number of meshes of each pool in the family *any*, by the number of pools; two for more."""
 
 DEEPEST = {"any": 8, "matched": 6}
 """Stages of the family *any* where there is more than one pool."""
@@ -55,16 +55,17 @@ MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
 FEW_REPLICAS = 2
-"""Up to so many the family *replicas* has pipelines of all layers that leave devices idle: memory may want them."""
+"""Largest number of devices for which the family *replicas* has pipelines of all layers that leave devices idle, which
+memory may require."""
 
 LEAST_SHARE = 16
 """The smallest mesh of the family *matched* has that part of a pool."""
 
 MOST_STATES = 1_500
-"""Of the quota program of the family *matched*."""
+"""Transitions of the device-count program of the family *matched*."""
 
 HELD = 1 - 1e-9
-"""Of layers, up to rounding: all."""
+"""Tolerance of the fraction of layers: all, up to rounding."""
 
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
 """Bounds on the slowest stage that are tried, as multiples of what it takes at least."""
@@ -131,8 +132,8 @@ class Family:
         return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
 
     def even_work(self, meshes: Meshes, batch: int) -> EvenPace:
-        """What stages would take if all were equal and all devices used (each dimension's units at the rate of the best
-        of a few meshes), without the sums of gradients, which take longer to price."""
+        """Time of equal stages on all devices (each dimension's units at the rate of the best of a few meshes), without
+        gradient reductions, which take longer to price."""
         return self._even(meshes.work, meshes.rows(batch, self.micro_batches))
 
     def _even(self, paces: Callable[[Mesh, int, int], Pace], rows: int) -> EvenPace:
@@ -146,7 +147,7 @@ class Family:
         return EvenPace(even, even, hop)
 
     def paces(self, meshes: Meshes, batch: int) -> EvenPace:
-        """As `even_work`, with the sums of gradients; and what the slowest stage takes at least, since layers are
+        """Time like `even_work`, with gradient reductions; and a lower bound on the slowest stage, because layers are
         whole."""
         rows = meshes.rows(batch, self.micro_batches)
         found = self._even(meshes.paces, rows)
@@ -173,7 +174,8 @@ class Family:
         return least
 
     def sequences(self, meshes: Meshes, batch: int, schedule: str, pace: EvenPace, within: float) -> Sequences | Runs:
-        """For some numbers of stages those with the quickest slowest stage, of steps that may take *within* seconds."""
+        """Sequences with the fastest slowest stage for some numbers of stages, with steps of at most *within*
+        seconds."""
         rows = meshes.rows(batch, self.micro_batches)
         even, slowest, _ = pace
         if self.one_of_each and self.max_stages > DEEP:
@@ -223,8 +225,8 @@ def held_together(parts: Sequence[Array], nums: Sequence[int]) -> float:
 
 
 def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
-    """What the slowest stage takes at least if equal parts of the chain, so many, are divided among stages, of which
-    *nums* take each so many seconds for one.
+    """Lower bound on the slowest stage if *parts* equal parts of the chain are divided among stages, of which *nums*
+    take the given seconds each for one part.
 
     >>> _slowest([1.0, 3.0], [2, 1], 8)
     4.0
@@ -335,9 +337,9 @@ def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) ->
 def _of_data_degree(
     meshes: Meshes, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[Division]]
 ) -> Iterator[Family | None]:
-    """Of the family *replicas* those of a data degree; pools without a tensor degree are left out.
+    """The meshes of the family *replicas* with a data degree; pools without a tensor degree are omitted.
 
-    Of those whose devices cannot hold the model, by their number alone, there is only the one that comes nearest.
+    Meshes whose devices cannot hold the model, by their number alone, are represented by the nearest one.
     """
     pools = meshes.pools
     lines: list[list[tuple[int, Mesh | None]]] = []  # for each pool how many stages it may make, on which mesh
@@ -427,7 +429,7 @@ def _dimension(units: Sequence[int]) -> int:
 
 
 def _extremes(chosen: Sequence[Sized]) -> list[Sized]:
-    """Of the meshes of one dimension the smallest and the largest of each tensor and expert degree."""
+    """The smallest and the largest mesh of each tensor and expert degree of one dimension."""
     found: dict[tuple[int, int, int], tuple[Sized, Sized]] = {}
     for one in chosen:
         units, mesh = one

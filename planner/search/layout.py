@@ -1,4 +1,4 @@
-"""From a draft to a plan: its meshes on ranks, and the rows of a micro-batch for each data slice.
+"""Layout: from a partial plan to a plan: its meshes on ranks, and the rows of a micro-batch for each replica.
 
 Rows are exact: those with which the slowest slice of a stage is done first and every device holds its part
 (`whale.planner.balance.shares.fastest_shares`). Where they do not fit they are those by speed alone.
@@ -23,7 +23,7 @@ __all__ = ["fastest_rows", "laid_out"]
 
 
 def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
-    """The draft on ranks, simulated."""
+    """Place the partial plan on ranks and simulate it."""
     bounds = meshes.chain.bounds
     ends = (*draft.starts[1:], len(meshes.chain))
     stages = []

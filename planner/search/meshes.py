@@ -1,4 +1,4 @@
-"""What every stretch of the chain costs on a mesh: arrays over the layers, for the algorithms that choose.
+"""Costs of every range of the chain on a mesh: arrays over the layers, for the search algorithms.
 
 A mesh is counts of devices from pools, so its prices are those of a sample: its tensor groups at the beginning of a
 node, its data group over the first of its devices, its messages to the next node. What a data slice costs depends on
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.cost.overlap import Beside
 from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.search.chain import Chain
-from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
+from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts, added_by_sums
 from whale.planner.search.devices import Mesh, Pool, lay_out, slices_of
 
 __all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes", "Pace"]
@@ -32,8 +33,10 @@ MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
 
 EXACT_ROWS = 4
-"""Up to so many rows times are not interpolated: launches and tiles make them uneven there."""
+"""Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
 
+NEARBY_ROWS = 1_024
+"""Numbers of rows of a micro-batch of which one is chosen, where several are possible."""
 FACTORS = (1, 2, 3, 4, 6, 8)
 """Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
 
@@ -45,7 +48,7 @@ Sample = tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]
 
 
 def _lies_well(degree: int, pool: Pool) -> bool:
-    """Whether a group of so many devices lies within a node or takes whole ones."""
+    """Whether a group of the given size lies within a node or takes whole ones."""
     return degree <= pool.per_node or degree % pool.per_node == 0
 
 
@@ -93,6 +96,7 @@ class Meshes:
             return batch // micro_batches
         if (batch, micro_batches) not in self._rows:
             least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
+            most = min(most, least + NEARBY_ROWS)
             found = max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
             self._rows[batch, micro_batches] = found
         return self._rows[batch, micro_batches]
@@ -107,7 +111,7 @@ class Meshes:
         return sorted(found)
 
     def _matches(self, rows: int) -> list[int]:
-        """At how many tensor degrees the devices of each pool divide so many rows evenly."""
+        """Number of tensor degrees at which the devices of each pool divide the given rows evenly."""
         found = []
         for pool in self.pools:
             slices = [len(pool.ranks) // degree for degree in self.degrees(pool)]
@@ -152,7 +156,7 @@ class Meshes:
         }
 
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
-        """Of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
+        """Costs of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
         key = (mesh, rows, self.prices.adding(micro_batches))
         if key not in self._costs:
             self._costs[key] = self._worked_out(mesh, rows, micro_batches)
@@ -163,7 +167,7 @@ class Meshes:
         slices = tuple(
             self.slice_costs(group, count, micro_batches) for group, count in self._shared(groups, rows, micro_batches)
         )
-        latency, summed = self._sums(mesh, data_group)
+        message, summed = self._sums(mesh, data_group)
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
             forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
@@ -174,16 +178,19 @@ class Meshes:
             slices=slices,
             forward=forward,
             backward=backward,
-            once=update + summed,
-            latency=latency,
+            update=update,
+            sums=summed,
+            message=message,
+            beside=self._beside(mesh, data_group),
             hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
         )
 
     def stage(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float]:
-        """Forward, backward and once a step of the parts [first, last) on a mesh, and the share of memory that its
-        fullest replica needs. Rows are by speed, or where these do not fit on unlike replicas as memory allows."""
+        """Forward, backward and once-per-step seconds of the parts [first, last) on a mesh, and the fraction of memory
+        that its fullest replica needs. Rows are by speed, or limited by memory if these do not fit on mixed
+        replicas."""
         costs = self.costs(mesh, rows, micro_batches)
         found = costs.stage(*part, held)
         if found[-1] > 1 and len(costs.slices) > 1:
@@ -196,8 +203,8 @@ class Meshes:
     def _within_memory(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float] | None:
-        """As `stage`, with the rows with which the slowest replica is done first if each has at most as many as fit;
-        None if they do not hold all rows."""
+        """Costs like `stage`, with the fastest rows if each replica has at most as many as fit; None if not all rows
+        fit."""
         groups, _ = self.sample(mesh)
 
         def of(group: TensorGroup, count: int) -> SliceCosts:
@@ -247,7 +254,7 @@ class Meshes:
         return self._hops[key]
 
     def near_hops(self, sequence: tuple[Mesh, ...]) -> Sequence[bool]:
-        """Which stages lie in one node with the next one. Of many devices few do: then none."""
+        """Stages in one node with the next one; none with many devices, where few are."""
         room = MOST_PLACED if self.largest_node > 1 else 0
         for mesh in sequence:
             room -= sum(mesh.counts)
@@ -279,14 +286,18 @@ class Meshes:
         if key not in self._paces:
             of_chain, of_part, hop = self.work(mesh, rows, micro_batches)
             part, _ = self.commonest
-            latency, summed = self._sums(mesh, self.sample(mesh)[1])
-            of_chain += (latency + float(summed[-1])) / micro_batches
-            of_part += float(summed[part + 1] - summed[part]) / micro_batches
+            groups, data_group = self.sample(mesh)
+            message, summed = self._sums(mesh, data_group)
+            group, num = groups[0]
+            backward = self._table(group, -(-rows // num), micro_batches)[1] @ self._counts
+            once = added_by_sums(summed, backward, self._beside(mesh, data_group))
+            of_chain += (message + float(once[-1])) / micro_batches
+            of_part += float(once[part + 1] - once[part]) / micro_batches
             self._paces[key] = Pace(of_chain, of_part, hop)
         return self._paces[key]
 
     def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
-        """As `paces`, without the sums of gradients."""
+        """Times like `paces`, without gradient reductions."""
         key = (mesh, rows, micro_batches)
         if key not in self._work:
             groups, _ = self.sample(mesh)
@@ -314,7 +325,7 @@ class Meshes:
         return slowest
 
     def slice_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> SliceCosts:
-        """Of a data slice with so many rows of a micro-batch."""
+        """Costs of a replica with the given rows of a micro-batch."""
         key = (group.kind, rows, self.prices.adding(micro_batches))
         if key not in self._slices:
             table = self._table(group, rows, micro_batches)
@@ -367,7 +378,7 @@ class Meshes:
         return self._tables[key]
 
     def too_large(self, pool: int, division: Division, rows: int) -> bool:
-        """Whether some layer alone does not fit on devices of a pool with so many rows of a micro-batch."""
+        """Whether a single layer does not fit on devices of a pool with the given rows of a micro-batch."""
         key = (pool, *division)
         if key not in self._most_rows:
             state, kept, kept_each, working, working_each, _ = self._amounts(*key)
@@ -476,14 +487,14 @@ class Meshes:
         return [(group, count) for (group, _), count in zip(groups, most, strict=True)]
 
     def _sums(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, Array]:
-        """The sums of gradients: seconds however few they are, and seconds up to each part. In expert groups all
-        devices sum what is whole on each, and those of the same place their experts."""
+        """The sums of gradients: seconds of a message, and seconds up to each part. In expert groups all devices sum
+        what is whole on each, and those of the same place their experts."""
         dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
         if mesh.expert == 1:
             return self._summed(mesh, data_group, mesh.tensor, dense + experts)
         whole = self._summed(mesh, self.dense_group(mesh), 1, dense)
         parts = self._summed(mesh, data_group, mesh.expert, experts)
-        return whole[0] + parts[0], whole[1] + parts[1]
+        return max(whole[0], parts[0]), whole[1] + parts[1]
 
     def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
         """Ranks as those have them that sum what no experts are: of expert groups all devices."""
@@ -493,18 +504,27 @@ class Meshes:
         return tuple(rank for pool, num in zip(self.pools, nums, strict=True) for rank in pool.ranks[:num])
 
     def _summed(self, mesh: Mesh, ranks: Sequence[int], num_alike: int, elements: Array) -> tuple[float, Array]:
-        """One of *num_alike* sums over these ranks, of so many elements up to each part."""
+        """One of *num_alike* concurrent reductions over these ranks, by cumulative elements of the parts."""
         size = elements * self.prices.gradient_bytes
         much = float(size[-1])
         if len(ranks) < 2 or not much:
             return 0.0, np.zeros(len(size))
         key = (mesh, num_alike)
         if key not in self._syncs:
-            times = [self.prices.all_reduce(ranks, num_alike, part) for part in (much, much / 8)]
-            pace = max(0.0, (times[0] - times[1]) / (much * 7 / 8))
-            self._syncs[key] = max(0.0, times[1] - pace * much / 8), pace
-        latency, pace = self._syncs[key]
-        return latency, pace * size
+            message = self.prices.message_bytes(much, num_alike)
+            self._syncs[key] = (
+                self.prices.over("all_reduce", ranks, num_alike, message),
+                self.prices.all_reduce(ranks, num_alike, much),
+            )
+        message_seconds, seconds = self._syncs[key]
+        return message_seconds, seconds / much * size
+
+    def _beside(self, mesh: Mesh, data_group: Sequence[int]) -> Beside:
+        """How sums of gradients and the last backward slow each other."""
+        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+        much = float(dense[-1] + experts[-1]) * self.prices.gradient_bytes
+        message = self.prices.message_bytes(max(1.0, much), mesh.size)
+        return self.prices.beside(data_group, mesh.size, message)
 
     def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
         """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
@@ -521,7 +541,8 @@ class Meshes:
         return 2 * (hop.latency + size / hop.bandwidth)
 
     def _nears(self, group: TensorGroup, rows: int) -> Array | None:
-        """As `_hop` for each kind of layer, to a slice of the same node; None where there is no room for one."""
+        """p2p time like `_hop` for each kind of layer, to a replica of the same node; None if there is no room for
+        one."""
         node = self.prices.cluster.node_of(group.ranks[0])
         other = next((rank for rank in node.ranks if rank not in group.ranks), None)
         if other is None or 2 * group.degree > len(node.ranks):

@@ -1,4 +1,5 @@
-"""Which meshes follow each other in a pipeline so that the slowest stage is quick, and what is left of each pool.
+"""Device-count program: sequences of meshes in a pipeline whose slowest stage is fast, by the remaining devices of each
+pool.
 
 Let S_r[n] be the first part of the chain that the last r stages can reach back to with exactly n devices of each pool,
 every stage taking at most a bound for one micro-batch and fitting in memory with the micro-batches that it has in
@@ -34,7 +35,7 @@ MOST_TRACED = 3
 """Numbers of stages for which sequences are given."""
 
 COARSE, FINER = 1.05, 6
-"""Bounds so many times apart are divided once more, into so many, where sequences are traced."""
+"""Ratio of bounds above which an interval is divided once more, and the number of parts, where sequences are traced."""
 
 
 class Option(NamedTuple):
@@ -57,8 +58,8 @@ class _Level(NamedTuple):
 
 
 class Sequences:
-    """Sequences of meshes for some numbers of stages, of which the slowest stage keeps the least of some bounds: those
-    that promise the shortest step. They are told by `promises`, and traced by `at` when they are wanted.
+    """Sequences of meshes for some numbers of stages whose slowest stage meets the least of some bounds: the most
+    promising ones. `promises` lists them, and `at` traces one.
 
     Args:
         options: for stages; at least one.
@@ -69,7 +70,7 @@ class Sequences:
         bounds: ascending seconds that the slowest stage may take for a micro-batch, with its part of what comes once a
             step.
         even: seconds that a stage takes for a micro-batch at least, on average.
-        within: seconds that a step may take, about; of more nothing is told.
+        within: approximate limit of a step in seconds; slower ones are omitted.
         max_stages: to be tried.
     """
 
@@ -126,7 +127,7 @@ class Sequences:
 
     @property
     def promises(self) -> list[float]:
-        """What steps should take about, ascending, one for each number of stages."""
+        """Approximate step times, ascending, one for each number of stages."""
         return [seconds for seconds, _, _ in self._done]
 
     def at(self, place: int) -> list[tuple[Mesh, ...]]:
@@ -158,7 +159,7 @@ class Sequences:
         return np.searchsorted(sums, wanted.ravel(), side="left").reshape(wanted.shape).astype(np.int32)
 
     def _held(self, depth: int) -> int:
-        """Micro-batches in flight at a stage so many from the end."""
+        """Micro-batches in flight at a stage, by its distance from the end."""
         return self.micro_batches if self.schedule == "gpipe" else min(depth, self.micro_batches)
 
     def _tight(self, max_stages: int) -> Integers:
@@ -168,7 +169,7 @@ class Sequences:
         return np.flatnonzero((memory > self.by_time[:, -1]).any(axis=1))
 
     def _reached(self, by_time: Parts, depth: int) -> Parts:
-        """As `_by_time` for all options, within memory and what is decided; a last column: nothing can be reached."""
+        """`_by_time` of all options, within memory and constraints; a last column means unreachable."""
         nowhere, first = len(self.chain) + 1, by_time
         found = np.full((*by_time.shape[:2], nowhere + 1), nowhere, dtype=np.int32)
         if len(self.tight):

@@ -1,11 +1,10 @@
-"""Improve a draft step by step, where it is bound.
+"""Refinement of a partial plan by local moves at its bottleneck.
 
-The stage whose work for a step is most is the bottleneck. Moves take work from it (a part to a neighbour, a device from
-another stage or from those left over), change its degrees, exchange it with a neighbour, join, split or add stages, or
-change the number of micro-batches. A move whose slowest stage alone takes longer than the best step is given up before
-it is cut; one that comes near the best gets its exact cuts. Steepest descent: of all moves the best is taken as long as
-one helps. A heuristic; never worse than where it starts, and it ends at a draft that no move improves, or when it is
-stopped.
+The stage with the most work per step is the bottleneck. Moves take work from it (a part to a neighbour, a device from
+another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
+number of micro-batches. A move whose slowest stage alone takes longer than the best step is dropped before it is cut;
+one that is near the best gets its exact cuts. Steepest descent: the best move is taken as long as one helps. A
+heuristic; never worse than its start, and it ends at a partial plan that no move improves, or when it is stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
 
 MOST_CUT_EXACTLY = 3
-"""Of the moves from a draft."""
+"""Limit on the moves from a partial plan."""
 
 MOST_SHIFTED = 24
 """Stages whose cuts are moved, those that have most to do first."""
@@ -53,7 +52,7 @@ DISTURBANCES = 2
 """Random moves before another descent."""
 
 GAIN = 1e-6
-"""A move helps if it takes so much of the step away."""
+"""Smallest relative improvement of a move."""
 
 
 def refined(
@@ -72,13 +71,13 @@ def refined(
 
     Args:
         meshes: prices.
-        start: a draft that fits.
+        start: a partial plan that fits.
         batch: rows of a step.
         micro_batches: numbers that may be chosen, ascending.
         max_stages: that a pipeline may have.
-        score: says what a draft takes.
-        tried: is told of every draft that is scored.
-        kept: is told of those that are timed.
+        score: scores a partial plan.
+        tried: called for every partial plan that is scored.
+        kept: called for those that are timed.
         stop: whether to end early.
     """
     best, known = start.timed, {start.draft}
@@ -109,7 +108,7 @@ def refined(
 def disturbed(
     meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[Draft], Scored]
 ) -> Scored:
-    """A draft some random moves away, from which a descent may end elsewhere; the same if none is possible."""
+    """A partial plan some random moves away, for another descent; unchanged if no move is possible."""
     for _ in range(DISTURBANCES):
         sequences = _neighbours(meshes, scored, max_stages)
         drafts = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
@@ -119,7 +118,7 @@ def disturbed(
 
 
 def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Draft | None:
-    """The draft on other meshes, if they are possible."""
+    """The partial plan on other meshes, if they are possible."""
     if not _is_legal(meshes, sequence, batch, draft.micro_batches):
         return None
     cuts = quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)
@@ -159,7 +158,7 @@ def _moves(
 
 
 def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
-    """Other meshes where the draft is bound."""
+    """Other meshes at the bottleneck of the partial plan."""
     draft = scored.draft
     found: list[tuple[Mesh, ...]] = []
     order = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])

@@ -1,4 +1,4 @@
-"""Deep pipelines of a few meshes: how the stages on each follow each other so that the slowest one is quick.
+"""Grouped stages: deep pipelines of a few meshes, in the order with the fastest slowest stage.
 
 Where all stages of a type of device have the same mesh, a pipeline is a sequence of types. What tells its places apart
 (micro-batches in flight) changes slowly along it, so the stages of a type are taken to be next to each other, in any
@@ -29,7 +29,7 @@ MOST_PERMUTED = 3
 """Types of devices up to which all their orders are tried; of more the rotations of one, both ways round."""
 
 MOST_TOLD = 4
-"""Sequences that are told."""
+"""Number of sequences to return."""
 
 SLOWER = (1.04, 1.1, 1.2)
 """Times the least bound, which fewer stages may keep: few micro-batches wait less for these."""
@@ -41,7 +41,7 @@ HIGHEST = 10.0
 """Times the least that a bound can be."""
 
 NEAR = 1.03
-"""Orders whose slowest stage takes so many times as long as that of the best one are given up."""
+"""Ratio to the slowest stage of the best order, above which an order is dropped."""
 
 
 class Run(NamedTuple):
@@ -52,8 +52,8 @@ class Run(NamedTuple):
 
 
 class Runs:
-    """Sequences of runs of stages whose slowest one keeps the least bound: those that promise the shortest step. They
-    are told by `promises`, and spelled out by `at`.
+    """Sequences of runs of equal stages whose slowest stage meets the least bound: the most promising ones. `promises`
+    lists them, and `at` expands one.
 
     Args:
         runs: one for each type of device.
@@ -62,7 +62,7 @@ class Runs:
         schedule: ``1f1b`` or ``gpipe``, for what is in flight.
         least: seconds that the slowest stage takes for a micro-batch at least, with its part of what comes once a step.
         even: seconds that a stage takes for a micro-batch at least, on average.
-        within: seconds that a step may take, about; of more nothing is told.
+        within: approximate limit of a step in seconds; slower ones are omitted.
         max_stages: of a pipeline.
     """
 
@@ -108,7 +108,7 @@ class Runs:
 
     @property
     def promises(self) -> list[float]:
-        """What steps should take about, ascending, one for each sequence."""
+        """Approximate step times, ascending, one for each sequence."""
         return [seconds for seconds, _ in self._told]
 
     def at(self, place: int) -> list[tuple[Mesh, ...]]:

@@ -1,30 +1,29 @@
-"""The search itself: from a profile and a cluster to the quickest plans that fit.
+"""The search algorithm: from a profile and a cluster to the fastest plans that fit.
 
 Objective: the least step time of a plan, as simulated. A plan is a chain of stages: contiguous layers; devices of one
 or several types; a mesh of data x (tensor or expert) on them, each stage its own; rows of a micro-batch for each data
 slice; the same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every
 device holds its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is
 fixed stays.
-Not in the space, because no executor runs it: unlike pipelines side by side, sharded states (ZeRO), recomputation.
+The space excludes what no executor runs: different pipelines in parallel, sharded states (ZeRO), recomputation.
 
 Method, for clusters of any size:
 
-1. devices are counted by type, not named (`devices`); what a stretch of the chain costs on a mesh is an array
-   (`meshes`);
-2. families of meshes (`families`), each a quota program over what is left of each type (`quota`) or, of deep pipelines,
-   runs of equal meshes (`runs`), for some numbers of micro-batches, in the order of what they could reach;
-3. the best sequences get their exact cuts (`whale.planner.balance.cuts`) and are refined where they are bound
+1. devices are counted by type (`devices`); the costs of ranges of the chain on a mesh are arrays (`meshes`);
+2. families of meshes (`families`), each a device-count program over the remaining devices of each type (`quota`) or,
+   for deep pipelines, grouped stages (`runs`), for some numbers of micro-batches, in the order of their lower bounds;
+3. the best sequences get their exact cuts (`whale.planner.balance.cuts`) and are refined at their bottleneck
    (`refine`);
-4. the best drafts are laid out on ranks, with exact rows (`layout`), and simulated (`evaluate`): their order is that
-   of the simulation, of what is whole and rounded.
+4. the best partial plans are placed on ranks, with exact rows (`layout`), and simulated (`evaluate`); the simulation of
+   whole layers and rows orders them.
 
-What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
-What is heuristic: that families hold the best meshes, and the descent. Every result comes with a lower bound, the
-computation divided among all devices (`bound`). Where nothing fits, the error says what would do (`remedies`).
-Complexity: independent of the number of devices but for laying out and simulating a few plans; what could only lose is
-not priced, cut or timed to its end.
+Exact: costs of the results, cuts of a sequence by the formula of the step, rows of a stage, memory. Heuristic: that
+families contain the best meshes, and the descent. Every result has a lower bound, the computation divided among all
+devices (`bound`). If nothing fits, the error names sufficient changes (`remedies`). Complexity: independent of the
+number of devices, except for placing and simulating a few plans; plans that can only lose are not priced, cut or timed
+to the end.
 
-Sources: Whale (Jia et al., USENIX ATC 2022), whose balance of unlike devices this extends from given plans to the
+Sources: Whale (Jia et al., USENIX ATC 2022), whose balance of mixed devices this extends from given plans to the
 choice of plans; Sailor (Strati et al., SOSP 2025), which searches such clusters by enumerating and pruning; the dynamic
 program from the last stage with 1F1B's memory follows PipeDream (Narayanan et al., SOSP 2019) and Alpa (Zheng et al.,
 OSDI 2022).
@@ -82,7 +81,7 @@ MOST_MISSING = 24
 """Sequences that hold most of the model of which it is found out by how much they do not fit, where none does."""
 
 FEW_MICRO_BATCHES = 12
-"""Up to so many are tried on large clusters whether or not they divide the batch."""
+"""Largest number of micro-batches tried on large clusters whether or not it divides the batch."""
 
 FEW_NUMBERS = 8
 """Numbers of micro-batches up to which families are solved for all of them."""
@@ -91,14 +90,14 @@ MOST_TYPES_CHOSEN = 4
 """Types of devices up to which single stages leave out any of them."""
 
 MOST_LOOKED_AT = 3
-"""Of the largest numbers of micro-batches, by which it is found out whether anything fits after a change."""
+"""Number of the largest micro-batch counts with which a short search tests a remedy."""
 
 SPARE = 5
-"""Drafts that are laid out beyond those that are wanted, where some do not fit on ranks."""
+"""Number of further partial plans that are placed if some do not fit on ranks."""
 
 MOST_LAID_OUT, LAID_RANKS = 60, 1024
-"""Drafts that are laid out at most, and how many ranks they have together, if these are more than are wanted: some take
-longer on ranks than others."""
+"""Limits on the partial plans that are placed and on their total ranks, if these are more than requested: the order on
+ranks may differ."""
 
 SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -117,7 +116,7 @@ def search(
     known: Memo | None = None,
     prices: CostModel | None = None,
 ) -> Found:
-    """Find the quickest plans for a step of *batch* rows.
+    """Find the fastest plans for a step of *batch* rows.
 
     The same arguments give the same answer, unless the time limit or *stop* ends the search early.
 
@@ -126,7 +125,7 @@ def search(
         cluster: the machines.
         batch: rows of a step, all devices together.
         settings: what may be decided, and for how long.
-        progress: is told now and then how far the search is.
+        progress: called from time to time with the progress.
         stop: is asked often; once it says so the best so far is the answer.
         known: prices of an earlier search for the same model, which this one adds to.
         prices: to be paid in place of Whale's own, of the same profile and cluster.
@@ -180,7 +179,7 @@ class _Waiting(NamedTuple):
 
     Attributes:
         reach: seconds of a step to which it could come at best.
-        pace: of its stages; None as long as that is not worked out, and ``reach`` without sums of gradients.
+        pace: seconds per micro-batch of its stages; None until computed; ``reach`` excludes gradient reductions.
     """
 
     reach: float
@@ -328,7 +327,7 @@ class _Search:
 
     def _single_stages(self, micro_batches: Sequence[int], schedule: str) -> None:
         """One stage on all devices, on those of some types, on a node or on a device, at each degree, for few
-        micro-batches: on slow networks few devices are quicker than many."""
+        micro-batches: on slow networks few devices are faster than many."""
         pools = self.meshes.pools
         every = [len(pool.ranks) for pool in pools]
         chosen = (
@@ -376,7 +375,7 @@ class _Search:
                 self.lacking.append(_Lacking(family, family.micro_batches, schedule, 1.0))
             solved += near < inf or bool(promises)
             promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
-            if promises and promises[0] < near:  # it may not keep what it promises: unlike stages are slow to send
+            if promises and promises[0] < near:  # simulation may be slower: mixed stages are slow to send
                 cut = (one for meshes in found.at(0) for one in self._cut(meshes, family.micro_batches, schedule))
                 near = min([near, *(one.timed.seconds for one in cut if one.fits)])
         for one in waiting:
@@ -401,8 +400,8 @@ class _Search:
         return found
 
     def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str, stages: int) -> None:
-        """Cut and score the first of some sequences with numbers of micro-batches, of so many stages together, and cut
-        the best of them exactly."""
+        """Cut and score the first sequences with numbers of micro-batches, up to a total number of stages, and cut the
+        best of them exactly."""
         scored: list[Scored] = []
         for sequence, count in sequences:
             stages -= len(sequence)
@@ -413,7 +412,7 @@ class _Search:
             self._keep(one if self._over() else cut_exactly(self.meshes, one, self.batch, self._score))
 
     def _cut(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> list[Scored]:
-        """Drafts of a sequence with its likely cuts."""
+        """Partial plans of a sequence with its likely cuts."""
         every = likely_cuts(self.meshes, sequence, self.batch, count, schedule)
         scored = [self._scored(sequence, starts, count, schedule) for starts in every]
         for one in scored:
@@ -436,7 +435,7 @@ class _Search:
         return self._score(Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
 
     def _score(self, draft: Draft) -> Scored:
-        """As `score_draft`, once."""
+        """Cached `score_draft`."""
         if draft not in self.scores:
             self.stages_scored += len(draft.meshes)
             self.scores[draft] = score_draft(self.meshes, draft, self.batch)
@@ -475,7 +474,7 @@ class _Search:
         )
 
     def _leading(self, count: int) -> list[Scored]:
-        """The best drafts so far, each of other meshes, timed."""
+        """The best partial plans so far, each of other meshes, timed."""
         return best_timed(self.best.values(), count)
 
     def _best_seconds(self) -> float:
@@ -491,8 +490,8 @@ class _Search:
     # The answer
 
     def _simulated(self) -> list[Candidate]:
-        """The best drafts on ranks; of those that take the same, as on types that are equal, one. The best of one stage
-        is among them: how much of its sums of gradients runs beside the last backward only a compiled plan knows."""
+        """The best partial plans on ranks, one of several with equal times. The best plan of one stage is among them,
+        because only a compiled plan knows how much of its gradient reductions overlaps the last backward."""
         most = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
         alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
         leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
@@ -514,7 +513,7 @@ class _Search:
     # Nothing fits
 
     def _shortage(self) -> str:
-        """What the plan that comes nearest lacks, and which changes would do."""
+        """Error text for the nearest plan, with changes that would fit."""
         for given, count, schedule, _ in sorted(self.lacking, key=lambda one: -one.held)[:MOST_MISSING]:
             sequence = given.all_devices() if isinstance(given, Family) else given
             starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
@@ -555,7 +554,7 @@ def _best_of(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def _spread(values: Sequence[_T], most: int) -> list[_T]:
-    """At most so many of the values, the first and the last among them."""
+    """A given number of the values, including the first and the last."""
     if len(values) <= most:
         return list(values)
     step = (len(values) - 1) / (most - 1)

@@ -216,8 +216,8 @@ def test_with_a_schedule_that_has_no_price_plans_are_those_of_1f1b() -> None:
     ("settings", "said"),
     [
         ({"micro_batches": 5}, "do not divide a batch of 32"),
-        ({"schedules": ("interleaved",)}, "knows the schedules gpipe, 1f1b, .*given was 'interleaved'"),
-        ({"schedules": ()}, "given was none"),
+        ({"schedules": ("interleaved",)}, "searched with the schedules gpipe, 1f1b, .*not 'interleaved'"),
+        ({"schedules": ()}, "not none"),
         ({"time_limit": 0.0}, "time limit"),
         ({"fixed": Fixed(starts=(12,))}, "layers 0 to 11"),
         ({"fixed": Fixed(starts=(4,), uncut=((3, 6),))}, "within layers"),

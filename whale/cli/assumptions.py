@@ -10,7 +10,7 @@ import click
 from whale.cli.model_loader import LoadedModel
 from whale.errors import UsageError
 
-__all__ = ["assumptions_text", "in_precision", "is_given", "said_of_model", "said_of_optimizer"]
+__all__ = ["assumptions_text", "dtype_of", "in_precision", "is_given", "said_of_model", "said_of_optimizer"]
 
 
 def is_given(option: str) -> bool:
@@ -28,15 +28,25 @@ def in_precision(loaded: LoadedModel, precision: str | None) -> str:
     import torch
 
     from whale.compile.trace import precision_of
-    from whale.planner.cost.precision import BY_DTYPE
 
     if precision is not None:
-        types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
-        dtype = precision if precision in BY_DTYPE else types.get(precision)
-        if dtype is None:
-            raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
-        loaded.model.to(getattr(torch, dtype))
+        loaded.model.to(getattr(torch, dtype_of(precision)))
     return "tf32" if precision == "tf32" else precision_of(loaded.model)
+
+
+def dtype_of(precision: str) -> str:
+    """The number type of a model that runs in a precision, by its name or dtype.
+
+    Raises:
+        UsageError: no model runs in that one.
+    """
+    from whale.planner.cost.precision import BY_DTYPE
+
+    types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
+    dtype = precision if precision in BY_DTYPE else types.get(precision)
+    if dtype is None:
+        raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
+    return dtype
 
 
 def said_of_model(loaded: LoadedModel, precision: str, *, rows: int) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from whale.cli.assumptions import assumptions_text, in_precision, is_given, said_of_model, said_of_optimizer
+from whale.cli.assumptions import assumptions_text, dtype_of, in_precision, is_given, said_of_model, said_of_optimizer
 from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_unwritable, write_whole
@@ -114,6 +114,8 @@ def search(
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
         raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
+    if precision is not None:
+        dtype_of(precision)  # refuses what no model runs in
     for path, option in ((output, "-o"), (record, "--record")):
         if path is not None:
             refuse_unwritable(path, option)
