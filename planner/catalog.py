@@ -20,7 +20,7 @@ __all__ = ["Chip", "chip_of", "device_types", "device_types_with", "sources"]
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What a data sheet says of a chip beside its rates and its memory.
+    """Figures of a chip's data sheet beside its rates and its memory.
 
     Attributes:
         architecture: the design that it shares with others, as the table names it.
