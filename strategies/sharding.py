@@ -468,7 +468,7 @@ class _SegmentPrices:
         self.emulate = cache(self._emulate)
 
     def number(self, placed: frozenset[Canonical]) -> int:
-        """That of a set of placements."""
+        """The number of a set of placements."""
         if placed not in self._numbers:
             self._numbers[placed] = len(self.sets)
             self.sets.append(placed)

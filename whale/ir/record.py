@@ -124,7 +124,7 @@ _WORDS = (
 
 
 def in_words(message: str) -> str:
-    """What pydantic says of a value, in the words of the other errors of files.
+    """Rephrase what pydantic says of a value in the words of the other errors of files.
 
     >>> in_words("Input should be greater than or equal to 1"), in_words("Input should be a valid list")
     ('must be at least 1', 'must be a list')
