@@ -51,7 +51,7 @@ def _fill(nbytes: float, size: int, prices: Prices) -> float:
 
 
 def all_reduce_price(nbytes: float, size: int, prices: Prices) -> float:
-    """Price of an all-reduce of so many bytes."""
+    """Price of an all-reduce of *nbytes* bytes."""
     return prices.latency + 2 * nbytes * (size - 1) / size
 
 
