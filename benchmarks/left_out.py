@@ -31,6 +31,11 @@ SCALE = 0.08
 """Relative error beyond which a run counts less and less in a fit (Huber's loss)."""
 
 
+MOST_TASKS = 10_000
+"""Runs with more tasks on one rank of each stage are left out: each takes seconds to simulate, and a fit does so some
+thirty times."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constant:
     """A constant of the planner that published runs decide.
@@ -247,7 +252,13 @@ def table_of_farthest(found: Sequence[LeftOut], num: int = 25) -> str:
     return "\n".join(lines)
 
 
+def _num_tasks(run: Run) -> int:
+    given = run.configuration
+    micro_batches = given.batch // (given.micro_batch * (given.data or 1))
+    return 2 * micro_batches * given.pipeline * given.virtual_stages
+
+
 def report(runs: Sequence[Run]) -> str:
-    """Constants and errors, by source left out."""
-    found, fits = leave_out(runs)
+    """Constants and errors, by source left out, of the runs that are not too long."""
+    found, fits = leave_out([run for run in runs if _num_tasks(run) <= MOST_TASKS])
     return "\n\n".join([table_of_constants(fits), table_of_sources(found), table_of_farthest(found)])

@@ -162,6 +162,27 @@ def test_the_interval_holds_the_prediction_and_is_wider_on_mixed_devices() -> No
     assert widths[1] > widths[0]
 
 
+def test_the_interval_is_wider_where_communication_is_exposed() -> None:
+    def width(bandwidth: float) -> float:
+        machine = Cluster.homogeneous(2, A100, num_devices_per_node=1, inter=Link(bandwidth=bandwidth, latency=5e-6))
+        found = predicted(machine).prediction
+        return found.step_seconds_interval[1] / found.step_seconds
+
+    assert width(1e8) > width(1e9) > width(1e11)
+
+
+def test_a_pipeline_over_slow_links_waits_for_its_sends() -> None:
+    """Each of two stages sends once for each micro-batch: what the messages take comes on top."""
+
+    def seconds(bandwidth: float) -> float:
+        machine = Cluster.homogeneous(2, A100, num_devices_per_node=1, inter=Link(bandwidth=bandwidth, latency=5e-6))
+        return predicted(machine, pipeline=2).prediction.step_seconds
+
+    message = 2 * 1024 * 2048 * 2  # rows, tokens, hidden, bytes
+    slower = seconds(1e9) - seconds(1e12)
+    assert slower > 0.9 * 32 * message / 1e9
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
