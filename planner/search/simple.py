@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import inf
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
@@ -30,6 +31,9 @@ LONGEST_LINE = 16
 
 MOST_COUNTS = 12
 """Numbers of micro-batches that are tried for each mesh: the smallest for one stage, spread for pipelines."""
+
+MOST_FULL = 4
+"""Times the memory of a device that rows by speed may need of it, where others hold less of a share of theirs."""
 
 MOST_LAID_OUT = 3
 """Plans of a kind that are laid out until one fits on its ranks."""
@@ -125,18 +129,22 @@ def _micro_batches(batch: int, settings: SearchSettings, stages: int) -> list[in
 
 
 def _scored(meshes: Meshes, sequence: tuple[Mesh, ...], batch: int, count: int, schedule: str) -> Scored | None:
-    """The sequence with its best cuts; None where it does not fit."""
+    """The sequence with its best cuts; None where it does not fit. One stage may fit with other rows than by speed."""
     if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
         return None
     starts = best_cuts(meshes, sequence, batch, count, schedule)
-    if starts is None:
+    if starts is None and (len(sequence) > 1 or sum(map(bool, sequence[0].counts)) == 1):
         return None
-    return score_draft(meshes, Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule), batch)
+    draft = Draft(meshes=sequence, starts=starts or (0,), micro_batches=count, schedule=schedule)
+    return score_draft(meshes, draft, batch)
 
 
 def _best(meshes: Meshes, drafts: Sequence[Scored], batch: int) -> Candidate | None:
-    """The fastest of the first few on their ranks."""
-    leading = best_timed(drafts, MOST_LAID_OUT)
-    found = (laid_out(meshes, one.draft, batch) for one in leading)
+    """The fastest of the first few that fit on their ranks."""
+    best = min(best_timed(drafts, MOST_LAID_OUT), key=lambda one: one.seconds, default=None)
+    limit = inf if best is None else best.seconds
+    unsure = [one for one in drafts if 1 < one.fullness < MOST_FULL and one.seconds < limit]
+    chosen = [*sorted(unsure, key=lambda one: one.seconds)[-MOST_LAID_OUT:], *best_timed(drafts, MOST_LAID_OUT)]
+    found = (laid_out(meshes, one.draft, batch) for one in chosen)
     fitting = (one for one in found if one.prediction.fits)
     return min(fitting, key=lambda one: one.prediction.step_seconds, default=None)
