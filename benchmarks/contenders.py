@@ -32,7 +32,7 @@ def searched(profile: ModelProfile, cluster: Cluster, batch: int, trial: Trial) 
     one tensor group, stages of one device each."""
 
     def best(**narrowed: Any) -> Choice:
-        settings = SearchSettings(eager=True, **narrowed)
+        settings = SearchSettings(**narrowed)
         return search_plans(profile, cluster, batch=batch, settings=settings, trial=trial).best
 
     def of_degrees(data: int, tensor: int) -> Fixed:

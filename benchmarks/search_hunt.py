@@ -157,7 +157,6 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
         model = _Model.of(loaded, None, cluster, problem.precision, "adamw", ())
     slower = max(1.0, (time.monotonic() - wall) / max(0.1, time.process_time() - busy))
     settings = SearchSettings(
-        eager=True,
         precision=problem.precision or BY_DTYPE.get(model.profile.precision, "fp32"),
         time_limit=TIME_LIMIT * slower,
     )

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import whale
 from whale.compile.compile import Options, compile_model
-from whale.predict.peak_memory import occupancy
+from whale.predict.peak_memory import peak_memory
 from whale.predict.traffic import traffic
 
 M6 = {  # layers, experts of each, their hidden units, and the V100 of 32 GB that trained it; all are 1024 wide
@@ -182,7 +182,7 @@ def lower(params, layers, world, length=512):
     compilation.check(0, None)
     whole = sum(p.numel() for p in model.parameters())
     print(f"{whole / 1e9:,.1f} billion parameters in {layers} layers of {experts} experts, on {world} ranks")
-    held = occupancy(compilation, 0, schedule="1f1b", optimizer="sgd")
+    held = peak_memory(compilation, 0, schedule="1f1b", optimizer="sgd")
     sizes = {"parameters": held.parameters, "gradients": held.gradients, "activations": held.activations}
     print("rank 0 holds, in float32 and at the peak of a step:")
     print(*(f"  {name:<12} {size / 2**30:8.2f} GiB" for name, size in sizes.items()), sep="\n")

@@ -29,8 +29,8 @@ LEAST_GAIN = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Seconds of a step in which ``rank``, as those like it, waits for ``peer`` (-1: nobody in particular) and as what
-    part."""
+    """A wait: seconds of a step in which ``rank``, and ranks like it, wait for ``peer`` (-1: no single rank), and their
+    part of the breakdown."""
 
     rank: int
     peer: int
@@ -225,7 +225,7 @@ def _replaced(workload: Workload, index: int, change: Callable[[StageWork], Stag
 
 
 def _scaled(stage: StageWork, factor: float) -> StageWork:
-    """A stage whose tasks take so many times as long."""
+    """A stage with all task times multiplied by a factor."""
     names = ("forward", "backward", "weights", "communication")
     return _with(stage, **{name: tuple(factor * seconds for seconds in getattr(stage, name)) for name in names})
 
@@ -293,7 +293,7 @@ class Difference:
 
 
 def difference(first: Plan, second: Plan) -> Difference:
-    """What two plans decide differently, and what that should change."""
+    """Differences between the decisions of two plans, and their predicted effect."""
     fields: dict[str, tuple[Any, Any]] = {}
     told = {"assumptions", "prediction", "workload", "predicted"}
     _compare(first.model_dump(mode="json", exclude=told), second.model_dump(mode="json", exclude=told), "", fields)

@@ -26,8 +26,8 @@ __all__ = ["import_metis", "import_sailor"]
 _MAX_FILES = 1_000
 _MAX_LAYERS = 10_000
 _FORWARD_SHARE = 1 / 3
-"""Of forward and backward together, where only their sum was measured: a backward has two products for each of the
-forward's."""
+"""Fraction of the forward in forward and backward together, if only their sum was measured: a backward has two products
+for each of the forward's."""
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -36,7 +36,7 @@ Tell = Callable[[str], None]
 
 
 def ignore(text: str) -> None:
-    """Tell nobody."""
+    """Discard a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _files(folder: Path, pattern: str) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _fold(kinds: list[LayerKind]) -> tuple[tuple[int, ...], tuple[LayerKind, ...]]:
-    """Layers that are equal but for their names, as positions in the kinds that are different."""
+    """Positions of layers in the distinct kinds, which are equal up to names."""
     positions: dict[str, int] = {}
     different: list[LayerKind] = []
     layers = []
@@ -225,7 +225,7 @@ def _whole_model(sizes: Mapping[int, _Value], num_layers: int) -> dict[int, floa
 
 
 def _with_all_layers(by_degree: Mapping[int, _Value], num_layers: int, tell: Tell) -> dict[int, _Value]:
-    """Of the tables of a file by tensor degree those that have every layer; at least one has.
+    """The tables of a file, by tensor degree, that have every layer; at least one has.
 
     Raises:
         InputFileError: none has.

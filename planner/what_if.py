@@ -78,7 +78,9 @@ def with_node(cluster: Cluster, what: str, catalog: Mapping[str, DeviceType]) ->
     for index, part in enumerate(part.strip() for part in what.split(",")):
         written = re.fullmatch(r"([1-9][0-9]{0,5})x(.+)", part)
         if written is None:
-            raise UsageError(f"--with {part}: write a number of devices and their type, such as 2x{next(iter(types))}")
+            raise UsageError(
+                f"--with {part}: write a number of devices and their type, such as 2x{cluster.devices[0].type.name}"
+            )
         count, type_ = int(written[1]), types.get(written[2])
         if type_ is None:
             near = difflib.get_close_matches(written[2], types, n=3) or list(types)[:3]

@@ -124,7 +124,7 @@ GOOD_PROFILE = """{
   "tied": [[[0, 1], 64]]
 }"""
 GOOD_SEARCH_RECORD = """{
-  "version": 1, "plan": "sha256:0", "bound_seconds": 0.5, "exact": false, "tried": 10, "seconds": 0.1,
+  "version": 1, "plan": "sha256:0", "bound_seconds": 0.5, "tried": 10, "seconds": 0.1,
   "candidates": [{
     "label": "T4 x8", "seconds": 0.6, "memory": 0.9, "bubble": 0.1, "mfu": 0.4,
     "micro_batches": 8, "schedule": "1f1b", "why": ""

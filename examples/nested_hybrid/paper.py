@@ -20,7 +20,7 @@ from whale.commands.candidates import ModelTrial
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.balance.by_speed import pipeline_by_speed
-from whale.predict.peak_memory import brief_occupancy
+from whale.predict.peak_memory import brief_peak_memory
 from whale.strategies.profile import profile_model
 
 PAPER = {  # times one GPU, on 8, 16, 32
@@ -116,7 +116,7 @@ def cases() -> list[Case]:
         own = nestings(profile, cluster, batch) if size > 1 else [Nesting(name="one", annotations={"": "replicate()"})]
         for nesting in own:
             plan = plan_of(nesting, experiment, size)
-            told = simulated(trial.compile(plan, cluster), plan, profile, cluster, held_by=brief_occupancy)
+            told = simulated(trial.compile(plan, cluster), plan, profile, cluster, memory_of=brief_peak_memory)
             seconds = told.prediction.step_seconds
             alone = alone or seconds
             if size > 1:

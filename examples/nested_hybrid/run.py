@@ -46,7 +46,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types_with
-from whale.predict.peak_memory import brief_occupancy, occupancy
+from whale.predict.peak_memory import brief_peak_memory, peak_memory
 from whale.runtime.launch import initialize
 from whale.strategies.profile import profile_model
 
@@ -119,10 +119,10 @@ class Folder:
         cluster = self._cluster_with(profile)
         capacity = [device.memory_bytes for device in cluster.devices]
         measured, parity = (_read(self.file(name)) for name in ("measured.json", "parity.json"))
-        rows, held_by = [], occupancy if measured else brief_occupancy
+        rows, memory_of = [], peak_memory if measured else brief_peak_memory
         for name in self.plans:
             plan = Plan.load(self.plans[name])
-            told = simulated(self.compiled(name), plan, profile, cluster, held_by=held_by)
+            told = simulated(self.compiled(name), plan, profile, cluster, memory_of=memory_of)
             own = measured.get(name, {})
             predicted = {device.rank: device.total for device in told.prediction.memory}
             counted = own.get("bytes") or [None] * len(capacity)

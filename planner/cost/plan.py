@@ -18,6 +18,7 @@ from typing import NamedTuple
 from whale.ir.cluster import Cluster
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
+from whale.planner.cost.overlap import Beside, largest_lead, overlap
 from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
 from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
 from whale.planner.cost.step import overlap_slowdown, step, timing_of
@@ -111,6 +112,15 @@ class _Pair(NamedTuple):
     target: int
     rows: float
     same_node: bool
+
+
+class _Sum(NamedTuple):
+    """The sum of gradients over a data group, one of *num_alike*: bytes and seconds."""
+
+    group: tuple[int, ...]
+    num_alike: int
+    bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +254,10 @@ class PlanCost:
             schedule=self.schedule,
             stages=tuple(works),
             boundaries=boundaries,
-            reductions=tuple(self._reductions()),
+            reductions=tuple(self._reductions(last_share)),
             links=links,
             update=tuple(update),
-            overhead=self.prices.step_overhead,
+            overhead=self.prices.overhead_of(sorted({rank for stage in self.stages for rank in stage.ranks})),
             overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
             blocking_transfers=self.prices.stack.blocks,
         )
@@ -308,23 +318,31 @@ class PlanCost:
             found.append((transfer, link))
         return found[0], found[1]
 
-    def _reductions(self) -> Iterator[Reduction]:
+    def _reductions(self, last_share: float) -> Iterator[Reduction]:
         """The sums of gradients: of each set of ranks its own over the replicas, and those of tied parameters over the
-        stages that have them."""
+        stages that have them. Whale's begin during the last backward, others' after it."""
         prices, size = self.prices, self.prices.gradient_bytes
         apart = [(readers, shared) for readers, shared in prices.profile.tied if self._is_apart(readers)]
         for own in self._devices if prices.stack.zero < 2 else ():
-            seconds = whole = 0.0
-            for index in own:
-                stage = self.stages[index]
-                dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
-                dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
-                seconds += self._summed(stage, max(0.0, dense) * size, experts * size)
-                whole += max(0.0, dense) * size + experts * size
-            if seconds:
-                ranks = tuple(kind.rank for kind in self.kinds[own[0]])
-                ready = SCATTERED_BEFORE if prices.stack.zero else 1.0
-                yield Reduction(ranks=ranks, stages=own, bytes=round(whole), seconds=seconds, ready=ready)
+            sums = [one for index in own for one in self._sums(index, apart)]
+            seconds = sum(one.seconds for one in sums)
+            if not seconds:
+                continue
+            ready, stretch = SCATTERED_BEFORE if prices.stack.zero else 1.0, 0.0
+            slowdown: tuple[float, ...] = ()
+            ranks = tuple(kind.rank for kind in self.kinds[own[0]])
+            if prices.runs and len(own) == 1:
+                ready, beside = self._overlapped(own[0], sums, last_share)
+                slowdown, stretch = (beside.slowdown,) * len(ranks), beside.stretch
+            yield Reduction(
+                ranks=ranks,
+                stages=own,
+                bytes=round(sum(one.bytes for one in sums)),
+                seconds=seconds,
+                ready=ready,
+                slowdown=slowdown,
+                stretch=stretch,
+            )
         for readers, shared in apart:
             owners = self._owners(readers)
             degree = min(self.stages[index].tensor for index in owners)
@@ -335,13 +353,52 @@ class PlanCost:
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
 
-    def _summed(self, stage: PlanStage, dense: float, experts: float) -> float:
-        """Seconds to sum so many bytes of gradients over the replicas of a stage, or with ZeRO to scatter them."""
-        sums = [(stage.data_group, stage.tensor, dense)]
-        sums.append((stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts))
-        if not self.prices.stack.zero:
-            return sum(self.prices.all_reduce(*one) for one in sums)
-        return sum(self.prices.over("reduce_scatter", *one) for one in sums)
+    def _sums(self, index: int, apart: Sequence[tuple[Sequence[int], float]]) -> list[_Sum]:
+        """The sums of a stage's dense gradients and of those of its experts, over its replicas."""
+        stage, prices = self.stages[index], self.prices
+        dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
+        dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
+        found = []
+        for group, num_alike, elements in (
+            (stage.data_group, stage.tensor, max(0.0, dense)),
+            (stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts),
+        ):
+            num_bytes = elements * prices.gradient_bytes
+            if prices.stack.zero:
+                seconds = prices.over("reduce_scatter", group, num_alike, num_bytes)
+            else:
+                seconds = prices.all_reduce(group, num_alike, num_bytes)
+            found.append(_Sum(group, num_alike, num_bytes, seconds))
+        return found
+
+    def _overlapped(self, index: int, sums: Sequence[_Sum], last_share: float) -> tuple[float, Beside]:
+        """The part of a stage's last backward after which its sums begin, taken as one, and how both slow each
+        other."""
+        prices, stage = self.prices, self.stages[index]
+        largest = max(sums, key=lambda one: one.seconds)
+        message = prices.message_bytes(largest.bytes, largest.num_alike)
+        beside = prices.beside(largest.group, largest.num_alike, message)
+        slowest = max(range(len(self.kinds[index])), key=lambda place: self.costs[index][place].backward)
+        kind, backward = self.kinds[index][slowest], self.costs[index][slowest].backward * last_share
+        if not backward:
+            return 1.0, beside
+        paces = [one.seconds / one.bytes if one.bytes else 0.0 for one in sums]
+        layers = []
+        seen: set[int] = set()
+        for _, run in groupby(stage.layers, key=lambda layer: prices.profile.layers[layer]):
+            members = list(run)
+            dense, experts = prices.parameters(members, stage.tensor, stage.expert)
+            for place, (readers, shared) in enumerate(prices.profile.tied):  # summed once the first of them is done
+                if set(readers) & set(members):
+                    dense -= shared / stage.tensor if place in seen or self._is_apart(readers) else 0.0
+                    seen.add(place)
+            spent = prices.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
+            each = (max(0.0, dense), experts)
+            summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
+            layers.append((summed, spent))
+        total, num = sum(one.seconds for one in sums), largest.bytes / message
+        found = overlap(total, largest_lead(layers, beside), largest.seconds / num, beside)
+        return max(0.0, 1.0 - found.hidden / backward), beside
 
     def _gathered_after(self, stage: PlanStage, forward: float) -> float:
         """Seconds by which gathering the weights that each device has updated (ZeRO 1) exceeds the next forward, which

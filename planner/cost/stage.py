@@ -22,9 +22,10 @@ from whale.planner.cost.layer_cost import LayerCosts, LayerMemo
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.cost.overlap import Beside
 from whale.planner.cost.precision import precision_named
 from whale.planner.cost.stack import WHALE, Stack
-from whale.planner.cost.step import AGREED_BYTES, step_overhead
+from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
 from whale.planner.network.communication import collective, send
 from whale.planner.network.topology import Topology
 
@@ -139,6 +140,7 @@ class Memo(LayerMemo):
         self.layers: dict[Any, StageCost] = {}
         self.collectives: dict[Any, float] = {}
         self.hops: dict[Any, Hop] = {}
+        self.besides: dict[Any, Beside] = {}
 
     def begin(self, *of: Any) -> Memo:
         """Itself, emptied if it has prices of something else."""
@@ -213,8 +215,11 @@ class CostModel(LayerCosts):
 
     @cached_property
     def step_overhead(self) -> float:
-        """Seconds of a step that belong to no task."""
-        ranks = range(len(self.cluster.devices))
+        """Seconds of any step that belong to no task."""
+        return step_overhead(self.num_of_types)
+
+    def overhead_of(self, ranks: Sequence[int]) -> float:
+        """The same with what it takes these ranks to compare their batches, as Whale's do."""
         agreed = self.collective("all_reduce", ranks, AGREED_BYTES) if self.runs and len(ranks) > 1 else 0.0
         return step_overhead(self.num_of_types, agreed)
 
@@ -455,8 +460,29 @@ class CostModel(LayerCosts):
         data groups of the stage do the same. As Whale runs it they come in messages, one after the other."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
-        message = min(num_bytes, max(BUCKET_BYTES, self._largest_bytes / degree)) if self.runs else num_bytes
-        return num_bytes / message * self.collective("all_reduce", ranks, message, self.topology.sharing(ranks, degree))
+        message = self.message_bytes(num_bytes, degree)
+        return num_bytes / message * self.over("all_reduce", ranks, degree, message)
+
+    def message_bytes(self, num_bytes: float, degree: int) -> float:
+        """Bytes of a message in which so many bytes of gradients are summed: a bucket, or a parameter that is larger;
+        in other stacks all of them."""
+        return min(num_bytes, max(BUCKET_BYTES, self._largest_bytes / degree)) if self.runs else num_bytes
+
+    def beside(self, ranks: Sequence[int], num_alike: int, num_bytes: float) -> Beside:
+        """How the last backward and a message of gradients over a data group slow each other: as measured, else as
+        elsewhere."""
+        key = (self.shape(ranks), num_bytes, num_alike)
+        if key not in self.memo.besides:
+            found = Beside(overlap_slowdown(self.num_of_types))
+            if self.profile.links and len(ranks) > 1:
+                sharing = self.topology.sharing(ranks, num_alike)
+                told = collective(self.topology, "all_reduce", ranks, num_bytes, sharing=sharing).beside
+                if told is not None:
+                    types = {self.cluster.devices[rank].type.name for rank in ranks}
+                    known = [slow for name, slow in zip(told.types, told.slowdowns, strict=True) if name in types]
+                    found = Beside(max(known, default=0.0), told.stretch)
+            self.memo.besides[key] = found
+        return self.memo.besides[key]
 
     @cached_property
     def _largest_bytes(self) -> float:

@@ -1,1 +1,1 @@
-"""What messages cost on the links of a cluster."""
+"""Communication costs on the links of a cluster."""

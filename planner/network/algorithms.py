@@ -1,8 +1,8 @@
-"""How long the algorithms of communication libraries take for a group of devices: a model of NCCL.
+"""Communication algorithms: time of collectives in a group of devices, by a model of NCCL.
 
-A collective takes the start of its kernels, hops one after the other, and bytes through the narrowest link. What a
-step, a hop and a byte cost belongs to the kind of link (`whale.planner.network.links`), or comes from a measured curve
-of sends. This file knows no ranks and no cluster beyond the group.
+A collective takes the start of its kernels, sequential hops, and bytes through the narrowest link. The costs of a step,
+a hop and a byte belong to the kind of link (`whale.planner.network.links`), or come from a measured curve of sends.
+This module knows no ranks and no cluster beyond the group.
 
 References: S. Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4" (2019), for rings and double binary
 trees; NCCL's own model in ``src/graph/tuning.cc``; R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
@@ -29,7 +29,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 Algorithm = Literal["none", "ring", "tree", "multicast", "hierarchical", "pairwise", "send", "measured"]
 
 SLICES = 4
-"""In how many slices a hop passes a part on, each once it is whole (NCCL's buffers have eight steps, two a slice)."""
+"""Slices of a part in a hop, each forwarded once it is whole (NCCL's buffers have eight steps, two per slice)."""
 TREE_BANDWIDTH = 0.92
 """Share of a ring's bandwidth that trees reach (what NCCL itself counts on)."""
 LOW_LATENCY_BANDWIDTH = 0.1
@@ -57,15 +57,14 @@ class Duration:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What a group has of the links within its nodes or between them, at the slowest place.
+    """The share of a group in the links within its nodes or between them, at the slowest place.
 
     Attributes:
         kind: of the links.
         bandwidth: bytes per second that large messages reach; within nodes out of each device, between nodes out of
             each node.
         hop: seconds.
-        curves: measured sends, each with what this group has for each byte per second of theirs; they replace
-            bandwidth and hop.
+        curves: measured sends, each with the group's share of their bandwidth; they replace bandwidth and hop.
     """
 
     kind: LinkKind
@@ -74,7 +73,7 @@ class Line:
     curves: tuple[tuple[LinkCurve, float], ...] = ()
 
     def rate(self, part: float) -> float:
-        """Bytes per second in messages of so many bytes."""
+        """Bytes per second of messages of the given size."""
         return min(
             (scale * part / measured_seconds(curve, part) for curve, scale in self.curves), default=self.bandwidth
         )
@@ -103,7 +102,7 @@ class Group:
     def of(cls, topology: Topology, members: Sequence[Member], sharing: int = 1) -> Group:
         """The shape of the group with these members, *sharing* of which communicate at once.
 
-        Groups of unlike nodes have the worst figures of all their nodes, in whatever order these are listed.
+        Groups of different nodes have the worst figures of all their nodes, in any order.
         """
         unlike = topology.unlike(members)
         most = max(len(member.ranks) for member in members)
@@ -134,7 +133,7 @@ class Group:
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """Those that there are."""
+        """The lines that exist."""
         return tuple(line for line in (self.intra, self.inter) if line is not None)
 
     @property
@@ -198,18 +197,17 @@ def _with_curves(topology: Topology, members: Sequence[Member], group: Group, sh
 
 
 def _scale(topology: Topology, curve: LinkCurve, members: Sequence[Member], line: Callable[[Member], Line]) -> float:
-    """What members have of their lines for each byte per second of a curve of sends: of those with devices of its
-    types, the least."""
+    """The members' share of the bandwidth of a curve of sends: the minimum over members with devices of its types."""
     own = [member for member in topology.unlike(members) if topology.has(member.node, {curve.source, curve.target})]
     shapes = [line(member).bandwidth / _as_timed(topology, curve, member.node) for member in own]
     return min(shapes) * linked(topology, curve, [member.node for member in own])
 
 
 def linked(topology: Topology, curve: LinkCurve, nodes: Sequence[Node]) -> float:
-    """What nodes have of the links on which sends were measured, at most 1.
+    """The nodes' share of the links on which sends were measured, at most 1.
 
-    Curves tell of device types, not of nodes. Where nodes of a type are linked unlike each other, the curve is that of
-    the best; on another it holds as far as that one's link can do what was measured.
+    Curves belong to device types, not to nodes. If nodes of a type have different links, the curve is that of the best
+    node; another node's link limits it.
     """
     key = ("best", id(curve))
     if key not in topology.memo:
@@ -222,7 +220,7 @@ def linked(topology: Topology, curve: LinkCurve, nodes: Sequence[Node]) -> float
 
 
 def able_nodes(topology: Topology, curve: LinkCurve, type_: str) -> list[Node]:
-    """Nodes, one of each kind, of whose devices of a type a curve may tell."""
+    """Nodes, one of each kind, with devices of a type to which a curve may apply."""
     linked_nodes = [
         node
         for node in topology.unlike_nodes
@@ -243,7 +241,7 @@ def _as_timed(topology: Topology, curve: LinkCurve, node: Node) -> float:
 
 
 def _ring(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
-    """Every rank passes parts on to the next, 2 (n - 1) times for an all-reduce and n - 1 times for the others.
+    """Ring: every rank passes parts on to the next, 2 (n - 1) times for an all-reduce and n - 1 times for the others.
 
     A ring goes through each node once, and as many rings as there are adapters share the bytes.
     """
@@ -267,7 +265,7 @@ def _ring(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
 
 
 def _tree(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
-    """Up and down two binary trees of nodes with half of the bytes each, a chain within each node.
+    """Double binary tree: up and down two trees of nodes with half of the bytes each, a chain within each node.
 
     A node inside one tree is a leaf of the other: it sends everything twice, whatever the number of nodes.
     """
@@ -283,7 +281,7 @@ def _tree(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
 
 
 def _multicast(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
-    """The switch of a node sums and distributes (NVLink SHARP): a device sends its bytes once and 1/n of the sum."""
+    """NVLink SHARP: the switch of a node sums and distributes; a device sends its bytes once and 1/n of the sum."""
     line, n = group.intra, group.num_ranks
     if kind != "all_reduce" or line is None or line.curves or group.inter or not line.kind.multicast_efficiency:
         return None
@@ -295,7 +293,8 @@ def _multicast(group: Group, kind: Collective, num_bytes: float) -> Duration | N
 
 
 def _hierarchical(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
-    """Reduce-scatter in each node, all-reduce of the parts between nodes over all adapters, all-gather in each node."""
+    """Hierarchical: reduce-scatter in each node, all-reduce of the parts between nodes over all adapters, all-gather in
+    each node."""
     if kind != "all_reduce" or group.inter is None or group.intra is None:
         return None
     per_node, num_nodes = group.most_on_a_node, group.num_nodes
@@ -309,7 +308,7 @@ def _hierarchical(group: Group, kind: Collective, num_bytes: float) -> Duration 
 
 
 def _pairwise(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
-    """Every rank sends every other its part, all at once; a node's ranks share what leaves it."""
+    """All-to-all: every rank sends every other its part, concurrently; a node's ranks share its outgoing links."""
     if kind != "all_to_all":
         return None
     n, most, part = group.num_ranks, group.most_on_a_node, num_bytes / group.num_ranks

@@ -1,8 +1,8 @@
-"""What collectives and sends cost between the devices of a cluster.
+"""Cost of collectives and sends between the devices of a cluster.
 
-Prices are those of an otherwise idle machine; ``sharing`` says how many groups of the same kind communicate over the
-same nodes at once. Curves that were measured on the very device types come first, else the model of
-`whale.planner.network.algorithms` holds. This file knows no layers, no schedule and no plan.
+Costs are those of an otherwise idle machine; ``sharing`` is the number of concurrent groups of the same kind over the
+same nodes. Curves measured on the same device types have priority over the model of `whale.planner.network.algorithms`.
+This module knows no layers, no schedule and no plan.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ MEASURED_ERROR = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationCost:
-    """What a collective or a send takes.
+    """Cost of a collective or a send.
 
     Attributes:
         seconds: in all: ``latency`` + ``transfer``.
-        latency: seconds that do not depend on the bandwidth: start and hops. A curve tells it not apart: 0.
-        transfer: seconds in which bytes travel.
-        algorithm: the one that is quickest of those that a communication library has for it, or ``measured``.
-        bottleneck: the link that decides: its kind, and whether it lies within a node or between nodes.
-        interval: seconds between which it lies with 9 chances in 10.
-        beside: what it does to other work of its ranks, where that was measured.
+        latency: seconds that do not depend on the bandwidth: start and hops. 0 for curves, which do not separate it.
+        transfer: seconds of the bytes.
+        algorithm: the fastest of a communication library's algorithms, or ``measured``.
+        bottleneck: the slowest link: its kind, and whether it is within a node or between nodes.
+        interval: seconds, with a probability of 0.9.
+        beside: interference with other work of its ranks, if measured.
     """
 
     seconds: float
@@ -72,14 +72,14 @@ def collective(
     sharing: int = 1,
     algorithm: Algorithm | None = None,
 ) -> CommunicationCost:
-    """What a collective of *ranks* takes: as measured on such devices, else by the quickest algorithm that NCCL has.
+    """Cost of a collective of *ranks*: measured on such devices, or of NCCL's fastest algorithm.
 
     Args:
         topology: of the cluster.
         kind: of the collective.
-        ranks: the group; those of one node are taken as neighbours, whatever their order, as NCCL does.
-        num_bytes: the whole tensor: what an all-reduce reduces, an all-gather returns, a reduce-scatter reads, an
-            all-to-all exchanges on one device, a broadcast sends.
+        ranks: the group; ranks of one node count as neighbours in any order, as in NCCL.
+        num_bytes: the whole tensor: the input of an all-reduce or reduce-scatter, the result of an all-gather, the
+            exchanged tensor of an all-to-all on one device, the value of a broadcast.
         sharing: how many such groups communicate at the same time over the same nodes' adapters, as the data-parallel
             groups of tensor-parallel nodes do.
         algorithm: to price this one, by the model. ``hierarchical`` is priced only when asked for: no library that
@@ -123,7 +123,7 @@ def _group(topology: Topology, ranks: tuple[int, ...], sharing: int) -> tuple[tu
 
 
 def send(topology: Topology, source: int, target: int, num_bytes: float, *, sharing: int = 1) -> CommunicationCost:
-    """What a message takes from one rank to another; *sharing* messages use the same adapters at the same time.
+    """Cost of a message from one rank to another; *sharing* messages use the same adapters at the same time.
 
     Raises:
         UsageError: a rank does not exist, or the cluster does not say how the two are linked.
@@ -167,9 +167,9 @@ def _measured(
     sharing: int,
     modelled: CommunicationCost,
 ) -> CommunicationCost | None:
-    """From curves of this very collective; those of other numbers of devices are scaled as the model scales.
+    """Cost from curves of the same collective; those of other numbers of devices are scaled as the model scales.
 
-    Where several pairs of device types were measured the slowest decides.
+    If several pairs of device types were measured, the slowest counts.
     """
     within: Literal["node", "nodes"] = "node" if group.inter is None else "nodes"
     num_devices = group.most_on_a_node * (1 if group.inter is None else sharing)

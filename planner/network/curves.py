@@ -1,8 +1,8 @@
-"""Measured curves of a profile as functions: how long a message of some size took, on which devices.
+"""Measured curves of a profile as functions: time of a message by size, on the measured devices.
 
-Fitted polynomials are only good near the sizes they were fitted on: many turn negative for small messages, and some
-would have a large message travel faster than was ever seen. What is read off a curve is therefore kept between its
-bounds, and a smaller message is never slower than a larger one. This file knows no topology and no model.
+Fitted polynomials are accurate only near the sizes they were fitted on: many become negative for small messages, and
+some exceed every measured speed for large ones. So values of a curve are limited to its bounds, and a smaller message
+is never slower than a larger one. This module knows no topology and no model.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ __all__ = [
 ]
 
 SMALLEST_FITTED = 50e3
-"""Bytes below which no fitted polynomial is asked: those of Sailor's artifact are negative below 8 kB to 200 kB."""
+"""Smallest bytes at which a fitted polynomial is evaluated: those of Sailor's artifact are negative below 8 kB to 200
+kB."""
 LARGEST_FITTED = 2.0**34
 
 LEAST_RATE = 1.0
-"""Bytes per second below which a point is no measurement."""
+"""Smallest bytes per second of a valid measurement."""
 
 
 def measured_seconds(curve: LinkCurve, num_bytes: float) -> float:
-    """Seconds of a message of so many bytes: between points interpolated in the logarithms, below the smallest the
-    smallest one's, beyond the largest at its bandwidth.
+    """Seconds of a message of the given bytes: interpolated in the logarithms between points, below the smallest point
+    its seconds, beyond the largest at its bandwidth.
 
     >>> curve = LinkCurve(
     ...     source="a", target="a", devices=2, within="node", sizes=(1e6, 4e6), bandwidths=(1e9, 2e9)
@@ -50,7 +51,7 @@ def measured_seconds(curve: LinkCurve, num_bytes: float) -> float:
 
 
 def interpolated(sizes: Sequence[float], seconds: Sequence[float], num_bytes: float) -> float:
-    """Seconds of so many bytes by points that ascend in both, as `measured_seconds` has them."""
+    """Seconds of the given bytes by points that ascend in both, as `measured_seconds` returns them."""
     if num_bytes <= sizes[0]:
         return seconds[0]
     if num_bytes >= sizes[-1]:
@@ -62,7 +63,7 @@ def interpolated(sizes: Sequence[float], seconds: Sequence[float], num_bytes: fl
 
 
 def interference(curves: Iterable[LinkCurve]) -> Interference | None:
-    """The most that these curves say an all-reduce does to the work beside it; None where that was not measured."""
+    """The largest interference of an all-reduce in these curves; None if not measured."""
     told = [curve.beside for curve in curves if curve.beside is not None]
     if not told:
         return None
@@ -79,9 +80,9 @@ def interference(curves: Iterable[LinkCurve]) -> Interference | None:
 
 
 def moving_seconds(curves: Iterable[LinkCurve], within: Literal["node", "nodes"], device_type: str) -> float:
-    """Seconds of its computation that a byte costs a device of some type while it is sent or received: what sums of
-    gradients cost it, of which each byte goes out and comes in 2 (n - 1) / n times in a ring of n (Patarasuk and Yuan,
-    2009). The most that any curve tells; 0 where none does.
+    """Seconds of a device type's computation per sent or received byte, from the slowdown by gradient reductions, in
+    which each byte goes out and comes in 2 (n - 1) / n times in a ring of n (Patarasuk and Yuan, 2009). The largest of
+    any curve; 0 if none has one.
     """
     found = [0.0]
     for curve in curves:
@@ -95,13 +96,13 @@ def moving_seconds(curves: Iterable[LinkCurve], within: Literal["node", "nodes"]
 
 
 def converted(curve: LinkCurve, to: Callable[[float, float], float]) -> tuple[tuple[float, ...], list[float]]:
-    """A curve's points with other seconds, made from the bytes and seconds of each; more bytes are never faster."""
+    """A curve's points with other seconds, computed from the bytes and seconds of each; more bytes are never faster."""
     sizes, seconds = _points(curve)
     return sizes, _ascending([to(size, each) for size, each in zip(sizes, seconds, strict=True)])
 
 
 def peak(curve: LinkCurve) -> float:
-    """The most bytes per second that a curve tells of any size."""
+    """The largest bandwidth of a curve at any size."""
     return max(size / seconds for size, seconds in zip(*_points(curve), strict=True))
 
 
@@ -142,10 +143,10 @@ def curves_between(
     *,
     num_devices: int,
 ) -> tuple[LinkCurve, ...]:
-    """The curves that tell of a group: of a collective the one whose ranks are the most alike, of sends one for each
-    pair of device types, of which the slowest decides. Empty unless every type of the group occurs in one.
+    """The curves that apply to a group: for a collective the curve with the most similar ranks, for sends one for each
+    pair of device types, of which the slowest counts. Empty unless every type of the group occurs in one.
 
-    A collective that was never measured among all of the types together is told by the pairs, too.
+    Pairs also cover a collective that was never measured among all of the types together.
 
     Args:
         curves: of the profile.

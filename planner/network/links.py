@@ -1,4 +1,4 @@
-"""Kinds of links, from the table ``data/links.csv`` packaged beside this file, and which of them a link is.
+"""Kinds of links, from the packaged table ``data/links.csv``, and the classification of a link.
 
 A kind carries the constants of the model of communication, each with its meaning in `LinkKind` and its source in the
 table; ``benchmarks/collectives.py`` shows how well they do. This file knows neither devices nor collectives.
@@ -32,15 +32,15 @@ ALIASES: Mapping[str, str] = {
 RTX-2080 has the 11 GiB of the Ti)."""
 
 HOST_SHARE = 0.65
-"""What each of several devices gets of PCIe beside what one of a pair gets: all-reduces of 4 T4 and of 8 V100-PCIe
-(recalled) beside those of 2 TitanRTX (Sailor's artifact) and copies between peers (12 to 13 GB/s on PCIe 3)."""
+"""Bandwidth of PCIe per device with several devices, relative to a pair: all-reduces of 4 T4 and of 8 V100-PCIe
+(recalled) compared with those of 2 TitanRTX (Sailor's artifact) and copies between peers (12 to 13 GB/s on PCIe 3)."""
 MAX_TCP_ADAPTER_BANDWIDTH = 50e9 / 8
-"""Bytes per second, 50 Gbit/s: faster adapters are taken for RDMA ones, since the file does not say."""
+"""Bytes per second, 50 Gbit/s: faster adapters count as RDMA by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkKind:
-    """A technology of links, and what the communication libraries make of it.
+    """A technology of links, with its constants in communication libraries.
 
     Attributes:
         name: such as ``NVLink3``.
@@ -67,7 +67,7 @@ class LinkKind:
     max_flow: float = inf
 
     def share_of_links(self, num_devices: int, num_devices_of_node: int) -> float:
-        """How much of its bandwidth a device can use towards so many devices (itself included) of its node.
+        """Fraction of its bandwidth that a device can use towards a number of devices (itself included) of its node.
 
         On a switch all. In a mesh each pair has its own links. The cube of DGX-1 (NVIDIA DGX-1 white paper, 2017) has
         six links a device (four on P100, in the same proportions): one or two to a neighbour, of which one is counted,
@@ -109,7 +109,7 @@ def link_kinds() -> Mapping[str, LinkKind]:
 
 @lru_cache
 def intra_node_kind(link: Link, built_in: tuple[LinkKind, float] | None) -> LinkKind:
-    """What links the devices of a node, told from the bandwidth that is given for the link.
+    """Classify the link of a node's devices by its bandwidth.
 
     It is what the devices are built with (*built_in*: a kind and its bandwidth), where it is known and the given
     bandwidth is like it; a quarter of it or less is no NVLink, and more than PCIe can do is a bridge. Otherwise it is
@@ -129,7 +129,7 @@ def intra_node_kind(link: Link, built_in: tuple[LinkKind, float] | None) -> Link
 
 @lru_cache
 def inter_node_kind(link: Link) -> LinkKind:
-    """What links nodes; where the cluster does not say, adapters of up to 50 Gbit/s are taken for TCP, others for RDMA.
+    """Classify the link between nodes; by default, adapters of up to 50 Gbit/s use TCP, others RDMA.
 
     >>> inter_node_kind(Link(bandwidth=12.5e9, latency=15e-6)).name
     'RDMA'
@@ -146,8 +146,8 @@ def read_table(name: str) -> csv.DictReader[str]:
 
 @cache
 def built_in_links() -> Mapping[str, tuple[LinkKind, float]]:
-    """What devices of each known type are linked with in a node: a kind and its bandwidth in bytes per second, in one
-    direction. Of types that take a bridge as an option, such as RTX3090, what they have without.
+    """Built-in links of the devices of each known type in a node: a kind and its bandwidth in bytes per second, in one
+    direction; without optional bridges, such as those of RTX3090.
 
     >>> kind, bandwidth = built_in_links()["A100-SXM4-80GB"]
     >>> kind.name, bandwidth

@@ -1,4 +1,4 @@
-"""How the devices of a cluster hang together: what a message between two of them may use, and what a group shares.
+"""Topology of a cluster: the route of a message between two devices, and the resources that a group shares.
 
 A cluster is a tree: devices on the switch of their node and on its network adapters, adapters on the network. It is
 kept as such, so that thousands of devices cost nothing until a pair or a group is asked for. This file knows what
@@ -28,7 +28,7 @@ NETWORK = "network"
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """What a single message from one device to another uses.
+    """Route of a single message from one device to another.
 
     Attributes:
         bandwidth: bytes per second of the narrowest part, as the cluster gives it.
@@ -79,7 +79,7 @@ class Topology:
         return cls(cluster=cluster, curves=tuple(curves))
 
     def link(self, source: int, target: int) -> Path:
-        """What a message between two ranks uses. Constant time.
+        """Route of a message between two ranks. Constant time.
 
         Raises:
             UsageError: the ranks are the same, do not exist, or the cluster does not say how they are linked.
@@ -110,8 +110,8 @@ class Topology:
         )
 
     def adapters(self, node: Node, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The adapter of *node* that messages of each of its *ranks* use: devices are dealt to adapters in order, as
-        their PCIe switches join them."""
+        """The adapter of *node* that messages of each of its *ranks* use: consecutive devices share an adapter, as PCIe
+        switches join them."""
         num_adapters, first, num_devices = self.inter_link(node).num_adapters, node.ranks[0], len(node.ranks)
         return tuple((rank - first) * num_adapters // num_devices for rank in ranks)
 
@@ -163,7 +163,7 @@ class Topology:
         return max(1, min(num_alike, room))
 
     def shape(self, ranks: Sequence[int]) -> tuple[tuple[Any, int], ...]:
-        """Where a group lies, as a key: what groups of one shape do takes as long. Linear in the ranks.
+        """Location of a group, as a key: equal groups take the same time. Linear in the ranks.
 
         For each of its nodes the kind of node, the types of its devices there and how many adapters they use; nodes
         that are alike and follow each other are counted.
@@ -183,13 +183,13 @@ class Topology:
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
-        """Of each rank the index of its node and its position there."""
+        """Index of the node, and position in it, of each rank."""
         nodes = enumerate(self.cluster.nodes)
         return {rank: (index, place) for index, node in nodes for place, rank in enumerate(node.ranks)}
 
     @cached_property
     def _kinds(self) -> list[tuple[int, tuple[str, ...], tuple[int, ...]]]:
-        """Of each node a number, the same for nodes of equal links and devices; its devices' types and adapters."""
+        """A number for each node, equal for nodes of equal links and devices; its devices' types and adapters."""
         known: dict[Any, int] = {}
         found = []
         for node in self.cluster.nodes:
@@ -211,7 +211,7 @@ class Topology:
         return node.inter
 
     def intra_kind(self, node: Node) -> LinkKind:
-        """What links the devices of *node*."""
+        """The kind of link between the devices of *node*."""
         link, known = self.intra_link(node), built_in_links()
         types = {self.cluster.devices[rank].type.name for rank in node.ranks}
         return min(
@@ -219,13 +219,13 @@ class Topology:
         )
 
     def inter_kind(self, node: Node) -> LinkKind:
-        """What links *node* with others."""
+        """The kind of link from *node* to the others."""
         return inter_node_kind(self.inter_link(node))
 
     def curves_between(
         self, operation: str, within: Literal["node", "nodes"], types: Sequence[str], *, num_devices: int
     ) -> tuple[LinkCurve, ...]:
-        """The curves that tell of a group; see `whale.planner.network.curves.curves_between`."""
+        """The curves that apply to a group; see `whale.planner.network.curves.curves_between`."""
         key = (operation, within, frozenset(Counter(types).items()), num_devices)
         if key not in self.memo:
             self.memo[key] = curves_between(self.curves, operation, within, types, num_devices=num_devices)
@@ -234,7 +234,7 @@ class Topology:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What was worked out for groups of ranks, so that it is worked out once; it says nothing new."""
+        """Cache of results for groups of ranks."""
         return {}
 
     @cached_property

@@ -1,11 +1,12 @@
-"""The search: from a profile and a cluster to the quickest plans that can be executed.
+"""The search: from a profile and a cluster to the fastest plans that can be executed.
 
 `whale.planner.search.searching` says what is searched and how; `evaluate` scores a given plan.
 """
 
 from whale.errors import InfeasibleError
 from whale.planner.cost.stage import Memo
-from whale.planner.search.choices import (
+from whale.planner.search.evaluate import evaluate
+from whale.planner.search.problem import (
     Candidate,
     Degrees,
     Dropped,
@@ -16,7 +17,6 @@ from whale.planner.search.choices import (
     SearchSettings,
     StageChoice,
 )
-from whale.planner.search.evaluate import evaluate
 from whale.planner.search.searching import search
 
 __all__ = [

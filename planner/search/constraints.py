@@ -1,4 +1,4 @@
-"""What a user has annotated, as constraints of the search: annotate what you know, and the rest is searched for.
+"""Constraints of the search from the user's annotations.
 
 A ``stage`` keeps its layers together, apart from those of the stage before it; ``replicate(n)`` and ``split(n)`` fix
 the degrees of the stages that hold their layers, ``split(n)`` of experts the expert degree. What else cannot be said of

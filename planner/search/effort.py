@@ -16,27 +16,53 @@ class Effort(NamedTuple):
         families: quota programs that are solved for a set of numbers of micro-batches, from the first that leads to
             something: for two types of devices, and as many for each type more. Those that could be better than the
             best so far are all solved.
-        near: families that could at best come to so many times the best so far are dropped.
-        sequences: of all quota programs, that are cut and scored, for types as ``families``.
+        near: families that could at best reach this multiple of the best step are dropped.
+        stages_cut: of all sequences of the quota programs that are cut and scored, for types as ``families``.
         cut_exactly: of these, that get their exact cuts.
-        refined: drafts from which a descent starts.
-        restarts: how often another descent starts near the best, some random moves away.
-        stages_refined: of all drafts that a descent scores.
+        refined: largest number of partial plans from which a descent starts.
+        stages_descended: about the total stages of all partial plans that these descents score.
+        leaders: of the best plans, near one of which a descent starts again.
+        restarts: how often another descent starts near one of the best, some random moves away, at most.
+        stages_refined: total stages of all partial plans that a descent scores.
+        stages_restarted: about the total stages of all partial plans that restarts score.
     """
 
     micro_batches: int
     families: int
     near: float
-    sequences: int
+    stages_cut: int
     cut_exactly: int
     refined: int
+    stages_descended: int
+    leaders: int
     restarts: int
     stages_refined: int
+    stages_restarted: int
 
 
 QUICK = Effort(
-    micro_batches=5, families=12, near=1.1, sequences=16, cut_exactly=4, refined=3, restarts=3, stages_refined=2_000
+    micro_batches=5,
+    families=12,
+    near=1.1,
+    stages_cut=400,
+    cut_exactly=4,
+    refined=12,
+    stages_descended=8_000,
+    leaders=1,
+    restarts=20,
+    stages_refined=2_000,
+    stages_restarted=6_000,
 )
 THOROUGH = Effort(
-    micro_batches=10, families=60, near=1.25, sequences=64, cut_exactly=12, refined=8, restarts=10, stages_refined=8_000
+    micro_batches=10,
+    families=60,
+    near=1.25,
+    stages_cut=1_000,
+    cut_exactly=12,
+    refined=40,
+    stages_descended=64_000,
+    leaders=8,
+    restarts=100,
+    stages_refined=8_000,
+    stages_restarted=64_000,
 )

@@ -12,7 +12,7 @@ from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.plan import PlanCost
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
-from whale.planner.search.choices import Candidate, StageChoice
+from whale.planner.search.problem import Candidate, StageChoice
 
 __all__ = ["evaluate", "score"]
 
@@ -56,7 +56,7 @@ def score(
     schedule: str = "1f1b",
     batch: int | None = None,
 ) -> Candidate:
-    """As `evaluate`, with prices that are there; *batch*: rows of the step, where the last micro-batch is not full."""
+    """Evaluate with existing costs; *batch*: rows of the step if the last micro-batch is not full."""
     _check(prices, stages)
     plan = PlanCost.of_stages(prices, stages, micro_batches, schedule)
     rows = sum(stages[0].rows)

@@ -1,4 +1,4 @@
-"""Which meshes the stages of a pipeline may have, family by family; each is a quota program of its own.
+"""Families of meshes for the stages of a pipeline; each family is a device-count program of its own.
 
 A cluster of thousands of devices has more sequences of meshes than can be looked at, but few kinds of good ones:
 
@@ -6,7 +6,7 @@ A cluster of thousands of devices has more sequences of meshes than can be looke
   few units (16 of one type, 8 each of two, 4 of three), so pipelines are short;
 - *matched*: each stage is of one type, with as many devices as divide the rows of a micro-batch evenly;
 - *replicas*: all stages have the same data degree, and each type its own tensor or expert degree: pipelines of any
-  depth, in which a stage is of one type (deep ones in runs: `whale.planner.search.runs`);
+  depth, in which a stage is of one type (deep ones in runs: `whale.planner.search.partition`);
 - *alike*: all stages have the same mesh, of all types: data slices are uneven, stages equal.
 
 Pure data, tensor and pipeline parallelism are members of these. The families of a number of micro-batches are tried in
@@ -25,11 +25,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from whale.planner.search.costs import Array
-from whale.planner.search.devices import Mesh, Pool
-from whale.planner.search.meshes import Division, Meshes, Pace
-from whale.planner.search.quota import Option, Sequences
-from whale.planner.search.runs import Run, Runs
+from whale.planner.search.mesh_costs import Array
+from whale.planner.search.partition import DeviceCountProgram, GroupedStages, Option, StageGroup
+from whale.planner.search.space import Division, Mesh, Pool
+from whale.planner.search.table import CostTable, Pace
 
 __all__ = ["HELD", "Family", "any_meshes", "families_of", "fit_divisions", "held_together"]
 
@@ -37,7 +36,7 @@ Sized = tuple[tuple[int, ...], Mesh]
 """A mesh with the units of each dimension that it takes."""
 
 UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
-"""Of each pool in the family *any*, by the number of pools; two for more."""
+"""Units into which the family *any* divides each pool, by the number of pools; two for more."""
 
 DEEPEST = {"any": 8, "matched": 6}
 """Stages of the family *any* where there is more than one pool."""
@@ -55,16 +54,17 @@ MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
 FEW_REPLICAS = 2
-"""Up to so many the family *replicas* has pipelines of all layers that leave devices idle: memory may want them."""
+"""Largest number of replicas for which the family *replicas* has pipelines of all layers that leave devices idle, which
+memory may require."""
 
 LEAST_SHARE = 16
 """The smallest mesh of the family *matched* has that part of a pool."""
 
 MOST_STATES = 1_500
-"""Of the quota program of the family *matched*."""
+"""Limit on the states of the device-count program of the family *matched*."""
 
 HELD = 1 - 1e-9
-"""Of layers, up to rounding: all."""
+"""Fraction of layers that counts as all, up to rounding."""
 
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
 """Bounds on the slowest stage that are tried, as multiples of what it takes at least."""
@@ -81,7 +81,7 @@ class EvenPace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Meshes to be sequenced.
+    """CostTable to be sequenced.
 
     Attributes:
         name: for people.
@@ -116,7 +116,7 @@ class Family:
         units = [units for units, _ in self.meshes]
         return len(set(units)) == len(units) and all(sum(one) == 1 for one in units)
 
-    def part_held(self, meshes: Meshes, batch: int) -> float:
+    def part_held(self, meshes: CostTable, batch: int) -> float:
         """The part of the layers of some kind that its devices hold together, at most: whatever the stages, the one
         that is r-th from the end has r micro-batches in flight, and they have no more units than there are."""
         rows, extremes = meshes.rows(batch, self.micro_batches), self.extremes
@@ -130,9 +130,9 @@ class Family:
         together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))
         return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
 
-    def even_work(self, meshes: Meshes, batch: int) -> EvenPace:
-        """What stages would take if all were equal and all devices used (each dimension's units at the rate of the best
-        of a few meshes), without the sums of gradients, which take longer to price."""
+    def even_work(self, meshes: CostTable, batch: int) -> EvenPace:
+        """Time of equal stages on all devices (each dimension's units at the rate of the best of a few meshes), without
+        gradient reductions, which take longer to price."""
         return self._even(meshes.work, meshes.rows(batch, self.micro_batches))
 
     def _even(self, paces: Callable[[Mesh, int, int], Pace], rows: int) -> EvenPace:
@@ -145,8 +145,8 @@ class Family:
         even = 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
         return EvenPace(even, even, hop)
 
-    def paces(self, meshes: Meshes, batch: int) -> EvenPace:
-        """As `even_work`, with the sums of gradients; and what the slowest stage takes at least, since layers are
+    def paces(self, meshes: CostTable, batch: int) -> EvenPace:
+        """Time like `even_work`, with gradient reductions; and a lower bound on the slowest stage, because layers are
         whole."""
         rows = meshes.rows(batch, self.micro_batches)
         found = self._even(meshes.paces, rows)
@@ -172,14 +172,17 @@ class Family:
             least = step
         return least
 
-    def sequences(self, meshes: Meshes, batch: int, schedule: str, pace: EvenPace, within: float) -> Sequences | Runs:
-        """For some numbers of stages those with the quickest slowest stage, of steps that may take *within* seconds."""
+    def sequences(
+        self, meshes: CostTable, batch: int, schedule: str, pace: EvenPace, within: float
+    ) -> DeviceCountProgram | GroupedStages:
+        """Sequences with the fastest slowest stage for some numbers of stages, with steps of at most *within*
+        seconds."""
         rows = meshes.rows(batch, self.micro_batches)
         even, slowest, _ = pace
         if self.one_of_each and self.max_stages > DEEP:
-            return Runs(
+            return GroupedStages(
                 [
-                    Run(meshes.costs(mesh, rows, self.micro_batches), self.quotas[_dimension(units)])
+                    StageGroup(meshes.costs(mesh, rows, self.micro_batches), self.quotas[_dimension(units)])
                     for units, mesh in self.meshes
                 ],
                 meshes.chain,
@@ -191,7 +194,7 @@ class Family:
                 max_stages=self.max_stages,
             )
         options = [Option(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in self.meshes]
-        return Sequences(
+        return DeviceCountProgram(
             options,
             self.quotas,
             meshes.chain,
@@ -223,8 +226,8 @@ def held_together(parts: Sequence[Array], nums: Sequence[int]) -> float:
 
 
 def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
-    """What the slowest stage takes at least if equal parts of the chain, so many, are divided among stages, of which
-    *nums* take each so many seconds for one.
+    """Lower bound on the slowest stage if *parts* equal parts of the chain are divided among stages, of which *nums*
+    take the given seconds each for one part.
 
     >>> _slowest([1.0, 3.0], [2, 1], 8)
     4.0
@@ -236,7 +239,7 @@ def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
     return bound
 
 
-def fit_divisions(meshes: Meshes, counts: Sequence[int]) -> list[Division]:
+def fit_divisions(meshes: CostTable, counts: Sequence[int]) -> list[Division]:
     """The tensor and expert degrees for a mesh of these counts: a group lies within a node or takes whole nodes, and is
     of one type, but in small meshes."""
     used = [(pool, count) for pool, count in zip(meshes.pools, counts, strict=True) if count]
@@ -254,7 +257,7 @@ def fit_divisions(meshes: Meshes, counts: Sequence[int]) -> list[Division]:
     ]
 
 
-def families_of(meshes: Meshes, batch: int, micro_batches: int, max_stages: int) -> list[Family]:
+def families_of(meshes: CostTable, batch: int, micro_batches: int, max_stages: int) -> list[Family]:
     """All families for a number of micro-batches."""
     rows = meshes.rows(batch, micro_batches)
     found = [any_meshes(meshes, rows, micro_batches, max_stages)]
@@ -272,7 +275,7 @@ def _unit(pool: Pool, most: int) -> int:
     return min(pool.per_node, 1 << (least - 1).bit_length())
 
 
-def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
+def any_meshes(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family | None:
     """The family *any*."""
     pools = meshes.pools
     most = UNITS.get(len(pools), 2)
@@ -296,7 +299,7 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
     return _family("any", meshes, micro_batches, chosen, quotas, deepest)
 
 
-def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
+def _matched(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family | None:
     """The family *matched*: stages of one type whose data slices all have the same rows r, which divide a micro-batch
     of R: at tensor or expert degree t a stage takes t R / r devices. So counts need not be searched."""
     pools = meshes.pools
@@ -318,7 +321,7 @@ def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> 
     return _family("matched", meshes, micro_batches, chosen, quotas, min(max_stages, DEEPEST["matched"]))
 
 
-def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+def _replicas(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
     pools = meshes.pools
     most = max(len(pool.ranks) for pool in pools)
     data_degrees = [degree for degree in _degrees(most) if degree <= rows]
@@ -333,11 +336,11 @@ def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) ->
 
 
 def _of_data_degree(
-    meshes: Meshes, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[Division]]
+    meshes: CostTable, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[Division]]
 ) -> Iterator[Family | None]:
-    """Of the family *replicas* those of a data degree; pools without a tensor degree are left out.
+    """The meshes of the family *replicas* with a data degree; pools without a tensor degree are omitted.
 
-    Of those whose devices cannot hold the model, by their number alone, there is only the one that comes nearest.
+    CostTable whose devices cannot hold the model, by their number alone, are represented by the nearest one.
     """
     pools = meshes.pools
     lines: list[list[tuple[int, Mesh | None]]] = []  # for each pool how many stages it may make, on which mesh
@@ -372,7 +375,7 @@ def _of_data_degree(
         yield _family("replicas", meshes, micro_batches, sized, own, max_stages, num=num)
 
 
-def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+def _alike(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
     nums = [len(pool.ranks) for pool in meshes.pools]
     if len(nums) < 2:
         return
@@ -399,7 +402,7 @@ def _single(index: int, value: int, length: int) -> tuple[int, ...]:
 
 def _family(
     name: str,
-    meshes: Meshes,
+    meshes: CostTable,
     micro_batches: int,
     chosen: Sequence[Sized],
     quotas: tuple[int, ...],
@@ -427,7 +430,7 @@ def _dimension(units: Sequence[int]) -> int:
 
 
 def _extremes(chosen: Sequence[Sized]) -> list[Sized]:
-    """Of the meshes of one dimension the smallest and the largest of each tensor and expert degree."""
+    """The smallest and the largest mesh of each tensor and expert degree of one dimension."""
     found: dict[tuple[int, int, int], tuple[Sized, Sized]] = {}
     for one in chosen:
         units, mesh = one

@@ -1,4 +1,4 @@
-"""From a draft to a plan: its meshes on ranks, and the rows of a micro-batch for each data slice.
+"""Layout: from a partial plan to a plan: its meshes on ranks, and the rows of a micro-batch for each replica.
 
 Rows are exact: those with which the slowest slice of a stage is done first and every device holds its part
 (`whale.planner.balance.shares.fastest_shares`). Where they do not fit they are those by speed alone.
@@ -13,17 +13,17 @@ from whale.ir.profile import Affine
 from whale.planner.balance.shares import Worker, fastest_shares
 from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search.choices import Candidate, StageChoice
-from whale.planner.search.devices import Mesh, lay_out
-from whale.planner.search.drafts import Draft
 from whale.planner.search.evaluate import score
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan
+from whale.planner.search.problem import Candidate, StageChoice
+from whale.planner.search.space import Mesh, lay_out
+from whale.planner.search.table import CostTable
 
 __all__ = ["fastest_rows", "laid_out"]
 
 
-def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
-    """The draft on ranks, simulated."""
+def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
+    """Place the partial plan on ranks and simulate it."""
     bounds = meshes.chain.bounds
     ends = (*draft.starts[1:], len(meshes.chain))
     stages = []

@@ -1,11 +1,10 @@
-"""Improve a draft step by step, where it is bound.
+"""Refinement of a partial plan by local moves at its bottleneck.
 
-The stage whose work for a step is most is the bottleneck. Moves take work from it (a part to a neighbour, a device from
-another stage or from those left over), change its degrees, exchange it with a neighbour, join, split or add stages, or
-change the number of micro-batches. A move whose slowest stage alone takes longer than the best step is given up before
-it is cut; one that comes near the best gets its exact cuts. Steepest descent: of all moves the best is taken as long as
-one helps. A heuristic; never worse than where it starts, and it ends at a draft that no move improves, or when it is
-stopped.
+The stage with the most work per step is the bottleneck. Moves take work from it (a part to a neighbour, a device from
+another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
+number of micro-batches. A move whose slowest stage alone takes longer than the best step is dropped before it is cut;
+one that is near the best gets its exact cuts. Steepest descent: the best move is taken as long as one helps. A
+heuristic; never worse than its start, and it ends at a partial plan that no move improves, or when it is stopped.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from dataclasses import replace
 from math import inf, prod
 from random import Random
 
-from whale.planner.search.devices import Mesh
-from whale.planner.search.drafts import (
-    Draft,
+from whale.planner.search.families import fit_divisions
+from whale.planner.search.partial_plans import (
+    PartialPlan,
     Scored,
     allowed,
     best_timed,
@@ -26,8 +25,8 @@ from whale.planner.search.drafts import (
     quick_cuts,
     seconds_of,
 )
-from whale.planner.search.families import fit_divisions
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.space import Mesh
+from whale.planner.search.table import CostTable
 
 __all__ = ["disturbed", "refined"]
 
@@ -35,13 +34,16 @@ NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
 
 MOST_CUT_EXACTLY = 3
-"""Of the moves from a draft."""
+"""Number of moves from a partial plan that are cut exactly."""
 
 MOST_SHIFTED = 24
 """Stages whose cuts are moved, those that have most to do first."""
 
 MOST_REMESHED = 6
 """Stages of which other degrees are tried, those that have most to do first."""
+
+MOST_BOUND = 3
+"""Stages that are given devices, exchanged or joined, those that have most to do first."""
 
 PLACES = 4
 """Along a pipeline, where another stage is tried."""
@@ -50,17 +52,17 @@ DISTURBANCES = 2
 """Random moves before another descent."""
 
 GAIN = 1e-6
-"""A move helps if it takes so much of the step away."""
+"""Smallest relative improvement of a move."""
 
 
 def refined(
-    meshes: Meshes,
+    meshes: CostTable,
     start: Scored,
     batch: int,
     *,
     micro_batches: Sequence[int],
     max_stages: int,
-    score: Callable[[Draft], Scored],
+    score: Callable[[PartialPlan], Scored],
     tried: Callable[[Scored], None],
     kept: Callable[[Scored], None],
     stop: Callable[[], bool],
@@ -69,13 +71,13 @@ def refined(
 
     Args:
         meshes: prices.
-        start: a draft that fits.
+        start: a partial plan that fits.
         batch: rows of a step.
         micro_batches: numbers that may be chosen, ascending.
         max_stages: that a pipeline may have.
-        score: says what a draft takes.
-        tried: is told of every draft that is scored.
-        kept: is told of those that are timed.
+        score: scores a partial plan.
+        tried: called for every partial plan that is scored.
+        kept: called for those that are timed.
         stop: whether to end early.
     """
     best, known = start.timed, {start.draft}
@@ -104,9 +106,9 @@ def refined(
 
 
 def disturbed(
-    meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[Draft], Scored]
+    meshes: CostTable, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[PartialPlan], Scored]
 ) -> Scored:
-    """A draft some random moves away, from which a descent may end elsewhere; the same if none is possible."""
+    """A partial plan some random moves away, for another descent; unchanged if no move is possible."""
     for _ in range(DISTURBANCES):
         sequences = _neighbours(meshes, scored, max_stages)
         drafts = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
@@ -115,32 +117,32 @@ def disturbed(
     return scored
 
 
-def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Draft | None:
-    """The draft on other meshes, if they are possible."""
+def _recut(meshes: CostTable, draft: PartialPlan, sequence: tuple[Mesh, ...], batch: int) -> PartialPlan | None:
+    """The partial plan on other meshes, if they are possible."""
     if not _is_legal(meshes, sequence, batch, draft.micro_batches):
         return None
     cuts = quick_cuts(meshes, sequence, batch, draft.micro_batches, draft.schedule)
     return replace(draft, meshes=sequence, starts=cuts[0]) if cuts else None
 
 
-def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
+def _is_legal(meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
     rows = meshes.rows(batch, micro_batches)
     return all(sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows for mesh in set(sequence))
 
 
 def _moves(
-    meshes: Meshes, scored: Scored, batch: int, micro_batches: Sequence[int], max_stages: int
-) -> Iterator[Draft]:
+    meshes: CostTable, scored: Scored, batch: int, micro_batches: Sequence[int], max_stages: int
+) -> Iterator[PartialPlan]:
     draft = scored.draft
     yield from _shifted(meshes, scored, batch)
     hidden = max(1.0, _slowest(meshes, draft, batch) * batch / meshes.rows(batch, draft.micro_batches) / scored.seconds)
 
-    def recut(sequence: tuple[Mesh, ...], count: int) -> Iterator[Draft]:
+    def recut(sequence: tuple[Mesh, ...], count: int) -> Iterator[PartialPlan]:
         if not _is_legal(meshes, sequence, batch, count):
             return
         within = NEAR * hidden * scored.seconds * meshes.rows(batch, count) / batch
         for starts in likely_cuts(meshes, sequence, batch, count, draft.schedule, within=within):
-            yield Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
+            yield PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
 
     place = micro_batches.index(draft.micro_batches)
     fewer, more = micro_batches[max(0, place - 1) : place], micro_batches[place + 1 : place + 2]
@@ -155,24 +157,24 @@ def _moves(
             yield from recut(draft.meshes, count)
 
 
-def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
-    """Other meshes where the draft is bound."""
+def _neighbours(meshes: CostTable, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
+    """Other meshes at the bottleneck of the partial plan."""
     draft = scored.draft
     found: list[tuple[Mesh, ...]] = []
     order = sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])
     for stage in order[:MOST_REMESHED]:
         found += _other_degrees(meshes, draft, stage)
-    for stage in order[:2]:
+    for stage in order[:MOST_BOUND]:
         found += _given_devices(meshes, scored, stage)
         found += _exchanged(draft, stage)
-        found += _joined(draft, stage)
+        found += _joined(meshes, draft, stage)
     if len(draft.meshes) < max_stages:
         found += _split(meshes, draft, order[0])
         found += _added(meshes, draft, order[0])
     return [sequence for sequence in dict.fromkeys(found) if sequence != draft.meshes]
 
 
-def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
+def _slowest(meshes: CostTable, draft: PartialPlan, batch: int) -> float:
     """Seconds of the slowest stage for a micro-batch with what it hands on, as cuts are made by; messages are hidden in
     a step, so that it may be longer than a step's part."""
     rows = meshes.rows(batch, draft.micro_batches)
@@ -183,7 +185,7 @@ def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
     return found
 
 
-def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
+def _shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:
     """Cuts at the stages that have most to do moved by one part, but to stages that would have more to do than the step
     takes."""
     draft = scored.draft
@@ -204,7 +206,7 @@ def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
                     yield replace(draft, starts=starts)
 
 
-def _given_devices(meshes: Meshes, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _given_devices(meshes: CostTable, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A data slice's devices more for a stage, from those left over or from another stage (of those with equal meshes
     the one that has least to do); all that are left over; or of another type instead."""
     draft = scored.draft
@@ -237,7 +239,7 @@ def _even_share(mesh: Mesh, pool: int) -> int:
     return mesh.counts[pool] // 4 // mesh.size * mesh.size
 
 
-def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _other_degrees(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     mesh = draft.meshes[stage]
     for division in fit_divisions(meshes, mesh.counts):
         changed = Mesh(mesh.counts, *division)
@@ -247,24 +249,25 @@ def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[M
             yield _put(draft.meshes, alike)
 
 
-def _exchanged(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    for other in (stage - 1, stage + 1):
-        if 0 <= other < len(draft.meshes):
-            yield _put(draft.meshes, {stage: draft.meshes[other], other: draft.meshes[stage]})
+def _exchanged(draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
+    """A stage in the place of the nearest one of each other mesh, before it and after it, and that in its place."""
+    for others in (range(stage - 1, -1, -1), range(stage + 1, len(draft.meshes))):
+        nearest = {draft.meshes[other]: other for other in reversed(others)}
+        for mesh, other in nearest.items():
+            yield _put(draft.meshes, {stage: mesh, other: draft.meshes[stage]})
 
 
-def _joined(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A stage with the next one as one, at the degree of either."""
+def _joined(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
+    """A stage with the next one as one, at any degree."""
     if stage + 1 == len(draft.meshes):
         return
     one, other = draft.meshes[stage : stage + 2]
     counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
-    for mesh in dict.fromkeys((one._replace(counts=counts), other._replace(counts=counts))):
-        if all(count % mesh.size == 0 for count in counts):
-            yield (*draft.meshes[:stage], mesh, *draft.meshes[stage + 2 :])
+    for division in fit_divisions(meshes, counts):
+        yield (*draft.meshes[:stage], Mesh(counts, *division), *draft.meshes[stage + 2 :])
 
 
-def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _added(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A stage more, of all devices that are left over before or after a stage; or of one type with as many data slices
     as that has, at some places: what later stages have in flight grows with it, and its own the earlier it is."""
     used = [sum(mesh.counts[pool] for mesh in draft.meshes) for pool in range(len(meshes.pools))]
@@ -283,7 +286,7 @@ def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...
             yield (*draft.meshes[:place], mesh, *draft.meshes[place:])
 
 
-def _split(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _split(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A stage as two: in halves, or by types."""
     mesh = draft.meshes[stage]
     half = tuple(count // 2 // mesh.size * mesh.size for count in mesh.counts)

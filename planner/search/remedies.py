@@ -1,8 +1,7 @@
-"""What a search says where nothing fits: what the plan that comes nearest lacks, and which changes would do.
+"""The error if no plan fits: the memory that the nearest plan lacks, and changes that would fit.
 
-Weighed are more devices of each type, another number of micro-batches and smaller batches: of each kind the least
-change that is enough, found by quick looks, which are searches that end with the first plan that fits. How they search
-is not known here.
+Remedies are more devices of each type, another number of micro-batches and smaller batches: for each kind, the smallest
+sufficient change, by short searches that end with the first plan that fits. This module does not know how they search.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import TypeVar
 from whale.ir.cluster import DeviceType
 from whale.planner.advice import advised, gib
 from whale.planner.cost.stage import CostModel
-from whale.planner.search.choices import SearchSettings
-from whale.planner.search.devices import pools_of, with_more
-from whale.planner.search.drafts import Draft
 from whale.planner.search.layout import laid_out
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan
+from whale.planner.search.problem import SearchSettings
+from whale.planner.search.space import pools_of, with_more
+from whale.planner.search.table import CostTable
 
 __all__ = ["QUICK_LOOK_SECONDS", "Look", "remedies", "shortage"]
 
@@ -33,14 +32,14 @@ MORE = (1, 2, 4, 8, 16)
 """Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
 
 MULTIPLES = (2, 4, 8, 16)
-"""Of the devices of a type that are weighed where no such addition is enough."""
+"""Multiples of a type's devices that are tried if no such addition is enough."""
 
 Look = Callable[[CostModel, int, SearchSettings], int | None]
-"""A quick look for a batch: the number of micro-batches of a plan that fits, None where none is found."""
+"""A short search for a batch: the number of micro-batches of a plan that fits, or None."""
 
 
-def shortage(meshes: Meshes, nearest: Draft, batch: int, weighed: Iterable[tuple[bool, str]]) -> str:
-    """What the plan that comes *nearest* lacks, with the changes that were *weighed* and whether each would do."""
+def shortage(meshes: CostTable, nearest: PartialPlan, batch: int, weighed: Iterable[tuple[bool, str]]) -> str:
+    """Error text for the *nearest* plan, with the *weighed* changes and whether each would fit."""
     memory = laid_out(meshes, nearest, batch).prediction.memory
     worst = max(memory, key=lambda one: one.total / one.capacity)
     state = worst.parameters + worst.gradients + worst.optimizer
@@ -55,7 +54,7 @@ def shortage(meshes: Meshes, nearest: Draft, batch: int, weighed: Iterable[tuple
 def remedies(
     prices: CostModel, batch: int, settings: SearchSettings, *, look: Look, seconds: float
 ) -> Iterator[tuple[bool, str]]:
-    """Of each kind of change the least that would do, or the largest that was weighed, and whether it does.
+    """The smallest sufficient change of each kind, or the largest one tried, and whether it is sufficient.
 
     *seconds* are left of the search's time. What there is no time for is left out.
     """

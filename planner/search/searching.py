@@ -1,31 +1,29 @@
-"""The search itself: from a profile and a cluster to the quickest plans that fit.
+"""The search algorithm: from a profile and a cluster to the fastest plans that fit.
 
 Objective: the least step time of a plan, as simulated. A plan is a chain of stages: contiguous layers; devices of one
 or several types; a mesh of data x (tensor or expert) on them, each stage its own; rows of a micro-batch for each data
 slice; the same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every
 device holds its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is
 fixed stays.
-Not in the space, because no executor runs it: unlike pipelines side by side, sharded states (ZeRO), recomputation.
+The space excludes what no executor runs: different pipelines in parallel, sharded states (ZeRO), recomputation.
 
 Method, for clusters of any size:
 
-1. devices are counted by type, not named (`devices`); what a stretch of the chain costs on a mesh is an array
-   (`meshes`);
-2. families of meshes (`families`), each a quota program over what is left of each type (`quota`) or, of deep pipelines,
-   runs of equal meshes (`runs`), for some numbers of micro-batches, in the order of what they could reach;
-3. the best sequences get their exact cuts (`whale.planner.balance.cuts`) and are refined where they are bound
+1. devices are counted by type (`space`); the costs of ranges of the chain on a mesh are arrays (`table`);
+2. families of meshes (`families`), each a device-count program over the remaining devices of each type or, for deep
+   pipelines, grouped stages (`partition`), for some numbers of micro-batches, in the order of their lower bounds;
+3. the best sequences get their exact cuts (`whale.planner.balance.cuts`) and are refined at their bottleneck
    (`refine`);
-4. the best drafts are laid out on ranks, with exact rows (`layout`), and simulated (`evaluate`): their order is that
-   of the simulation, of what is whole and rounded.
+4. the best partial plans are placed on ranks, with exact rows (`layout`), and simulated (`evaluate`); the simulation of
+   whole layers and rows orders them.
 
-What is exact: prices of what is returned, cuts of a sequence for the formula of the step, rows of a stage, memory.
-What is heuristic: that families hold the best meshes, and the descent; of few devices all plans are tried (`exact`).
-Every result comes with a bound that is proven (`bound`; `waits` has a larger one, for some seconds more): what is
-between is what may have been missed, and more. Where nothing fits, the error says what would do (`remedies`).
-Complexity: independent of the number of devices but for laying out and simulating a few plans; what could only lose is
-not priced, cut or timed to its end.
+Exact: costs of the results, cuts of a sequence by the formula of the step, rows of a stage, memory. Heuristic: that
+families contain the best meshes, and the descent. Every result has a lower bound, the computation divided among all
+devices (`bound`). If nothing fits, the error names sufficient changes (`remedies`). Complexity: independent of the
+number of devices, except for placing and simulating a few plans; plans that can only lose are not priced, cut or timed
+to the end.
 
-Sources: Whale (Jia et al., USENIX ATC 2022), whose balance of unlike devices this extends from given plans to the
+Sources: Whale (Jia et al., USENIX ATC 2022), whose balance of mixed devices this extends from given plans to the
 choice of plans; Sailor (Strati et al., SOSP 2025), which searches such clusters by enumerating and pruning; the dynamic
 program from the last stage with 1F1B's memory follows PipeDream (Narayanan et al., SOSP 2019) and Alpa (Zheng et al.,
 OSDI 2022).
@@ -38,7 +36,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import islice, product
+from itertools import product
 from math import inf, isqrt
 from random import Random
 from typing import NamedTuple, TypeVar
@@ -46,33 +44,29 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
-from whale.planner.search.bound import TRIES, bound_seconds, least_seconds
-from whale.planner.search.chain import Chain
-from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
-from whale.planner.search.devices import Mesh, pools_of
-from whale.planner.search.drafts import (
-    Draft,
+from whale.planner.search.bound import least_seconds
+from whale.planner.search.effort import QUICK, THOROUGH, Effort
+from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
+from whale.planner.search.layout import laid_out
+from whale.planner.search.partial_plans import (
+    PartialPlan,
     Scored,
     Times,
+    allowed,
     best_cuts,
     best_timed,
     cut_exactly,
     evenest_cuts,
     likely_cuts,
-    score_draft,
+    score_partial,
 )
-from whale.planner.search.effort import QUICK, THOROUGH, Effort
-from whale.planner.search.exact import is_small, walk
-from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
-from whale.planner.search.layout import laid_out
-from whale.planner.search.meshes import Meshes
-from whale.planner.search.quota import Sequences
+from whale.planner.search.partition import DeviceCountProgram, GroupedStages
+from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
-from whale.planner.search.runs import Runs
-from whale.planner.search.waits import raised_seconds
+from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.table import CostTable
 
 __all__ = ["search"]
 
@@ -85,20 +79,23 @@ MOST_MISSING = 24
 """Sequences that hold most of the model of which it is found out by how much they do not fit, where none does."""
 
 FEW_MICRO_BATCHES = 12
-"""Up to so many are tried on large clusters whether or not they divide the batch."""
+"""Largest number of micro-batches tried on large clusters whether or not it divides the batch."""
+
+FEW_NUMBERS = 8
+"""Numbers of micro-batches up to which families are solved for all of them."""
 
 MOST_TYPES_CHOSEN = 4
 """Types of devices up to which single stages leave out any of them."""
 
 MOST_LOOKED_AT = 3
-"""Of the largest numbers of micro-batches, by which it is found out whether anything fits after a change."""
+"""Number of the largest micro-batch counts with which a short search tests a remedy."""
 
 SPARE = 5
-"""Drafts that are laid out beyond those that are wanted, where some do not fit on ranks."""
+"""Number of further partial plans that are placed if some do not fit on ranks."""
 
 MOST_LAID_OUT, LAID_RANKS = 60, 1024
-"""Drafts that are laid out at most, and how many ranks they have together, if these are more than are wanted: some take
-longer on ranks than others."""
+"""Limits on the partial plans that are placed and on their total ranks, if these are more than requested: the order on
+ranks may differ."""
 
 SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -117,7 +114,7 @@ def search(
     known: Memo | None = None,
     prices: CostModel | None = None,
 ) -> Found:
-    """Find the quickest plans for a step of *batch* rows.
+    """Find the fastest plans for a step of *batch* rows.
 
     The same arguments give the same answer, unless the time limit or *stop* ends the search early.
 
@@ -126,7 +123,7 @@ def search(
         cluster: the machines.
         batch: rows of a step, all devices together.
         settings: what may be decided, and for how long.
-        progress: is told now and then how far the search is.
+        progress: called from time to time with the progress.
         stop: is asked often; once it says so the best so far is the answer.
         known: prices of an earlier search for the same model, which this one adds to.
         prices: to be paid in place of Whale's own, of the same profile and cluster.
@@ -143,7 +140,6 @@ def search(
         profile,
         cluster,
         precision=settings.precision,
-        stack=WHALE if settings.eager else Stack(name="megatron"),
         optimizer=settings.optimizer,
         batch=batch,
         known=known,
@@ -156,9 +152,7 @@ def search(
             f"has {len(cluster.devices)} devices; profile degree 1 too"
         )
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain)
-    if is_small(meshes):
-        meshes = replace(meshes, exact_rows=batch)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
     found = _Search(
         meshes=meshes,
         batch=batch,
@@ -183,7 +177,7 @@ class _Waiting(NamedTuple):
 
     Attributes:
         reach: seconds of a step to which it could come at best.
-        pace: of its stages; None as long as that is not worked out, and ``reach`` without sums of gradients.
+        pace: seconds per micro-batch of its stages; None until computed; ``reach`` excludes gradient reductions.
     """
 
     reach: float
@@ -194,18 +188,19 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Search:
-    meshes: Meshes
+    meshes: CostTable
     batch: int
     settings: SearchSettings
     tell: Callable[[Progress], None]
     stopped: Callable[[], bool]
     began: float = field(default_factory=time.monotonic)
     bound: float = 0.0
-    scores: dict[Draft, Scored] = field(default_factory=dict)
-    best: dict[Draft, Scored] = field(default_factory=dict)
+    scores: dict[PartialPlan, Scored] = field(default_factory=dict)
+    best: dict[PartialPlan, Scored] = field(default_factory=dict)
     nearest: Scored | None = None
     lacking: list[_Lacking] = field(default_factory=list)
     tried: int = 0
+    stages_scored: int = 0
     points: list[Point] = field(default_factory=list)
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     told: float = 0.0
@@ -217,20 +212,15 @@ class _Search:
 
     def run(self) -> Found:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self.bound = least_seconds(self.meshes, self.batch, micro_batches)
+        self.bound = least_seconds(self.meshes.prices, self.batch)
         self._drafts(micro_batches, max_stages)
-        for start in self._leading(self.effort.refined):
-            self._refine(start, micro_batches, max_stages)
-        draw = Random(self.settings.seed)
-        for _ in range(self.effort.restarts if self.best else 0):
-            leading = self._leading(1)[0]
-            if len(leading.draft.meshes) > 1 and not self._over():
-                start = disturbed(self.meshes, leading, self.batch, max_stages, draw, self._score)
-                self._note(start)
+        most = self.stages_scored + self.effort.stages_descended
+        starts = best_timed(self.best.values(), self.effort.refined // 3, key=lambda draft: draft.micro_batches)
+        for start in dict.fromkeys([*self._leading(2), *starts, *self._leading(self.effort.refined)]):
+            if self.stages_scored < most:
                 self._refine(start, micro_batches, max_stages)
+        self._restart(micro_batches, max_stages)
         candidates = self._simulated()
-        exact = is_small(self.meshes) and self._walked(candidates, micro_batches, max_stages)
-        exact = exact and not self.settings.unpriced
         if not candidates and self._over():
             raise InfeasibleError(
                 f"the search ended before it found a plan that fits, after {time.monotonic() - self.began:.1f} seconds "
@@ -239,8 +229,7 @@ class _Search:
         if not candidates:
             raise InfeasibleError(self._shortage())
         candidates.sort(key=lambda one: one.prediction.step_seconds)
-        best = candidates[0].prediction.step_seconds
-        self.bound = best if exact else min(best, self._bound(micro_batches, best))
+        self.bound = min(self.bound, candidates[0].prediction.step_seconds)
         self._tell()
         return Found(
             candidates=tuple(_best_of(candidates, self.settings.top)),
@@ -249,7 +238,6 @@ class _Search:
             points=tuple(self.points),
             tried=self.tried,
             seconds=time.monotonic() - self.began,
-            exact=exact,
         )
 
     def quick_look(self) -> int | None:
@@ -257,10 +245,6 @@ class _Search:
         one does."""
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self._drafts(sorted({micro_batches[0], *micro_batches[-MOST_LOOKED_AT:]}), max_stages)
-        if not self.best and is_small(self.meshes):
-            found: list[Candidate] = []
-            self._walked(found, micro_batches, max_stages, enough=1)
-            return found[0].micro_batches if found else None
         return self._leading(1)[0].draft.micro_batches if self.best else None
 
     # What is tried
@@ -271,10 +255,8 @@ class _Search:
         for schedule in self.settings.priced:
             self._single_strategies(micro_batches, schedule, max_stages)
             self._single_stages(micro_batches, schedule)
-            tried = {
-                *_spread(dividing, self.effort.micro_batches),
-                *(count for count in matching if count in micro_batches),
-            }
+            few = micro_batches if len(micro_batches) <= FEW_NUMBERS else _spread(dividing, self.effort.micro_batches)
+            tried = {*few, *(count for count in matching if count in micro_batches)}
             self._families(sorted(tried), schedule, max_stages)
             while self.best and not self._over():
                 leading = self._leading(1)[0]
@@ -289,8 +271,6 @@ class _Search:
     def _micro_batches(self) -> list[int]:
         if self.settings.micro_batches is not None:
             return [self.settings.micro_batches]
-        if is_small(self.meshes):
-            return sorted({-(-self.batch // rows) for rows in range(1, self.batch + 1)})
         small = [count for count in range(1, isqrt(self.batch) + 1) if self.batch % count == 0]
         found = {*small, *(self.batch // count for count in small), *self.meshes.matching_micro_batches(self.batch)}
         few = (-(-self.batch // count) for count in range(1, FEW_MICRO_BATCHES + 1))  # rows, of which some are equal
@@ -301,14 +281,19 @@ class _Search:
         most = min(len(self.meshes.chain), len(self.meshes.prices.cluster.devices))
         return min(most, self.settings.max_stages or most)
 
+    def _restart(self, micro_batches: Sequence[int], max_stages: int) -> None:
+        """Descend again, from some random moves away from one of the best plans."""
+        draw, most = Random(self.settings.seed), self.stages_scored + self.effort.stages_restarted
+        for _ in range(self.effort.restarts if self.best else 0):
+            if self._over() or self.stages_scored > most:
+                break
+            start = draw.choice(self._leading(self.effort.leaders))
+            start = disturbed(self.meshes, start, self.batch, max_stages, draw, self._score)
+            self._note(start)
+            self._refine(start, micro_batches, max_stages)
+
     def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
-        scored = 0
-
-        def note(one: Scored) -> None:
-            nonlocal scored
-            scored += len(one.draft.meshes)
-            self._note(one)
-
+        most = self.stages_scored + self.effort.stages_refined
         refined(
             self.meshes,
             start,
@@ -316,9 +301,9 @@ class _Search:
             micro_batches=micro_batches,
             max_stages=max_stages,
             score=self._score,
-            tried=note,
+            tried=self._note,
             kept=self._keep,
-            stop=lambda: self._over() or scored > self.effort.stages_refined,
+            stop=lambda: self._over() or self.stages_scored > most,
         )
 
     def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
@@ -340,7 +325,7 @@ class _Search:
 
     def _single_stages(self, micro_batches: Sequence[int], schedule: str) -> None:
         """One stage on all devices, on those of some types, on a node or on a device, at each degree, for few
-        micro-batches: on slow networks few devices are quicker than many."""
+        micro-batches: on slow networks few devices are faster than many."""
         pools = self.meshes.pools
         every = [len(pool.ranks) for pool in pools]
         chosen = (
@@ -361,7 +346,7 @@ class _Search:
                     self._draft((mesh,), count, schedule)
 
     def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
-        promising: list[tuple[float, Sequences | Runs, int, int]] = []
+        promising: list[tuple[float, DeviceCountProgram | GroupedStages, int, int]] = []
         near, solved = self._best_seconds(), 0
         wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
         waiting = self._waiting(micro_batches, max_stages)
@@ -388,7 +373,7 @@ class _Search:
                 self.lacking.append(_Lacking(family, family.micro_batches, schedule, 1.0))
             solved += near < inf or bool(promises)
             promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
-            if promises and promises[0] < near:  # it may not keep what it promises: unlike stages are slow to send
+            if promises and promises[0] < near:  # simulation may be slower: mixed stages are slow to send
                 cut = (one for meshes in found.at(0) for one in self._cut(meshes, family.micro_batches, schedule))
                 near = min([near, *(one.timed.seconds for one in cut if one.fits)])
         for one in waiting:
@@ -400,7 +385,7 @@ class _Search:
                 self._drop(one.family.name, f"could only come near the best, after {solved} that could reach more")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
-        self._score_best(islice(sequences, self.effort.sequences * wider), schedule)
+        self._score_best(sequences, schedule, self.effort.stages_cut * wider)
 
     def _waiting(self, micro_batches: Sequence[int], max_stages: int) -> list[_Waiting]:
         """A heap of all families, those first that could come to least if layers were divided as one likes."""
@@ -412,18 +397,20 @@ class _Search:
         heapify(found)
         return found
 
-    def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str) -> None:
-        """Cut and score the first of some sequences with numbers of micro-batches, and cut the best of them exactly."""
+    def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str, stages: int) -> None:
+        """Cut and score the first sequences with numbers of micro-batches, up to a total number of stages, and cut the
+        best of them exactly."""
         scored: list[Scored] = []
         for sequence, count in sequences:
-            if self._over():
+            stages -= len(sequence)
+            if stages < 0 or self._over():
                 break
             scored += self._cut(sequence, count, schedule)
         for one in best_timed(scored, self.effort.cut_exactly):
             self._keep(one if self._over() else cut_exactly(self.meshes, one, self.batch, self._score))
 
     def _cut(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> list[Scored]:
-        """Drafts of a sequence with its likely cuts."""
+        """Partial plans of a sequence with its likely cuts."""
         every = likely_cuts(self.meshes, sequence, self.batch, count, schedule)
         scored = [self._scored(sequence, starts, count, schedule) for starts in every]
         for one in scored:
@@ -433,20 +420,23 @@ class _Search:
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
             return
-        starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
-        if starts is None:
+        whole = (0,) if len(sequence) == 1 and allowed(self.meshes, sequence, (0,)) else None
+        starts = whole or best_cuts(self.meshes, sequence, self.batch, count, schedule)
+        scored = starts and self._scored(sequence, starts, count, schedule)
+        if scored:
+            self._note(scored)
+        if not scored or not scored.fits:
             self._drop(f"{len(sequence)} stages", "no cut fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
-        else:
-            self._note(self._scored(sequence, starts, count, schedule))
 
     def _scored(self, sequence: tuple[Mesh, ...], starts: tuple[int, ...], count: int, schedule: str) -> Scored:
-        return self._score(Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
+        return self._score(PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
 
-    def _score(self, draft: Draft) -> Scored:
-        """As `score_draft`, once."""
+    def _score(self, draft: PartialPlan) -> Scored:
+        """Cached `score_partial`."""
         if draft not in self.scores:
-            self.scores[draft] = score_draft(self.meshes, draft, self.batch)
+            self.stages_scored += len(draft.meshes)
+            self.scores[draft] = score_partial(self.meshes, draft, self.batch)
         return self.scores[draft]
 
     # What is known
@@ -482,7 +472,7 @@ class _Search:
         )
 
     def _leading(self, count: int) -> list[Scored]:
-        """The best drafts so far, each of other meshes, timed."""
+        """The best partial plans so far, each of other meshes, timed."""
         return best_timed(self.best.values(), count)
 
     def _best_seconds(self) -> float:
@@ -498,60 +488,30 @@ class _Search:
     # The answer
 
     def _simulated(self) -> list[Candidate]:
-        """The best drafts on ranks; of those that take the same, as on types that are equal, one. The best of one stage
-        is among them: how much of its sums of gradients runs beside the last backward only a compiled plan knows."""
-        more = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
+        """The best partial plans on ranks, one of several with equal times. The best plan of one stage is among them,
+        because only a compiled plan knows how much of its gradient reductions overlaps the last backward."""
+        most = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
         alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
-        found: list[Candidate] = []
+        leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
+        found: dict[tuple[Mesh, ...], Candidate] = {}
         seen: set[tuple[Times, int, str]] = set()
-        for scored in [*alone, *self._leading(more + SPARE)]:
-            look = scored.times, scored.draft.micro_batches, scored.draft.schedule
-            if len(found) > more or look in seen:
+        for scored in [*alone, *leading]:
+            draft = scored.draft
+            look = scored.times, draft.micro_batches, draft.schedule
+            if len(seen) > most or look in seen:
                 continue
-            candidate = laid_out(self.meshes, scored.draft, self.batch)
+            candidate = laid_out(self.meshes, draft, self.batch)
             if candidate.prediction.fits:
-                found.append(candidate)
                 seen.add(look)
-        return found
-
-    def _walked(
-        self, candidates: list[Candidate], micro_batches: Sequence[int], max_stages: int, enough: int | None = None
-    ) -> bool:
-        """Add what is better than *candidates* of all plans; False if that ended before all were seen."""
-
-        def better(candidate: Candidate) -> None:
-            self.tried += 1
-            candidates.append(candidate)
-
-        return walk(
-            self.meshes,
-            self.batch,
-            micro_batches=micro_batches,
-            schedules=self.settings.priced,
-            max_stages=max_stages,
-            best_seconds=min((one.prediction.step_seconds for one in candidates), default=inf),
-            found=better,
-            stop=lambda: self._over() or len(candidates) == enough,
-        )
-
-    def _bound(self, micro_batches: Sequence[int], best: float) -> float:
-        """No plan takes less; *best*: seconds of one that is known. Once the time is over nothing is tried for it.
-
-        Of schedules without a price only the work is known.
-        """
-        if self.settings.unpriced:
-            return self.bound
-        tries = 0 if self._over() else TRIES
-        given = (self.meshes, self.batch, micro_batches, self.settings.priced)
-        found = bound_seconds(*given, known=best, tries=tries)
-        if self.settings.thorough:
-            found = raised_seconds(*given, least=found, known=best, over=self._over)
-        return found
+                known = found.get(draft.meshes)
+                if known is None or candidate.prediction.step_seconds < known.prediction.step_seconds:
+                    found[draft.meshes] = candidate
+        return list(found.values())
 
     # Nothing fits
 
     def _shortage(self) -> str:
-        """What the plan that comes nearest lacks, and which changes would do."""
+        """Error text for the nearest plan, with changes that would fit."""
         for given, count, schedule, _ in sorted(self.lacking, key=lambda one: -one.held)[:MOST_MISSING]:
             sequence = given.all_devices() if isinstance(given, Family) else given
             starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
@@ -567,11 +527,10 @@ class _Search:
         """The `quick_look` of another search, which ends with the first plan that fits."""
         if settings.micro_batches is not None and batch % settings.micro_batches:
             settings = replace(settings, micro_batches=None)
-        meshes = Meshes(
+        meshes = CostTable(
             prices=replace(prices, batch=batch),
             pools=pools_of(prices.cluster),
             chain=self.meshes.chain,
-            exact_rows=self.meshes.exact_rows,
         )
         look = _Search(
             meshes=meshes,
@@ -593,7 +552,7 @@ def _best_of(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def _spread(values: Sequence[_T], most: int) -> list[_T]:
-    """At most so many of the values, the first and the last among them."""
+    """A given number of the values, including the first and the last."""
     if len(values) <= most:
         return list(values)
     step = (len(values) - 1) / (most - 1)

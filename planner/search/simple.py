@@ -14,15 +14,13 @@ from math import inf
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
-from whale.planner.search.chain import Chain
-from whale.planner.search.choices import Candidate, SearchSettings
-from whale.planner.search.devices import Mesh, Pool, pools_of
-from whale.planner.search.drafts import Draft, Scored, best_cuts, best_timed, score_draft
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan, Scored, allowed, best_cuts, best_timed, score_partial
+from whale.planner.search.problem import Candidate, SearchSettings
+from whale.planner.search.space import Chain, Mesh, Pool, pools_of
+from whale.planner.search.table import CostTable
 
 __all__ = ["least_after_compiling", "simple_plans"]
 
@@ -55,13 +53,12 @@ def simple_plans(
         profile,
         cluster,
         precision=settings.precision,
-        stack=WHALE if settings.eager else Stack(name="megatron"),
         optimizer=settings.optimizer,
         batch=batch,
         known=known,
     )
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
     most = min(len(chain), settings.max_stages or len(chain))
     drafts: dict[str, list[Scored]] = {}
     for kind, sequence in _sequences(meshes):
@@ -80,7 +77,7 @@ def least_after_compiling(candidate: Candidate) -> float:
     return prediction.step_seconds - sum(prediction.breakdown.get(part, 0.0) for part in ("reduction", "overhead"))
 
 
-def _sequences(meshes: Meshes) -> Iterator[tuple[str, tuple[Mesh, ...]]]:
+def _sequences(meshes: CostTable) -> Iterator[tuple[str, tuple[Mesh, ...]]]:
     """The meshes of each kind; some come twice."""
     pools = meshes.pools
     every = tuple(len(pool.ranks) for pool in pools)
@@ -128,23 +125,28 @@ def _micro_batches(batch: int, settings: SearchSettings, stages: int) -> list[in
     return [found[round(place * (len(found) - 1) / (MOST_COUNTS - 1))] for place in range(MOST_COUNTS)]
 
 
-def _scored(meshes: Meshes, sequence: tuple[Mesh, ...], batch: int, count: int, schedule: str) -> Scored | None:
+def _scored(meshes: CostTable, sequence: tuple[Mesh, ...], batch: int, count: int, schedule: str) -> Scored | None:
     """The sequence with its best cuts; None where it does not fit. One stage may fit with other rows than by speed."""
     if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
         return None
-    starts = best_cuts(meshes, sequence, batch, count, schedule)
-    if starts is None and (len(sequence) > 1 or sum(map(bool, sequence[0].counts)) == 1):
+    starts = (0,) if len(sequence) == 1 else best_cuts(meshes, sequence, batch, count, schedule)
+    if starts is None or not allowed(meshes, sequence, starts):
         return None
-    draft = Draft(meshes=sequence, starts=starts or (0,), micro_batches=count, schedule=schedule)
-    return score_draft(meshes, draft, batch)
+    plan = PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule)
+    return score_partial(meshes, plan, batch)
 
 
-def _best(meshes: Meshes, drafts: Sequence[Scored], batch: int) -> Candidate | None:
-    """The fastest of the first few that fit on their ranks."""
-    best = min(best_timed(drafts, MOST_LAID_OUT), key=lambda one: one.seconds, default=None)
-    limit = inf if best is None else best.seconds
-    unsure = [one for one in drafts if 1 < one.fullness < MOST_FULL and one.seconds < limit]
-    chosen = [*sorted(unsure, key=lambda one: one.seconds)[-MOST_LAID_OUT:], *best_timed(drafts, MOST_LAID_OUT)]
-    found = (laid_out(meshes, one.draft, batch) for one in chosen)
+def _best(meshes: CostTable, drafts: Sequence[Scored], batch: int) -> Candidate | None:
+    """The fastest of the first few that fit on their ranks: by speed, or with other rows where types are mixed."""
+    leading = best_timed(drafts, MOST_LAID_OUT)
+    limit = leading[0].seconds if leading else inf
+    unsure = [one for one in drafts if 1 < one.fullness < MOST_FULL and one.seconds < limit and _is_mixed(one)]
+    nearest = sorted(unsure, key=lambda one: one.fullness)[:MOST_LAID_OUT]
+    found = (laid_out(meshes, one.draft, batch) for one in (*nearest, *leading))
     fitting = (one for one in found if one.prediction.fits)
     return min(fitting, key=lambda one: one.prediction.step_seconds, default=None)
+
+
+def _is_mixed(scored: Scored) -> bool:
+    """Whether its first stage has devices of several types."""
+    return sum(map(bool, scored.draft.meshes[0].counts)) > 1

@@ -1,8 +1,8 @@
-"""What the search chose, as a plan that the executor runs: annotations by module path, ranks, axes and shares.
+"""Conversion of a candidate to a plan for the executor: annotations by module path, ranks, axes and shares.
 
-The first layer of a stage is annotated with ``stage(n)`` and the others follow it by the flow of data; where something
-is split, every module that computes is told so, in as few keys as it takes; where experts are split, they alone are. It
-chooses nothing, and knows a model only as a list of which module computes in which stage.
+The first layer of a stage is annotated with ``stage(n)`` and the others follow it by the data flow. For a split, every
+module that computes is annotated, with as few keys as possible; if experts are split, only they are. It decides
+nothing, and knows a model only as a list of modules and the stages in which they compute.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ def _nest(stage: StageChoice) -> tuple[str, ...]:
 def _nests(
     stages: Sequence[StageChoice], places: Sequence[tuple[str, int]], anchors: set[str]
 ) -> dict[str, tuple[str, ...]]:
-    """What each module is told that computes outside the anchors, where it is not what the module around it is told.
+    """Annotation of each module that computes outside the anchors and differs from the module around it.
 
-    A module is told what all that lies in it is told, or else what its own operators are. Where these lie in stages
-    that are split otherwise, they are computed in parts of the batch, as without an annotation.
+    A module gets the annotation common to all modules in it, or else that of its own operators. If these lie in stages
+    with different splits, they are replicated over the batch, as without an annotation.
     """
     own: dict[str, set[int]] = {}
     below: dict[str, set[int]] = {}
@@ -162,7 +162,7 @@ def _nests(
         around = told[path.rpartition(".")[0]] if path else ()
         where = below[path] if len({nests[stage] for stage in below[path]}) == 1 else own.get(path, set())
         wanted = {nests[stage] for stage in where}
-        if not where:  # it computes nothing itself: what it holds is told apart
+        if not where:  # it computes nothing itself: its modules have different annotations
             told[path] = around
             continue
         told[path] = wanted.pop() if len(wanted) == 1 else ()
@@ -181,7 +181,7 @@ _NUMBER = re.compile(r"(^|.*\.)(\d+)($|\..*)")
 
 
 def _folded(annotations: Annotations) -> dict[str, tuple[str, ...]]:
-    """Paths that differ in their last number alone and are told the same, as one key with ranges.
+    """Merge paths with equal annotations that differ in their last number alone into one key with ranges.
 
     >>> _folded({"h.0": ("split(2)",), "h.1": ("split(2)",), "h.4": ("split(2)",), "head": ("split(2)",)})
     {'head': ('split(2)',), 'h.[0-1,4]': ('split(2)',)}

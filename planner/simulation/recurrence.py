@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.ir.workload import Workload
+from whale.ir.workload import Reduction, Workload
 from whale.planner.simulation.simulate import simulate
 from whale.planner.simulation.timeline import Timeline
 
@@ -137,6 +137,11 @@ class _Inputs(NamedTuple):
     free: Array
 
 
+def _stretched(reduction: Reduction) -> float:
+    """Seconds of a sum of gradients while ranks compute."""
+    return reduction.seconds * (1 + reduction.stretch)
+
+
 class _Pass:
     """Evaluate the first *count* micro-batches and the end of a step, and extrapolate those between.
 
@@ -164,7 +169,19 @@ class _Pass:
         self.ends = np.zeros((2, len(self.slots), num))
         self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
         self.inputs = [self._inputs(ahead) for ahead in (False, True)]
+        self.slower = self._slower()
         self.sending = np.array([self._sending(ahead) for ahead in (False, True)])
+
+    def _slower(self) -> Array:
+        """Seconds by which each rank's last backward is slower because of the gradient sums beside it."""
+        found, place = np.zeros(len(self.ranks)), {rank: index for index, rank in enumerate(self.ranks)}
+        for reduction in self.workload.reductions:
+            slowdowns = reduction.slowdown or (self.workload.overlap_slowdown,) * len(reduction.ranks)
+            for rank, slowdown in zip(reduction.ranks, slowdowns, strict=True):
+                alone = (1 - reduction.ready) * self.seconds[0, place[rank]] * self.workload.last_share
+                both = min(alone * (1 + slowdown), _stretched(reduction))
+                found[place[rank]] += both - both / (1 + slowdown)
+        return found
 
     def _inputs(self, ahead: bool) -> list[_Inputs]:
         """Return the first message that each rank waits for, the second, and so on."""
@@ -231,6 +248,9 @@ class _Pass:
         self.waited[0, own] += issued - free
         self.waited[1, own] += begin - issued
         done = begin + share * self.seconds[int(ahead), own]
+        if last in stages and not ahead:
+            last_ones = slice(self.places[last].start - own.start, self.places[last].stop - own.start)
+            done[last_ones] += self.slower[self.places[last]]
         ends[slot, own] = done
         sending = share * self.sending[int(ahead), own]
         self.free[own] = done + sending
@@ -268,14 +288,23 @@ class _Pass:
     def _ended(self) -> Timing:
         """Add the gradient reductions, one after the other on each rank, and the update."""
         free = dict(zip(self.ranks, self.free.tolist(), strict=True))
-        ready = dict(free)
-        waiting, summed = dict.fromkeys(ready, 0.0), dict.fromkeys(ready, 0.0)
+        slower = dict(zip(self.ranks, self.slower.tolist(), strict=True))
+        last_backward = dict(zip(self.ranks, (self.seconds[0] * self.workload.last_share).tolist(), strict=True))
+        ready = dict.fromkeys(free, 0.0)
+        waiting, summed = dict.fromkeys(free, 0.0), dict(slower)
         for reduction in self.workload.reductions:
-            start = max(max(free[index], ready[index]) for index in reduction.ranks)
-            for index in reduction.ranks:
-                waiting[index] += start - ready[index]
-                summed[index] += reduction.seconds
-                ready[index] = start + reduction.seconds
+            alone = 1 - reduction.ready  # of the last backward, that sums run beside
+            left = {r: alone * last_backward[r] + slower[r] if alone else 0.0 for r in reduction.ranks}
+            start = max(max(free[r] - left[r], ready[r]) for r in reduction.ranks)
+            beside = max(0.0, *(free[r] - start for r in reduction.ranks))  # for which any rank computes
+            hidden = beside / (1 + reduction.stretch)
+            end = start + (beside + reduction.seconds - hidden if hidden < reduction.seconds else _stretched(reduction))
+            for rank in reduction.ranks:
+                since = max(free[rank], ready[rank])
+                waiting[rank] += max(0.0, start - since)
+                summed[rank] += max(0.0, end - max(since, start))
+                ready[rank] = end
+        ready = {rank: max(at, free[rank]) for rank, at in ready.items()}
         update = self.workload.update or (0.0,) * self.workload.world_size
         ends = {index: at + update[index] for index, at in ready.items()}
         last = max(ends, key=lambda index: (ends[index], -index))

@@ -90,7 +90,7 @@ def test_what_the_search_proposes_for_unlike_nodes_runs_with_the_local_gradients
     )
     link = Link(bandwidth=1e10, latency=1e-6)
     cluster = Cluster.of([("a", fast), ("b", slow)], inter=link)
-    settings = SearchSettings(eager=True, top=4, time_limit=60.0)
+    settings = SearchSettings(top=4, time_limit=60.0)
     found = search_plans(profile, cluster, batch=8, settings=settings, trial=trial)
     assert not found.refused
     plans = [choice.plan for choice in found.choices if choice.compiled]

@@ -18,7 +18,7 @@ from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.cost.optimizers import Optimizer
-from whale.predict.peak_memory import occupancy
+from whale.predict.peak_memory import peak_memory
 from whale.runtime.launch import World
 
 STAGES = {"layers.0": stage(), "layers.1": stage()}
@@ -86,5 +86,5 @@ def test_predicted_bytes_are_the_counted_ones(
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)
     for rank, peak in enumerate(found):
-        predicted = occupancy(compilation, rank, schedule=schedule, optimizer=optimizer).total
+        predicted = peak_memory(compilation, rank, schedule=schedule, optimizer=optimizer).total
         assert peak <= predicted <= 1.02 * peak

@@ -61,7 +61,7 @@ def test_what_the_search_finds_is_the_local_step(worlds: Worlds, fixed: Fixed) -
     assert len(profile.layers) == LAYERS
     card = DeviceType.of("cpu-card", speed={"float32": 1e12}, memory_bytes=2**34, memory_bandwidth=1e11)
     cluster = Cluster.homogeneous(4, card, intra=Link(bandwidth=1e9, latency=1e-6))
-    settings = SearchSettings(eager=True, fixed=fixed, top=1, time_limit=60.0)
+    settings = SearchSettings(fixed=fixed, top=1, time_limit=60.0)
     best = search_plans(profile, cluster, batch=8, settings=settings, trial=trial).best
     assert best.compiled
     assert all(stage.degrees == (fixed.degrees[0].data, 1, fixed.degrees[0].expert) for stage in best.candidate.stages)

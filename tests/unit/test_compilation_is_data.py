@@ -14,7 +14,7 @@ from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
-from whale.predict.peak_memory import brief_occupancy, occupancy
+from whale.predict.peak_memory import brief_peak_memory, peak_memory
 from whale.predict.traffic import traffic
 from whale.runtime.failure import Failures
 from whale.runtime.random import Clock
@@ -82,8 +82,8 @@ def test_nothing_that_runs_or_tries_a_compilation_changes_it() -> None:
         step(compilation, rank, "one")
         traffic(compilation, rank)
         for device in ("cpu", "cuda"):
-            occupancy(compilation, rank, schedule="1f1b", device=device)
-            brief_occupancy(compilation, rank, schedule="1f1b", device=device)
+            peak_memory(compilation, rank, schedule="1f1b", device=device)
+            brief_peak_memory(compilation, rank, schedule="1f1b", device=device)
     assert compilation.check(0, None) == other.check(0, None)
     assert texts(compilation) == before
     bridges = [b for own in programs(compilation).values() for program in own for b in program.bridges]

@@ -11,12 +11,12 @@ from torch import nn
 
 import whale
 from tests.small_models import decoder, tokens
-from whale.graph.capture import capture
+from whale.graph.capture import Batch, capture
 from whale.graph.identity import model_hash
 from whale.graph.ordering import settle_order
 
 
-def hash_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
+def hash_of(model: nn.Module, batch: Batch) -> str:
     captured = capture(model, batch)
     settle_order(captured)
     return model_hash(captured)
@@ -46,6 +46,24 @@ def test_the_hash_is_not_of_the_number_type_even_where_a_model_casts() -> None:
     assert hash_of(llama(), batch) != hash_of(llama(hidden=48), batch)
 
 
+class Masked(torch.nn.Linear):
+    """Masks with the least number of its number type, as many attentions do."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(input)
+        return (
+            scores.masked_fill(scores > 1, torch.finfo(scores.dtype).min).clamp(min=torch.finfo(scores.dtype).eps).sum()
+        )
+
+
+def test_the_hash_is_not_of_the_limits_of_a_number_type() -> None:
+    found = set()
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        with torch.device("meta"):
+            found.add(hash_of(Masked(4, 4, dtype=dtype), (torch.zeros(2, 4, dtype=dtype),)))
+    assert len(found) == 1
+
+
 def test_other_sizes_operators_and_ties_are_other_models() -> None:
     found = {hash_of(decoder(**sizes), tokens()) for sizes in ({}, {"layers": 3}, {"width": 20}, {"heads": 2})}
     assert len(found) == 4
@@ -57,7 +75,7 @@ def test_other_sizes_operators_and_ties_are_other_models() -> None:
 def test_another_process_finds_the_same_hash() -> None:
     code = """
 from tests.small_models import decoder, tokens
-from whale.graph.capture import capture
+from whale.graph.capture import Batch, capture
 from whale.graph.identity import model_hash
 from whale.graph.ordering import settle_order
 captured = capture(decoder(), tokens())

@@ -28,7 +28,7 @@ from whale.ir.workload import Workload
 from whale.planner.balance.by_speed import pipeline_by_speed
 from whale.planner.simulation.simulate import simulate
 from whale.predict.costs import Costs
-from whale.predict.peak_memory import Known, brief_occupancy, occupancy
+from whale.predict.peak_memory import Known, brief_peak_memory, peak_memory
 from whale.predict.workload import Backward
 from whale.strategies.profile import profile_model
 
@@ -304,7 +304,7 @@ def test_a_single_micro_batch_tells_what_a_step_holds(schedule: str) -> None:
     options = Options(micro_batches=6, schedule=schedule)
     compilation = compile_model(model, tokens(24, 32), cluster(1, 1), options, device="cpu", training=True)
     for rank in range(2):
-        whole, brief = (held(compilation, rank, schedule=schedule) for held in (occupancy, brief_occupancy))
+        whole, brief = (held(compilation, rank, schedule=schedule) for held in (peak_memory, brief_peak_memory))
         assert brief.total == pytest.approx(whole.total, rel=0.15)  # messages weigh much in a small model
 
 
@@ -321,8 +321,8 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
         compilation = compile_traced(traced, machines, options, device=device)
         stages = [{rank for rank in range(12) if rank in own.mesh.ranks} for own in compilation.stages]
         for rank in range(12):
-            alone = brief_occupancy(compilation, rank, schedule="1f1b", device=device)
-            told = brief_occupancy(compilation, rank, schedule="1f1b", device=device, known=known)
+            alone = brief_peak_memory(compilation, rank, schedule="1f1b", device=device)
+            told = brief_peak_memory(compilation, rank, schedule="1f1b", device=device, known=known)
             assert told == alone
             for index, calls in told.calls.items():
                 assert {other for call in (*calls.forward, *calls.backward) for other in call.ranks} <= stages[index]

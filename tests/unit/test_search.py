@@ -12,14 +12,11 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
-from whale.planner.cost.configuration import Configuration
-from whale.planner.cost.estimate import estimate
 from whale.planner.cost.stage import CostModel
-from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, search
-from whale.planner.search.chain import Chain
-from whale.planner.search.devices import Mesh, lay_out, pools_of
-from whale.planner.search.drafts import Draft, likely_cuts, score_draft
-from whale.planner.search.meshes import Meshes
+from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, StageChoice, evaluate, search
+from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
+from whale.planner.search.space import Chain, Mesh, lay_out, pools_of
+from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
 
 A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
@@ -49,15 +46,26 @@ def found(num_layers: int = 12, batch: int = 32, cluster: Cluster | None = None,
 
 @pytest.mark.parametrize("counts", [(2,), (1, 1)])
 def test_no_uniform_degrees_are_faster(counts: tuple[int, ...]) -> None:
-    """Megatron's space, with cuts and rows by speed."""
+    """Megatron's space: even cuts, all stages of the same degrees, ranks in order."""
     profile = ModelProfile.load(GOLDEN).model_copy(update={"tied": ()})
     cluster = nodes(*counts)
     best = search(profile, cluster, batch=64, settings=SearchSettings(precision="fp16", time_limit=300)).best
-    for tensor, pipeline, micro_batch in ((8, 2, 1), (8, 2, 2), (8, 1, 1), (1, 16, 1)):
-        degrees = Configuration(
-            batch=64, micro_batch=micro_batch, tensor=tensor, pipeline=pipeline, precision="fp16", balance="speed"
-        )
-        uniform = estimate(profile, cluster, degrees).prediction
+    num_layers = len(profile.layers)
+    for tensor, pipeline, rows in ((8, 2, 1), (8, 2, 2), (8, 1, 1), (1, 16, 1)):
+        size = 16 // pipeline
+        stages = [
+            StageChoice(
+                first=num_layers * stage // pipeline,
+                last=num_layers * (stage + 1) // pipeline,
+                ranks=tuple(range(stage * size, (stage + 1) * size)),
+                data=size // tensor,
+                tensor=tensor,
+                rows=(rows,) * (size // tensor),
+            )
+            for stage in range(pipeline)
+        ]
+        micro_batches = 64 * tensor // size // rows
+        uniform = evaluate(profile, cluster, stages, micro_batches=micro_batches, precision="fp16").prediction
         if uniform.fits:
             assert best.prediction.step_seconds <= uniform.step_seconds * 1.001
 
@@ -91,13 +99,13 @@ def test_a_fast_and_a_slow_half_are_both_used_by_their_speed() -> None:
 def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tuple[int, int], rows: int) -> None:
     """With two micro-batches, a first stage does both forwards while it would wait for a backward: it may do more."""
     profile, cluster = chain([UNLIKE, layer({FAST.name: 0.03, SLOW.name: 0.02})], (0, 1) * 5), mixed(3, 3)
-    prices = CostModel.of(profile, cluster)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))
+    prices = CostModel.of(profile, cluster, batch=rows)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))
     sequence = (Mesh((counts[0], 0), 1), Mesh((0, counts[1]), 1))
 
     def seconds(start: int) -> float:
-        draft = Draft(meshes=sequence, starts=(0, start), micro_batches=rows // 2, schedule="1f1b")
-        return score_draft(meshes, draft, rows).timed.seconds
+        draft = PartialPlan(meshes=sequence, starts=(0, start), micro_batches=rows // 2, schedule="1f1b")
+        return score_partial(meshes, draft, rows).timed.seconds
 
     cuts = likely_cuts(meshes, sequence, rows, rows // 2, "1f1b")
     assert min(seconds(start) for _, start in cuts) <= min(map(seconds, range(1, 10))) * 1.01
@@ -115,7 +123,10 @@ def test_devices_behind_a_slow_network_do_not_make_a_plan_slower(others: tuple[t
         for cluster in (near, every)
     )
     assert len(alone.best.stages) > 1
-    assert more.best.prediction.step_seconds <= alone.best.prediction.step_seconds * 1.001
+    (less, idle) = (  # without what all ranks do together at the end of a step, with or without a stage
+        one.best.prediction.step_seconds - one.best.workload.overhead for one in (alone, more)
+    )
+    assert idle <= less * 1.001
 
 
 def test_of_plans_that_differ_in_the_names_of_types_alone_one_is_shown() -> None:
@@ -193,19 +204,19 @@ def test_micro_batches_schedule_and_number_of_stages_are_kept() -> None:
         assert candidate.micro_batches == 8 and candidate.schedule == "gpipe" and len(candidate.stages) <= 2
 
 
-def test_with_a_schedule_that_has_no_price_plans_are_those_of_1f1b_and_the_bound_is_their_work() -> None:
+def test_with_a_schedule_that_has_no_price_plans_are_those_of_1f1b() -> None:
     usual, more = found(), found(schedules=("1f1b", "zero_bubble"))
     assert [one.stages for one in more.candidates] == [one.stages for one in usual.candidates]
     assert {one.schedule for one in more.candidates} == {"1f1b"}
-    assert 0 < more.bound_seconds < usual.bound_seconds and not more.exact
+    assert more.bound_seconds == usual.bound_seconds
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"micro_batches": 5}, "do not divide a batch of 32"),
-        ({"schedules": ("interleaved",)}, "knows the schedules gpipe, 1f1b, .*given was 'interleaved'"),
-        ({"schedules": ()}, "given was none"),
+        ({"schedules": ("interleaved",)}, "searched with the schedules gpipe, 1f1b, .*not 'interleaved'"),
+        ({"schedules": ()}, "not none"),
         ({"time_limit": 0.0}, "time limit"),
         ({"fixed": Fixed(starts=(12,))}, "layers 0 to 11"),
         ({"fixed": Fixed(starts=(4,), uncut=((3, 6),))}, "within layers"),

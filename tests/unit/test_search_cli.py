@@ -95,6 +95,12 @@ def run(*arguments: str) -> Result:
 GIVEN = ("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--batch", "8", "--top", "2")
 
 
+def test_a_batch_of_very_many_rows_takes_no_longer(folder: Path) -> None:
+    """Nothing is tried row by row: 10^10 + 1 rows have no divisor in reach, so that micro-batches are ragged."""
+    done = run("--profile", PROFILE, "--cluster", "a100.toml", "--batch", str(10**10 + 1), "--precision", "bf16", "-q")
+    assert done.exit_code in (0, 4), done.output
+
+
 def test_what_was_assumed_stands_in_the_output_with_what_changes_it(folder: Path) -> None:
     done = run(*GIVEN)
     assert "assumed:\n  fp32, the model's number type; --precision NAME changes it\n  the state of adamw" in done.stdout
@@ -178,6 +184,12 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
         ((*GIVEN, "--batch", "8,4-2"), "Invalid value for '--batch': '8,4-2': the range 4-2 goes down; write 2-4"),
         ((*GIVEN, "--batch", "0"), "Invalid value for '--batch': '0': 0 is less than 1"),
         ((*GIVEN, "--batch", "0-2"), "Invalid value for '--batch': '0-2': 0 is less than 1"),
+        ((*GIVEN, "--precision", "fp8"), "--precision fp8: a model runs in fp64, fp32, fp16, bf16, tf32"),
+        (
+            ("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "fp8"),
+            "--precision fp8: a model",
+        ),
+        ((*GIVEN, "--batch", str(2**41)), "a batch has at most 1,099,511,627,776 rows"),
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tuple[str, ...], says: str) -> None:
@@ -279,7 +291,7 @@ def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
 def test_where_no_case_fits_the_table_is_shown_and_it_ends_with_four(folder: Path, form: tuple[str, ...]) -> None:
     done = run("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8,16", *form)
     assert done.exit_code == 4, done.output
-    assert "nothing fits in any of the 2 cases" in done.stderr
+    assert "no plan fits in any of the 2 cases" in done.stderr
     reasons = [case["reason"] for case in json.loads(done.stdout)["cases"]] if form else done.stdout.splitlines()[1:3]
     assert len(reasons) == 2 and all("GiB" in reason for reason in reasons)
 

@@ -137,14 +137,14 @@ def test_what_fits_depends_on_the_optimizer() -> None:
     )
     cluster = Cluster.homogeneous(1, card, intra=A100.intra_node)
     for optimizer, fits in (("sgd", True), ("adamw", False)):
-        settings = SearchSettings(eager=True, optimizer=optimizer, time_limit=60.0)  # type: ignore[arg-type]
+        settings = SearchSettings(optimizer=optimizer, time_limit=60.0)  # type: ignore[arg-type]
         with nullcontext() if fits else pytest.raises(InfeasibleError):
             assert search(small(), cluster, batch=8, settings=settings).best.prediction.fits
 
 
 def test_an_optimizer_that_nobody_knows_is_refused() -> None:
     with pytest.raises(UsageError, match="adamw"):
-        search(small(), CLUSTER, batch=8, settings=SearchSettings(eager=True, optimizer="adam"))  # type: ignore[arg-type]
+        search(small(), CLUSTER, batch=8, settings=SearchSettings(optimizer="adam"))  # type: ignore[arg-type]
 
 
 def test_what_is_too_large_for_eight_devices_is_split_over_more() -> None:

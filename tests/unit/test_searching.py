@@ -49,7 +49,7 @@ def profile(**sizes: float) -> ModelProfile:
 
 
 def searched(model: Model, given: ModelProfile, cluster: Cluster, **settings: Any) -> Any:
-    return search_plans(given, cluster, batch=16, settings=SearchSettings(eager=True, **settings), trial=model)
+    return search_plans(given, cluster, batch=16, settings=SearchSettings(**settings), trial=model)
 
 
 def faster(num_stages: int, factor: float) -> Callable[[Plan, Prediction], Prediction]:
@@ -83,11 +83,7 @@ def test_one_stage_wins_where_its_sums_run_beside_the_backward() -> None:
     pipeline = searched(Model(faster(1, 1.0)), given, cluster).best
     assert len(pipeline.plan.stages) > 1
     alone = min(
-        (
-            one
-            for one in simple_plans(given, cluster, batch=16, settings=SearchSettings(eager=True))
-            if len(one.stages) == 1
-        ),
+        (one for one in simple_plans(given, cluster, batch=16, settings=SearchSettings()) if len(one.stages) == 1),
         key=lambda one: one.prediction.step_seconds,
     )
     needed = 0.98 * pipeline.prediction.step_seconds / alone.prediction.step_seconds

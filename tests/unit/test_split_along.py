@@ -17,7 +17,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan, PlanAxis, PlanStage
 from whale.ir.strategy import Scope, Strategy, decode_scopes, encode_scopes, parse_strategy
 from whale.planner.search.constraints import fixed_by
-from whale.predict.peak_memory import occupancy
+from whale.predict.peak_memory import peak_memory
 from whale.strategies.dry_run import stage_calls
 
 SLABS = whale.split(dim=2)
@@ -148,7 +148,7 @@ class Chain(nn.Module):
 def test_half_of_a_volume_takes_little_more_than_half_of_the_activations() -> None:
     batch = {"volume": torch.zeros(1, 1, 32, 8, 8), "labels": torch.zeros(1, 32, 8, 8, dtype=torch.long)}
     alone, half = (
-        occupancy(
+        peak_memory(
             compiled((Chain(), batch), SLABS, size=size),
             0,
             schedule="1f1b",

@@ -127,12 +127,12 @@ def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None
     profile = profile_model(model, batch, name="normalised", captured=own.captured)
     nodes = [(f"node{index}", PROCESSOR) for index in range(4)]
     cluster = Cluster.of(nodes, inter=Link(bandwidth=1e7, latency=5e-5))
-    found = search_plans(profile, cluster, batch=64, settings=SearchSettings(eager=True), trial=own)
+    found = search_plans(profile, cluster, batch=64, settings=SearchSettings(), trial=own)
     assert found.best.compiled
     assert {choice.plan.micro_batches for choice in found.choices} == {1}
     assert not found.refused
     with pytest.raises(UsageError, match="micro_batches=4: .* computes a row of the batch from other rows"):
-        search_plans(profile, cluster, batch=64, settings=SearchSettings(eager=True, micro_batches=4), trial=own)
+        search_plans(profile, cluster, batch=64, settings=SearchSettings(micro_batches=4), trial=own)
 
 
 def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled_pipelines() -> None:
@@ -146,7 +146,7 @@ def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled
         device = DeviceType.of("slow", speed={"float32": 1e7}, memory_bytes=memory, memory_bandwidth=1e8)
         nodes = [(f"node{index}", device) for index in range(2)]
         cluster = Cluster.of(nodes, inter=Link(bandwidth=1e9, latency=5e-5))
-        settings = SearchSettings(eager=True, micro_batches=8, schedules=schedules, fixed=halves, time_limit=100, top=9)
+        settings = SearchSettings(micro_batches=8, schedules=schedules, fixed=halves, time_limit=100, top=9)
         return search_plans(profile, cluster, batch=16, settings=settings, trial=own)
 
     usual = choices(2**36, "1f1b")

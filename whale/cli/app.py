@@ -55,7 +55,7 @@ class WhaleGroup(click.Group):
                 ctx,
                 error,
                 f"whale: internal error: {type(error).__name__}: {error}\n"
-                "This is a fault of Whale: please report it, with what 'whale doctor' and this command with -v print.",
+                "This is a bug in Whale: please report it, with what 'whale doctor' and this command with -v print.",
             )
             ctx.exit(EXIT_FAULT)
 
@@ -81,7 +81,7 @@ def _tell_launcher(error: BaseException, message: str) -> None:
     try:
         Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
     except OSError as failure:
-        click.echo(f"whale: the launcher could not be told: {failure}", err=True)
+        click.echo(f"whale: the launcher could not be notified: {failure}", err=True)
 
 
 @click.group(cls=WhaleGroup, context_settings={"help_option_names": ["-h", "--help"]})

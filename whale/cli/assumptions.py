@@ -1,4 +1,5 @@
-"""What a verb assumed because its options did not say it: in every output, with the option that changes it."""
+"""Assumptions of a command about options that were not given: printed in every output, with the option that changes
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import click
 from whale.cli.model_loader import LoadedModel
 from whale.errors import UsageError
 
-__all__ = ["assumptions_text", "in_precision", "is_given", "said_of_model", "said_of_optimizer"]
+__all__ = ["assumptions_text", "dtype_of", "in_precision", "is_given", "said_of_model", "said_of_optimizer"]
 
 
 def is_given(option: str) -> bool:
@@ -27,19 +28,29 @@ def in_precision(loaded: LoadedModel, precision: str | None) -> str:
     import torch
 
     from whale.compile.trace import precision_of
-    from whale.planner.cost.precision import BY_DTYPE
 
     if precision is not None:
-        types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
-        dtype = precision if precision in BY_DTYPE else types.get(precision)
-        if dtype is None:
-            raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
-        loaded.model.to(getattr(torch, dtype))
+        loaded.model.to(getattr(torch, dtype_of(precision)))
     return "tf32" if precision == "tf32" else precision_of(loaded.model)
 
 
+def dtype_of(precision: str) -> str:
+    """The number type of a model that runs in a precision, by its name or dtype.
+
+    Raises:
+        UsageError: no model runs in that one.
+    """
+    from whale.planner.cost.precision import BY_DTYPE
+
+    types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
+    dtype = precision if precision in BY_DTYPE else types.get(precision)
+    if dtype is None:
+        raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
+    return dtype
+
+
 def said_of_model(loaded: LoadedModel, precision: str, *, rows: int) -> tuple[str, ...]:
-    """What was assumed of a model and its batch: of options that the verb has and that were not given.
+    """Assumptions about a model and its batch: the command's options that were not given.
 
     Args:
         loaded: the model.
@@ -56,7 +67,7 @@ def said_of_model(loaded: LoadedModel, precision: str, *, rows: int) -> tuple[st
 
 
 def said_of_optimizer() -> tuple[str, ...]:
-    """What was assumed of the optimizer, where the verb has such an option."""
+    """Assumptions about the optimizer, if the command has such an option."""
     context = click.get_current_context()
     if "optimizer" not in context.params or is_given("optimizer"):
         return ()

@@ -1,4 +1,4 @@
-"""What a cluster file says, and what the planner makes of it: nodes, devices, links, and some collectives over them.
+"""Report about a cluster file: nodes, devices, links as the planner models them, and some collectives over them.
 
 For ``whale doctor --cluster``. It loads no torch.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["cluster_data", "cluster_text"]
 
 PRICED_BYTES = 2**28
-"""Of the collectives that are shown: 256 MiB, a usual bucket of gradients or more."""
+"""Bytes of the shown collectives: 256 MiB, at least a usual gradient bucket."""
 
 
 def cluster_data(cluster: Cluster, profile: ModelProfile | None = None) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def cluster_data(cluster: Cluster, profile: ModelProfile | None = None) -> dict[
 def _nodes(topology: Topology) -> Iterator[dict[str, Any]]:
     devices = topology.cluster.devices
 
-    def likeness(node: Node) -> tuple[Any, ...]:
+    def links_and_types(node: Node) -> tuple[Any, ...]:
         return [devices[rank].type.name for rank in node.ranks], node.intra, node.inter
 
-    for _, run in groupby(topology.cluster.nodes, key=likeness):
+    for _, run in groupby(topology.cluster.nodes, key=links_and_types):
         nodes = list(run)
         first, own = nodes[0], devices[nodes[0].ranks[0]].type.intra_node
         yield {
@@ -124,7 +124,7 @@ def _collectives(topology: Topology) -> Iterator[dict[str, Any]]:
 
 
 def cluster_text(data: dict[str, Any]) -> str:
-    """What `cluster_data` says, as tables."""
+    """The result of `cluster_data` as tables."""
     nodes = [
         [
             " to ".join(entry["names"]),

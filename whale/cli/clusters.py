@@ -35,7 +35,7 @@ def load_cluster(path: str | PathLike[str], profile: ModelProfile | None) -> Clu
 
 
 def _where_else(message: str, profile: ModelProfile | None) -> str:
-    """What else than the file may define a device type that *message* calls unknown."""
+    """Other sources of a device type that *message* calls unknown."""
     if profile is None:
         return "give a profile that has its figures (--profile)"
     for name, figures in profile.device_types.items():

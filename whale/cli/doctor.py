@@ -23,7 +23,7 @@ _GIB = 2**30
 
 @click.command()
 @click.option("--cluster", "cluster_file", metavar="FILE", help="Show what this cluster file says, not this machine.")
-@click.option("--profile", "profile_file", metavar="FILE", help="Whose device types and curves the cluster uses.")
+@click.option("--profile", "profile_file", metavar="FILE", help="A profile with device types and curves.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
 def doctor(cluster_file: str | None, profile_file: str | None, as_json: bool) -> None:
@@ -33,7 +33,7 @@ def doctor(cluster_file: str | None, profile_file: str | None, as_json: bool) ->
     makes of them.
     """
     if profile_file is not None and cluster_file is None:
-        raise UsageError("--profile is for --cluster: it tells of the device types of a cluster file")
+        raise UsageError("--profile is for --cluster: it defines device types of a cluster file")
     if cluster_file is not None:
         from whale.cli.cluster_report import cluster_data, cluster_text
         from whale.cli.clusters import load_cluster

@@ -38,17 +38,17 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--micro-batch", type=_AT_LEAST_1, default=1, metavar="N", help="Samples of a micro-batch [1].")
 @click.option("--tp", "tensor", type=_AT_LEAST_1, default=1, metavar="N", help="Tensor degree [1].")
 @click.option("--pp", "pipeline", type=_AT_LEAST_1, default=1, metavar="N", help="Pipeline stages [1].")
-@click.option("--dp", "data", type=_AT_LEAST_1, metavar="N", help="Replicas [what the devices leave].")
-@click.option("--cp", "context", type=_AT_LEAST_1, default=1, metavar="N", help="Context degree: parts of a row [1].")
-@click.option("--ep", "expert", type=_AT_LEAST_1, default=1, metavar="N", help="Expert degree, inside of --dp [1].")
-@click.option("--virtual-stages", type=_AT_LEAST_1, default=1, metavar="N", help="Model parts on each stage [1].")
+@click.option("--dp", "data", type=_AT_LEAST_1, metavar="N", help="Data degree [the remaining devices].")
+@click.option("--cp", "context", type=_AT_LEAST_1, default=1, metavar="N", help="Context degree [1].")
+@click.option("--ep", "expert", type=_AT_LEAST_1, default=1, metavar="N", help="Expert degree, within --dp [1].")
+@click.option("--virtual-stages", type=_AT_LEAST_1, default=1, metavar="N", help="Virtual stages per device [1].")
 @click.option("--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved, zero_bubble, greedy.")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
-@click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="What replicas share [0].")
+@click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="ZeRO stage [0].")
 @click.option(
     "--sequence-parallel/--no-sequence-parallel",
     default=None,
-    help="The tensor group divides norms and dropouts too [where attention is fused].",
+    help="Shard norms and dropouts too [if attention is fused].",
 )
 @click.option("--precision", default="bf16", metavar="NAME", help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16].")
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
@@ -88,7 +88,7 @@ def estimate(
 
 
 def _defaults(given: Configuration) -> list[str]:
-    """What the options leave open and changes the answer most."""
+    """The unset options that change the result most."""
     said = []
     if not is_given("precision"):
         said.append(f"{given.precision} beside weights and optimizer state in float32; --precision NAME changes it")
@@ -98,7 +98,7 @@ def _defaults(given: Configuration) -> list[str]:
 
 
 def not_run(given: Configuration) -> list[str]:
-    """What of a configuration can be predicted, but not run by Whale yet."""
+    """Parts of a configuration that can be predicted but not run by Whale yet."""
     from whale.planner.cost.precision import precision_named
 
     shared = ("", "optimizer states", "gradients and optimizer states", "weights, gradients and optimizer states")

@@ -23,7 +23,7 @@ _FILE = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("file", type=_FILE)
-@click.option("--changes", type=click.IntRange(min=0), default=3, metavar="N", help="The most that are proposed [3].")
+@click.option("--changes", type=click.IntRange(min=0), default=3, metavar="N", help="Number of changes to propose [3].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @verbosity_options
 def explain(file: Path, changes: int, as_json: bool) -> None:
@@ -65,7 +65,7 @@ def as_text(found: Explanation) -> str:
             peer = f"rank {wait.peer}" if wait.peer >= 0 else f"its own {wait.part}"
             part = f" ({wait.part})" if wait.peer >= 0 else ""
             lines.append(f"  rank {wait.rank} waits {milliseconds(wait.seconds)} for {peer}{part}")
-    lines += ["", "what would help most:" if found.changes else "no change that was tried would help"]
+    lines += ["", "what would help most:" if found.changes else "none of the simulated changes would help"]
     for change in found.changes:
         lines.append(f"  {_change(change, found.step_seconds)}")
     refused = [change for change in found.others if change.fits is False]
@@ -93,7 +93,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     plans = [Plan.load(path) for path in (first, second)]
     for path, plan in zip((first, second), plans, strict=True):
         if plan.prediction is None or not plan.prediction_is_current:
-            note(f"whale: note: {path} has no prediction of what it says now")
+            note(f"whale: note: {path} has no prediction of its current content")
     found = difference(*plans)
     click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else diff_as_text(found))
 

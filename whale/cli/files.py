@@ -1,4 +1,4 @@
-"""How a verb writes the file of ``-o``: at once, so that whoever reads it finds the old one or the new one, whole."""
+"""Atomic writes of the file of ``-o``: a reader sees the old file or the new one, whole."""
 
 from __future__ import annotations
 

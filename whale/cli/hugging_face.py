@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 __all__ = ["Architecture", "architecture"]
 
 ROWS = 4
-"""Of an example batch for which no number of rows was given."""
+"""Rows of an example batch without a given number of rows."""
 USUAL_LENGTH = 1024
 """Tokens in a row of an architecture whose configuration names no length, such as Mamba, BLOOM or T5."""
 USUAL_IMAGE_SIZE = 224
 """Pixels of an image's side where the configuration names none, such as ResNet's: that of ImageNet."""
 LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
-"""Where configurations say how many tokens a row may have."""
+"""Configuration values with the number of tokens of a row."""
 PROBED_TOKENS = 8
-"""Of the shorter of two rows that tell whether a model takes tokens one after the other."""
+"""Tokens of the shorter of two rows that detect whether a model processes tokens sequentially."""
 MAX_SEQUENTIAL_OPERATORS = 20_000
 """Operators that such a model may run for a row: about a minute of capture."""
 BATCH_SETTINGS = ("sequence_length", "seed")
-"""What ``--set`` takes beside the values of the configuration."""
+"""Settings of ``--set`` besides the values of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ def _channels(config: Any) -> int:
 
 
 def _sound_shape(config: Any, rows: int) -> tuple[int, int, int]:
-    """Of a spectrogram; Whisper has its frequencies first and halves its time, others have them last."""
+    """Shape of a spectrogram; Whisper has its frequencies first and halves its time, others have them last."""
     frames = 2 * config.max_source_positions
     if hasattr(config, "num_mel_bins"):
         return rows, config.num_mel_bins, frames
@@ -279,7 +279,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _text(config: Any) -> Any:
-    """The part of the configuration that tells of tokens; of an encoder and decoder the decoder's, or all."""
+    """The part of the configuration for text; of an encoder and decoder the decoder's, or all."""
     return config.get_text_config()
 
 

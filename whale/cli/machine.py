@@ -50,7 +50,7 @@ def _nvlinks() -> list[list[int]] | None:
 
 
 def network_adapters(system: Path = SYSTEM) -> list[dict[str, Any]]:
-    """Network interfaces that are up, and InfiniBand or RoCE ports, with their bits per second (None: not told).
+    """Active network interfaces, and InfiniBand or RoCE ports, with their bits per second (None: unknown).
 
     Linux only; elsewhere the list is empty. *system* stands in for ``/sys/class``.
     """
@@ -86,7 +86,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel says; empty where it says nothing (an interface that is down has no speed)."""
+    """Content of a kernel file; empty if it has none (an inactive interface has no speed)."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

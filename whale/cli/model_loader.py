@@ -29,7 +29,7 @@ _FORMS = "'file.py:callable' or 'hf:<model_type>', for example 'model.py:build' 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """What ``--model`` gave: the module, and an example of its *global* batch (dict, tuple or one tensor).
+    """The model of ``--model``: the module, and an example of its *global* batch (dict, tuple or one tensor).
 
     ``assumptions`` says, in the user's words, what was not given and how it was taken.
     """

@@ -41,13 +41,15 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--batch", "batch_size", type=_AT_LEAST_1, metavar="N", help="Rows of the global batch [the example's].")
 @click.option("--micro-batches", type=_AT_LEAST_1, default=1, metavar="M", help="Micro-batches in a step [1].")
 @click.option("--schedule", default="1f1b", metavar="NAME", help="The pipeline schedule [1f1b].")
-@click.option("--stages", type=_AT_LEAST_1, metavar="N", help="Cut a model without annotations, or a profile.")
-@click.option("--replicas", type=_AT_LEAST_1, metavar="R", help="With --stages: whole pipelines side by side.")
+@click.option("--stages", type=_AT_LEAST_1, metavar="N", help="Number of stages, without annotations.")
+@click.option("--replicas", type=_AT_LEAST_1, metavar="R", help="With --stages: data-parallel pipelines.")
 @click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan there.")
+@click.option(
+    "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.option("--schema", is_flag=True, help="Print the JSON schema of a plan, and stop.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of a plan and exit.")
 @verbosity_options
 def plan(
     spec: str | None,

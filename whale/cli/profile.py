@@ -45,19 +45,19 @@ def _model_options(function: Callable[..., object]) -> Callable[..., object]:
 
 
 @click.group(invoke_without_command=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write there; go on from there.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file; existing results stay."
+)
 @click.option("--model", "spec", metavar="SPEC", help="Time its layers: file.py:callable, or hf:<model_type>.")
 @_model_options
 @click.option("--rows", callback=_counts, metavar="N,...", help="Rows of micro-batches [powers of 2 up to the batch].")
 @click.option("--cluster", metavar="FILE", help="A cluster file that names the devices: rank r is device r.")
 @click.option("--time-limit", type=click.FloatRange(min=0.1), default=120.0, metavar="SECONDS", help="[120]")
-@click.option(
-    "--passes", type=click.IntRange(min=1), default=1, metavar="N", help="Measure all so often; medians count."
-)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
-@click.option("--parallel", is_flag=True, help="Types of devices at the same time: they do not disturb each other.")
-@click.option("--json", "as_json", is_flag=True, help="Print the profile and not a table of it.")
-@click.option("--schema", is_flag=True, help="Print the JSON schema of a profile, and stop.")
+@click.option("--passes", type=click.IntRange(min=1), default=1, metavar="N", help="Number of passes; medians count.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="cpu or cuda [cuda, if available].")
+@click.option("--parallel", is_flag=True, help="Measure device types concurrently.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile instead of a table.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of a profile and exit.")
 @verbosity_options
 @click.pass_context
 def profile(ctx: click.Context, as_json: bool, schema: bool, **given: Any) -> None:
@@ -88,9 +88,9 @@ def profile(ctx: click.Context, as_json: bool, schema: bool, **given: Any) -> No
 @click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @_model_options
 @click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile there.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile to this file.")
 @click.option("--kernels", is_flag=True, help="List the kernels of every layer too.")
-@click.option("--json", "as_json", is_flag=True, help="Print the profile and not a table of it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile instead of a table.")
 @verbosity_options
 def model_(
     spec: str,
@@ -102,7 +102,7 @@ def model_(
     kernels: bool,
     as_json: bool,
 ) -> None:
-    """What a model computes, keeps and communicates, layer by layer. Nothing is measured, nothing allocated."""
+    """Show what a model computes, saves and communicates, layer by layer. It measures and allocates nothing."""
     from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
     from whale.cli.model_loader import load_model, parse_settings
     from whale.cli.profile_text import format_profile
@@ -125,8 +125,8 @@ def model_(
 @profile.command("import")
 @click.argument("layout", metavar="LAYOUT", type=click.Choice(["sailor", "metis"]))
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile there.")
-@click.option("--precision", metavar="TYPE", help="metis: the number type of the model [float32].")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile to this file.")
+@click.option("--precision", metavar="TYPE", help="metis: dtype of the model [float32].")
 @click.option("--row-tokens", type=click.IntRange(min=1), metavar="N", help="metis: tokens in a row of the batch [1].")
 @verbosity_options
 def import_(layout: str, folder: Path, output: Path | None, precision: str | None, row_tokens: int | None) -> None:
@@ -138,7 +138,7 @@ def import_(layout: str, folder: Path, output: Path | None, precision: str | Non
 
     if layout == "sailor":
         if precision is not None or row_tokens is not None:
-            raise UsageError("--precision and --row-tokens are for metis: the files of sailor say them")
+            raise UsageError("--precision and --row-tokens are for metis: the files of sailor contain them")
         made = import_sailor(folder, tell=note)
     else:
         for given, what, option in (
@@ -146,7 +146,7 @@ def import_(layout: str, folder: Path, output: Path | None, precision: str | Non
             (row_tokens, "1 token in a row", "--row-tokens N"),
         ):
             if given is None:
-                note(f"assumed: {what}, which the files do not say; {option} changes it")
+                note(f"assumed: {what}, which the files do not contain; {option} changes it")
         made = import_metis(folder, precision=precision or "float32", row_tokens=row_tokens or 1, tell=note)
     if output is None:
         click.echo(made.dumps(), nl=False)

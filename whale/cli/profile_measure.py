@@ -88,8 +88,8 @@ def measure(
 
 
 def _start(output: Path | None, loaded: LoadedModel | None, degrees: tuple[int, ...]) -> ModelProfile:
-    """What is known before: what the file has, and the model's profile, which is captured where the file has none at
-    these degrees."""
+    """Known results: those of the file, and the model's profile, which is captured if the file has none at these
+    degrees."""
     found = ModelProfile.load(output) if output is not None and output.exists() else None
     if loaded is None:
         return found or ModelProfile(name="machines", layers=(), kinds=())
@@ -135,7 +135,7 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def as_text(profile: ModelProfile) -> str:
-    """What was measured: devices, links, and the sum of all layers."""
+    """Measurements as tables: devices, links, and the sum of all layers."""
     parts = [_devices(profile), _links(profile), _times(profile)]
     return "\n\n".join(part for part in parts if part) or "nothing was measured"
 

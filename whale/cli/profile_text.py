@@ -14,7 +14,7 @@ __all__ = ["format_profile"]
 
 
 def format_profile(profile: ModelProfile, *, rows: int = 1, element_bytes: int = 2, kernels: bool = False) -> str:
-    """The profile as a table for people, at so many rows and bytes of an element.
+    """The profile as a table, for a number of rows and bytes per element.
 
     ``kernels`` lists those of every kind and degree too.
     """

@@ -48,7 +48,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that stopped for the signal: 130 or 143; 0 without one."""
+        """Exit code of a process that a signal stopped: 130 or 143; 0 without one."""
         return 0 if self.signal is None else 128 + self.signal
 
 
@@ -87,7 +87,7 @@ class ProgressLine:
             self._bar.stop()
 
     def show(self, elapsed: float, text: str) -> None:
-        """Say where it is, after so many seconds."""
+        """Show the progress after the given seconds."""
         if self._bar is not None:
             self._bar.update(self._task, completed=min(elapsed, self._seconds), now=text)
         elif elapsed - self._last_line >= SECONDS_BETWEEN_LINES:

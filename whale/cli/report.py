@@ -25,11 +25,11 @@ _FILE = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("file", type=_FILE)
-@click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the page there [stdout].")
-@click.option("--cluster", "cluster_file", type=_FILE, metavar="FILE", help="The machines: shows the nodes.")
-@click.option("--profile", "profile_file", type=_FILE, metavar="FILE", help="Whose device types the cluster names.")
-@click.option("--search", "record_file", type=_FILE, metavar="FILE", help="What 'whale search --record' wrote.")
-@click.option("--trace", "trace_file", type=_FILE, metavar="FILE", help="Write a trace for Perfetto, too.")
+@click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write the page to this file [stdout].")
+@click.option("--cluster", "cluster_file", type=_FILE, metavar="FILE", help="Cluster file: shows the nodes.")
+@click.option("--profile", "profile_file", type=_FILE, metavar="FILE", help="A profile with the device types.")
+@click.option("--search", "record_file", type=_FILE, metavar="FILE", help="Output of 'whale search --record'.")
+@click.option("--trace", "trace_file", type=_FILE, metavar="FILE", help="Also write a trace for Perfetto.")
 @verbosity_options
 def report(
     file: Path,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from whale.cli.assumptions import assumptions_text, in_precision, is_given, said_of_model, said_of_optimizer
+from whale.cli.assumptions import assumptions_text, dtype_of, in_precision, is_given, said_of_model, said_of_optimizer
 from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_unwritable, write_whole
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from whale.planner.search import Fixed, Memo, Progress, SearchSettings
 
 LEAST_SHARE = 0.25
-"""Of the time limit that the search and compiling have, however long it took to capture the model."""
+"""Smallest fraction of the time limit for searching and compiling, after any capture of the model."""
 
 _AT_LEAST_1 = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -48,20 +48,26 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--batch", "batches", required=True, type=Numbers(least=1), metavar="N,...", help="Rows of the global batch."
 )
-@click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [the best].")
-@click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="That may be chosen; repeatable [1f1b].")
-@click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="The longest pipeline [as long as can be].")
+@click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [searched].")
+@click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="Allowed schedule; repeatable [1f1b].")
+@click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="Maximum number of stages.")
 @click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Whose state must fit [adamw].")
-@click.option("--annotate", "annotations", multiple=True, metavar="KEY=STRATEGY", help="Keep this; may be repeated.")
-@click.option("--without", "without_", multiple=True, metavar="NODE|TYPE:N", help="What if this were missing?")
-@click.option("--with", "with_", multiple=True, metavar="NxTYPE", help="What if such a node were there too?")
+@click.option(
+    "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
+)
+@click.option(
+    "--annotate", "annotations", multiple=True, metavar="KEY=STRATEGY", help="Annotation to keep; may be repeated."
+)
+@click.option("--without", "without_", multiple=True, metavar="NODE|TYPE:N", help="What if these devices were missing?")
+@click.option("--with", "with_", multiple=True, metavar="NxTYPE", help="What if there were such a node?")
 @click.option("--time-limit", type=_POSITIVE, default=10.0, metavar="S", help="Seconds [10].")
-@click.option("--thorough", is_flag=True, help="Try more plans, and look for a larger bound: seconds more.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of random moves [0].")
+@click.option("--thorough", is_flag=True, help="Try more plans, in some more seconds.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Seed of random moves [0].")
 @click.option("--top", type=_AT_LEAST_1, default=5, metavar="K", help="How many plans to show [5].")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan there.")
-@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Write what 'whale report' draws.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan to this file."
+)
+@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Write a record for 'whale report'.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @verbosity_options
 @click.pass_context
@@ -88,14 +94,14 @@ def search(
     record: Path | None,
     as_json: bool,
 ) -> None:
-    """Find the quickest plan for a model on any mix of devices.
+    """Find the fastest plan for a model on any mix of devices.
 
-    It decides the stages and their cuts, the devices of each and their order, replicas and tensor parallelism in each,
+    It chooses the stages and their layers, the devices of each and their order, data and tensor parallelism in each,
     rows by speed, and the number of micro-batches. The best plans are compiled, without allocating anything, and the
-    best of these tried with the other schedules that --schedule names. With a profile and no model the search's own
-    prediction stands.
+    best of these tried with the other schedules of --schedule. With a profile and no model the search's own prediction
+    counts.
 
-    Ctrl-C keeps the best so far. --without, --with and several batches answer with a table, one row for each case.
+    Ctrl-C returns the best plan so far. --without, --with and several batches print a table, one row for each case.
     """
     from whale.commands.searching import settings_for
     from whale.ir.profile import ModelProfile
@@ -108,6 +114,8 @@ def search(
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
         raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
+    if precision is not None:
+        dtype_of(precision)  # refuses what no model runs in
     for path, option in ((output, "-o"), (record, "--record")):
         if path is not None:
             refuse_unwritable(path, option)
@@ -115,7 +123,6 @@ def search(
         micro_batches=micro_batches,
         schedules=schedules or ("1f1b",),
         max_stages=max_stages,
-        eager=True,
         optimizer=optimizer,
         thorough=thorough,
         seed=seed,
@@ -154,7 +161,7 @@ def search(
         except InfeasibleError:
             if not interruption.came():
                 raise
-            note("stopped before anything was found")
+            note("stopped before any plan was found")
         else:
             if interruption.came():
                 note("stopped; this is the best so far")
@@ -191,7 +198,7 @@ def _answer(
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What is asked for: a batch on a cluster, which differs from the file's as *change* says."""
+    """A case: a batch on a cluster, which differs from the file's by *change*."""
 
     change: str
     cluster: Cluster
@@ -280,7 +287,7 @@ class _Model:
 
 
 def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Of repeated ``KEY=STRATEGY``, where strategies have commas between them, from outer to inner.
+    """Parse repeated ``KEY=STRATEGY``, with comma-separated strategies from outer to inner.
 
     >>> _texts(["layers.[0-3]=stage(),split(2)"])
     {'layers.[0-3]': ('stage()', 'split(2)')}
@@ -392,4 +399,4 @@ def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
     else:
         click.echo("\n\n".join(filter(None, [cases_text(answers), assumptions_text(run.assumptions)])))
     if rows and all(isinstance(found, InfeasibleError) for _, found in rows):
-        raise InfeasibleError(f"nothing fits in any of the {len(rows)} cases; the table says what is missing in each")
+        raise InfeasibleError(f"no plan fits in any of the {len(rows)} cases; the table says what is missing in each")

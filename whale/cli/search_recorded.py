@@ -1,4 +1,4 @@
-"""What a search found, as the record that ``whale report`` draws."""
+"""Record of a search, for ``whale report``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def record_of(searched: Searched, cluster: Cluster) -> SearchRecord:
             RecordedDrop(family=_text(one.family), reason=_text(one.reason), count=one.count) for one in found.dropped
         ),
         bound_seconds=found.bound_seconds,
-        exact=found.exact,
         tried=found.tried,
     )
 

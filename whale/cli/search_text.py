@@ -43,7 +43,7 @@ def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
 
 
 def _cuts(candidate: Candidate) -> str:
-    """Which layers of the chain each stage has, by position."""
+    """Layers of each stage, by position in the chain."""
     cuts = [f"{stage.first}-{stage.last - 1}" for stage in candidate.stages]
     return f"layers of the stages: {', '.join(cuts)}" if len(cuts) > 1 else ""
 
@@ -96,8 +96,6 @@ def _bound(searched: Searched) -> str:
     said = f"Predicted: {before}, without compiling."
     if best.compiled:
         said = f"Before compiling: {before}; after: {milliseconds(best.prediction.step_seconds)}."
-    if found.exact:
-        return f"{said} Every plan of this kind was tried or excluded."
     return f"{said} Lower bound: {bound}."
 
 
@@ -151,7 +149,6 @@ def as_data(searched: Searched) -> dict[str, Any]:
         "step_seconds": searched.best.prediction.step_seconds,
         "bound_seconds": found.bound_seconds,
         "gap": found.gap,
-        "exact": found.exact,
         "choices": [choice_data(choice) for choice in searched.choices],
         "refused": [choice_data(choice) for choice in searched.refused],
         "dropped": [{"family": one.family, "reason": one.reason, "count": one.count} for one in found.dropped],

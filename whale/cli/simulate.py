@@ -25,8 +25,8 @@ _GIB = 2**30
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--schedule", metavar="NAME", type=click.Choice(SCHEDULES), help="Instead of the file's.")
-@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Instead of the file's, each as large.")
+@click.option("--schedule", metavar="NAME", type=click.Choice(SCHEDULES), help="Another schedule than the file's.")
+@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Another number, of the same size.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write a trace for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @verbosity_options
@@ -67,8 +67,8 @@ def read_workload(path: Path) -> Workload:
         plan = Plan.of_document(document)
         if plan.workload is None:
             raise InputFileError(
-                "the plan has no workload to simulate: it was written by hand; make it with 'whale plan', or give "
-                "'whale estimate' what it says",
+                "the plan has no workload to simulate: it was written by hand; make it with 'whale plan', or "
+                "ask 'whale estimate' for such degrees",
                 path=path,
             )
         if not plan.prediction_is_current:

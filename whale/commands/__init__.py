@@ -1,1 +1,1 @@
-"""What the command line and plan="auto" share: planning, searching, compiling candidates."""
+"""Shared by the command line and plan="auto": planning, searching, compiling candidates."""

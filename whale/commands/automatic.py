@@ -1,6 +1,6 @@
-"""``plan="auto"``: from a model and what torchrun started to a plan, the same on every rank.
+"""``plan="auto"``: a searched plan for the ranks of a launch, equal on every rank.
 
-Rank 0 searches, because a search that is limited by time may end otherwise elsewhere; the others wait for its plan.
+Rank 0 searches, because a time-limited search may end differently elsewhere; the others wait for its plan.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from whale.strategies.profile import profile_model
 __all__ = ["automatic_plan", "expert_degrees", "tensor_degrees"]
 
 ROOM = 0.8
-"""Of a device's memory, what a module with its states may take: gradients to be added, and drivers, want the rest."""
+"""Fraction of a device's memory that a module with its states may take; accumulated gradients and drivers need the
+rest."""
 
 MOST_EXPERT_DEGREES = 64
-"""Up to so many devices powers of two are expert degrees; more have experts in common only if all of a type do."""
+"""Largest number of devices for which powers of two are expert degrees; a larger degree is all devices of a type."""
 
 PATIENCE_SECONDS = 900.0
-"""For how long ranks wait for rank 0 to capture a model, to search and to compile."""
+"""Seconds for which ranks wait for rank 0 to capture a model, to search and to compile."""
 
 
 def automatic_plan(
@@ -50,21 +51,21 @@ def automatic_plan(
     schedule: str | None,
     loss_fn: Callable[..., Any] | None,
 ) -> Plan:
-    """The plan that rank 0 finds for *model*, on every rank; all of them call this.
+    """The plan of rank 0 for *model*, on every rank; all of them call this.
 
     Args:
-        world: whose ranks run it.
-        model: on the meta device; its annotations are kept as constraints, and taken off.
+        world: the ranks that run it.
+        model: on the meta device; its annotations become constraints, and are removed.
         batch: an example of the global batch.
-        cluster: of as many devices as there are ranks.
-        options: beside what a plan says.
-        micro_batches: of a step; None: what is best.
+        cluster: with as many devices as there are ranks.
+        options: in addition to the plan.
+        micro_batches: of a step; None: the best number.
         schedule: one for devices that have one stage each; None: ``1f1b``.
         loss_fn: for a model that does not return its loss.
 
     Raises:
-        InfeasibleError: nothing fits, on rank 0.
-        WorkerError: rank 0 did not find a plan; says why.
+        InfeasibleError: no plan fits, on rank 0.
+        WorkerError: rank 0 failed to make a plan; the message says why.
     """
     scopes = take_scopes(model)
 
@@ -87,7 +88,6 @@ def automatic_plan(
             precision=precision_of(model),
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
-            eager=True,
             fixed=fixed_by(scopes, profile.paths, profile.experts),
         )
         return search_plans(profile, cluster, batch=rows, settings=settings, trial=trial).best.plan.dumps()
@@ -98,9 +98,9 @@ def automatic_plan(
 def tensor_degrees(
     cluster: Cluster, model: nn.Module, *, optimizer: Optimizer = "adamw", scopes: Mapping[str, ScopePath] | None = None
 ) -> tuple[int, ...]:
-    """The tensor degrees that are worth profiling: those of nodes of at most eight devices, and more where a module
-    with its gradients and the optimizer's states is too large for eight, but the devices together would hold the model;
-    and those that the annotations of *scopes* ask for.
+    """Tensor degrees to profile: those of nodes of at most eight devices; more if a module with its gradients and
+    optimizer states is too large for eight, but the devices together have enough memory for the model; and those in the
+    annotations of *scopes*.
 
     >>> tensor_degrees(Cluster.homogeneous(6), nn.Linear(8, 8))
     (1, 2, 4)
@@ -124,8 +124,8 @@ def _asked(cluster: Cluster, scopes: Mapping[str, ScopePath] | None) -> set[int]
 
 
 def expert_degrees(cluster: Cluster, scopes: Mapping[str, ScopePath] | None = None) -> tuple[int, ...]:
-    """The expert degrees that are worth profiling, where there are experts: powers of two, all devices of a type, all;
-    and those that the annotations of *scopes* ask for.
+    """Expert degrees to profile, if there are experts: powers of two, all devices of a type, all; and those in the
+    annotations of *scopes*.
 
     >>> expert_degrees(Cluster.homogeneous(12))
     (2, 4, 8, 12)

@@ -1,4 +1,4 @@
-"""A model on which plans are tried: captured once, compiled for each plan as it would be run, and predicted.
+"""Candidate compiler: a model is captured once, compiled for each plan as it would be run, and predicted.
 
 Nothing is allocated and no process is started. It decides nothing.
 """
@@ -27,23 +27,23 @@ from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.costs import Costs
-from whale.predict.peak_memory import Device, Known, brief_occupancy
+from whale.predict.peak_memory import Device, Known, brief_peak_memory
 from whale.predict.prediction import predict
 
 __all__ = ["ModelTrial", "scopes_by", "take_scopes"]
 
 
 class ModelTrial:
-    """A model to be compiled for plans that bring their annotations. Its own are taken off before (`take_scopes`).
+    """A model to compile for plans that have annotations. Its own annotations are removed before (`take_scopes`).
 
     Args:
         model: on the meta device, without marks on its modules.
         batch: an example of the global batch.
         name: for the plans.
-        options: beside what plans say.
-        training: whether the step to come trains; it decides what dropout is.
+        options: in addition to plans.
+        training: whether the step trains; determines dropout.
         loss_fn: for a model that does not return its loss.
-        optimizer: whose state has to fit.
+        optimizer: its states must fit.
         precision: in which its step is priced; None: that of its number type.
 
     Raises:
@@ -66,7 +66,7 @@ class ModelTrial:
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
         self.precision = precision or precision_of(model)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # who runs the plan is warned
+            warnings.simplefilter("ignore")  # the user is warned when the plan runs
             self.traced = trace(
                 model, batch, device="cpu", training=training, loss_fn=loss_fn, promote=self.options.promote
             )
@@ -80,12 +80,12 @@ class ModelTrial:
 
     @property
     def captured(self) -> Captured | None:
-        """The capture, for whoever profiles the model; None where it is not of the training model as it is."""
+        """The capture, for profiling; None if it is not of the unmodified training model."""
         return self.traced.captured if self.training and not self.options.promote else None
 
     def uncut(self, micro_batches: int) -> str:
-        """Why its batch cannot be cut into so many micro-batches: an operator that computes a row from others, such as
-        a batch norm; empty where it can."""
+        """Reason why its batch cannot be divided into a number of micro-batches: an operator that computes a row from
+        others, such as a batch norm; empty if it can."""
         try:
             self.traced.cut_in_time(micro_batches)
         except UsageError as error:
@@ -93,7 +93,7 @@ class ModelTrial:
         return ""
 
     def places(self, anchors: Sequence[str]) -> list[tuple[str, int]]:
-        """For what the model computes, the path of its module and the stage, if stages begin with *anchors*.
+        """For each operator of the model, its module path and its stage, if stages begin with *anchors*.
 
         Raises:
             AnnotationError: the data does not flow from stage to stage in that order.
@@ -108,7 +108,8 @@ class ModelTrial:
         return list(found)
 
     def compile(self, plan: Plan, cluster: Cluster) -> Compilation:
-        """Compile *plan* for *cluster* as it would be run; its workload says what a fitted schedule is fitted to.
+        """Compile *plan* for *cluster* as it would be run; its workload has the times for schedules that depend on
+        them.
 
         Raises:
             WhaleError: the model cannot be run so.
@@ -135,17 +136,19 @@ class ModelTrial:
             device=_device(cluster),
             optimizer=self.optimizer,
         )
-        found = predict(compilation, costs, schedule=plan.schedule, held_by=partial(brief_occupancy, known=self._known))
+        found = predict(
+            compilation, costs, schedule=plan.schedule, memory_of=partial(brief_peak_memory, known=self._known)
+        )
         return found.prediction, found.workload
 
 
 def _device(cluster: Cluster) -> Device:
-    """Whose kernels and links a plan is compiled for."""
+    """Device type for which a plan is compiled."""
     return "cpu" if any(device.type.is_processor for device in cluster.devices) else "cuda"
 
 
 def scopes_by(model: nn.Module, annotations: Mapping[str, Sequence[str]]) -> dict[str, ScopePath]:
-    """The scopes of the model's modules under these annotations, written as a plan has them; the model stays as it is.
+    """The scopes of the model's modules under annotations in the form of a plan; the model is not changed.
 
     Raises:
         AnnotationError: they do not fit the model.
@@ -160,7 +163,7 @@ def scopes_by(model: nn.Module, annotations: Mapping[str, Sequence[str]]) -> dic
 
 
 def take_scopes(model: nn.Module) -> dict[str, ScopePath]:
-    """The scopes of the modules that the model's code has annotated, whose marks are removed."""
+    """The scopes of the modules annotated by the model's code, whose marks are removed."""
     found = module_scopes(model)
     forget(model)
     return found

@@ -1,10 +1,9 @@
-"""From an annotated model and unlike devices to a balanced plan: which ranks run which stage, in which shares.
+"""Planning: from an annotated model and mixed devices to a balanced plan with ranks and shares of every stage.
 
-The annotations decide stages, degrees and regions; this decides what they leave open, by the times of the model's
-layers on each device. Stages of equal size may change places; along every axis of a mesh shares are found by
-`whale.planner.balance.mesh_shares`. The plan is compiled as it will be run, predicted, and compared with even shares,
-which are kept where they are no slower. For an unmodified model the cuts come first, from
-`whale.planner.balance.by_speed`.
+The annotations decide stages, degrees and regions; planning decides the rest by the layer times of each device. Stages
+of equal size may be swapped; `whale.planner.balance.mesh_shares` computes shares along every axis of a mesh. The plan
+is compiled as it will be run, predicted, and compared with even shares, which are used if they are no slower. For an
+unmodified model, `whale.planner.balance.by_speed` first partitions the layers.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from whale.strategies.lowering import PlacedStage
 __all__ = ["Planned", "make_plan", "stage_annotations"]
 
 MAX_ORDERS = 720
-"""Orders of stages' devices that are tried: those of six unlike groups."""
+"""Limit on the orders of stages' devices: all orders of six distinct groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with how it came about.
+    """A plan with the reasons for its decisions.
 
     Attributes:
         plan: with its prediction and workload.
         predicted: the same, with the timeline.
-        even: what even shares and the first order of devices should give; None where they do not fit.
-        reasons: what was decided, in sentences.
+        even: the prediction with even shares and the first order of devices; None if they do not fit.
+        reasons: the decisions, in sentences.
     """
 
     plan: Plan
@@ -55,7 +54,7 @@ class Planned:
 
 
 def stage_annotations(profile: ModelProfile, cuts: Sequence[range]) -> dict[str, tuple[str, ...]]:
-    """Annotations that cut an unmodified model into stages of these layers.
+    """Annotations that divide an unmodified model into stages of these layers.
 
     Raises:
         UsageError: a stage begins with a layer that has no module.
@@ -81,19 +80,19 @@ def make_plan(
     name: str,
     annotations: Mapping[str, Sequence[str]] | None = None,
 ) -> Planned:
-    """The quickest plan for a model on the cluster of *costs* that fits.
+    """The fastest plan for a model on the cluster of *costs* that fits.
 
     Args:
-        model: on the meta device; its annotations, or *annotations*, say what may be decided.
+        model: on the meta device; its annotations, or *annotations*, are constraints.
         batch: an example of the global batch.
-        costs: the model's layers and the cluster's links, and the optimizer whose state has to fit.
+        costs: the model's layers and the cluster's links, and the optimizer whose states must fit.
         options: micro-batches and schedule.
         rows: of the batch.
         name: of the model, for the plan.
         annotations: of an unmodified model, as a plan has them.
 
     Raises:
-        InfeasibleError: nothing fits, or the annotations do not fit the devices.
+        InfeasibleError: no plan fits, or the annotations do not fit the devices.
     """
     if annotations:
         annotate(
@@ -162,7 +161,7 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
 
 
 def _check_fits(found: Predicted, options: Options, rows: int) -> None:
-    """Refuse a plan that does not fit, with the changes that can lessen what the fullest device lacks most."""
+    """Refuse a plan that does not fit, with the changes that reduce the missing memory the most."""
     lacking = [device for device in found.prediction.memory if device.total > device.capacity]
     if not lacking:
         return
@@ -182,7 +181,7 @@ def _check_fits(found: Predicted, options: Options, rows: int) -> None:
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is open in a plan, and what is known of it."""
+    """Open decisions of a plan, and the data for them."""
 
     compilation: Compilation
     costs: Costs
@@ -190,7 +189,7 @@ class _Problem:
     start: Plan
 
     def solve(self) -> tuple[Plan, tuple[str, ...]]:
-        """The order of devices and the shares with which the slowest stage is done first."""
+        """The order of devices and the shares with the least time of the slowest stage."""
         layers = stage_layers(self.compilation, self.costs.profile)
         known: dict[Any, MeshShares | InfeasibleError] = {}
 
@@ -223,7 +222,7 @@ class _Problem:
     def _order(
         self, shared: Callable[[int, tuple[int, ...]], MeshShares]
     ) -> tuple[list[tuple[int, ...]], list[MeshShares], list[str]]:
-        """Which set of ranks runs which stage: stages of equal size may change places.
+        """Assignment of sets of ranks to stages: stages of equal size may be swapped.
 
         Objective: the least time of the slowest stage, then the least sum. Exact over all orders up to `MAX_ORDERS`.
         """
@@ -273,7 +272,7 @@ class _Problem:
         return mesh_shares(axes, devices, rows=max(self.compilation.rows))
 
     def _units(self, stage: PlacedStage, axis: int) -> int:
-        """Of a split axis: as many as the least that is cut has, such as heads."""
+        """Units of a split axis: the smallest number of units among its operators, such as heads."""
         sizes = {
             self.compilation.analysis.atoms.size(choices[axis + 1].leaf)
             for choices in stage.choices.values()
@@ -283,7 +282,7 @@ class _Problem:
         return min((units for units in sizes if units >= size), default=size)
 
     def _device(self, stage: PlacedStage, layers: StageLayers, position: int, rank: int) -> MeshDevice:
-        """A device as the stage's times and bytes go with rows and fraction.
+        """A device whose seconds and bytes depend on its rows and fraction.
 
         Each layer has its own roles: where its region is replicated, a fraction of the split axes is a share of rows.
         """

@@ -1,10 +1,9 @@
-"""From a profile and a cluster to plans that can be run: what the search found, written down, compiled and ranked anew.
+"""Searching: from a profile and a cluster to runnable plans: searched, written as plans, compiled and ranked again.
 
-The search prices layers; a compiled plan is predicted exactly, with the collectives and the bytes that it will have. So
-the best candidates are compiled, as many as there is time for, and the best plan of each simple kind that could be
-better. One that cannot be compiled or does not fit after all is put aside with its reason, and another is tried.
-Without a model, the search's own predictions stand. This file knows no torch: a model is something on which plans can
-be tried (`whale.commands.candidates`).
+The search prices layers; a compiled plan is predicted with its real collectives and bytes. So the best candidates are
+compiled, as many as time allows, and the best plan of each simple kind that could be better. A candidate that does not
+compile or fit is rejected with its reason, and another is compiled. Without a model, the search's own predictions
+count. This module does not import torch: `whale.commands.candidates` compiles plans.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.schedules.orders import FITTED
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
-from whale.planner.search.choices import PRICED
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
+from whale.planner.search.problem import PRICED
 from whale.planner.search.simple import least_after_compiling, simple_plans
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
@@ -47,35 +46,36 @@ __all__ = [
 ]
 
 SEARCH_SHARE = 0.5
-"""Of the time limit, if a plan that fits is found and there is a model to try it on: what is left is for compiling."""
+"""Fraction of the time limit for the search, if a plan fits and there is a model to compile; the rest is for
+compiling."""
 
 LEAST_SHARE = 0.25
-"""Of the time limit, for another search with less memory."""
+"""Fraction of the time limit for another search with less memory."""
 
 RESERVE = 20
-"""Candidates beyond those that are wanted, which are compiled as long as none can be run."""
+"""Number of further candidates that are compiled as long as none can be run."""
 
 REORDERED = 2
-"""Compiled plans, the best first, on which schedules are tried that the search does not price."""
+"""Number of the best compiled plans on which schedules are tried that the search does not price."""
 
 MOST_WEIGHED = 4096
-"""Micro-batches up to which it is found out how many would do, where a plan does not fit."""
+"""Largest number of micro-batches that is tried as a remedy if a plan does not fit."""
 
 
 class Trial(Protocol):
-    """A model on which plans are tried; `whale.commands.candidates.ModelTrial` is one."""
+    """A candidate compiler; `whale.commands.candidates.ModelTrial` is one."""
 
     identity: ModelIdentity
     dtype: str
 
     def uncut(self, micro_batches: int) -> str:
-        """Why the batch cannot be cut into so many micro-batches; empty where it can."""
+        """Reason why the batch cannot be divided into a number of micro-batches; empty if it can."""
 
     def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
-        """For what the model computes, the path of its module and the stage, if stages begin with *anchors*."""
+        """For each operator of the model, its module path and its stage, if stages begin with *anchors*."""
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
-        """Compile the plan, and say what its step takes."""
+        """Compile the plan, and predict its step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,10 @@ class Choice:
     """A plan that the search proposes.
 
     Attributes:
-        candidate: as the search scored it.
-        plan: that it is; with the prediction of the compiled step where it was *compiled*, else with the search's.
+        candidate: with the score of the search.
+        plan: with the prediction of the compiled step if *compiled*, else with the search's.
         compiled: whether it was compiled.
-        reason: why it cannot be had; empty where it can, as far as is known.
+        reason: why it is rejected; empty if it is not, as far as known.
     """
 
     candidate: Candidate
@@ -96,18 +96,18 @@ class Choice:
 
     @property
     def prediction(self) -> Prediction:
-        """The best that is known of its step."""
+        """The most accurate prediction of its step."""
         return self.plan.prediction or self.candidate.prediction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """What a search comes to.
+    """Result of a search.
 
     Attributes:
-        choices: plans that can be had, best first; at least one. Compiled ones come before others.
-        refused: the search's candidates that turned out not to compile or not to fit.
-        found: what the search found, with its bound and what it left out.
+        choices: runnable plans, best first; at least one. Compiled ones precede others.
+        refused: candidates that do not compile or fit.
+        found: the result of the search, with its bound and excluded plans.
     """
 
     choices: tuple[Choice, ...]
@@ -121,7 +121,7 @@ class Searched:
 
 
 def settings_for(settings: SearchSettings, trial: Trial | None) -> SearchSettings:
-    """What may be decided for a model: where its batch cannot be cut there is one micro-batch.
+    """Constraints from a model: a single micro-batch if its batch cannot be divided.
 
     Raises:
         UsageError: more are asked for; says which operator computes a row from others.
@@ -144,7 +144,7 @@ def search_plans(
     stop: Callable[[], bool] = lambda: False,
     known: Memo | None = None,
 ) -> Searched:
-    """Search for plans and try the best of them on the model.
+    """Search for plans and compile the best of them.
 
     Args:
         profile: of the model.
@@ -153,9 +153,9 @@ def search_plans(
         settings: of the search; ``time_limit`` is for both. Schedules that the search does not price are tried on the
             best plans, once these are compiled.
         trial: the model; None: the plans are not compiled.
-        progress: is told how far the search is.
-        stop: whether to be content with the best so far, compiled or not.
-        known: prices of an earlier search of the same model.
+        progress: called with the progress of the search.
+        stop: whether to stop with the best plan so far, compiled or not.
+        known: cached costs of an earlier search of the same model.
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
@@ -272,8 +272,8 @@ class _Tried:
         self.longest = max(self.longest, time.monotonic() - now)
 
     def with_less_memory(self, cluster: Cluster) -> Cluster | None:
-        """The cluster with so much less memory as compiled plans take more than the search said, by device type; None
-        if it was not for memory that none can be run."""
+        """The cluster with less memory, by the factor by which compiled plans exceed the search's prediction, by device
+        type; None if memory is not why no plan can be run."""
         unfit = [choice for choice in self.refused if choice.compiled]
         types, tighter = [device.type.name for device in cluster.devices], False
         for type_ in set(types):
@@ -306,7 +306,7 @@ def _shown(choices: Sequence[Choice], count: int) -> tuple[Choice, ...]:
 
 
 def _ranked(choices: Iterable[Choice]) -> list[Choice]:
-    """Compiled ones come first, of these the quickest."""
+    """Sort key: compiled plans first, the fastest first."""
     return sorted(choices, key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
 
 
@@ -423,7 +423,7 @@ class _Writer:
     trial: Trial | None
 
     def unwritten(self, candidate: Candidate) -> Plan:
-        """The ranks and axes alone, for a model that says its annotations itself."""
+        """The ranks and axes alone, for an annotated model."""
         return plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
 
     def written(self, candidate: Candidate, *, by_speed: bool = False) -> Choice:
@@ -442,7 +442,7 @@ class _Writer:
         return Choice(candidate=candidate, plan=plan)
 
     def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
-        """Compiled; where tensor groups have unlike devices, with their parts by speed if that is quicker."""
+        """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster."""
         even = self._tried(self.written(candidate), trial)
         if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
             return even
@@ -479,7 +479,7 @@ class _Writer:
 
 
 def _lacking(prediction: Prediction) -> str:
-    """Which device lacks most memory, and how much; empty where all fits."""
+    """The device that lacks the most memory, and how much; empty if all fit."""
     worst = max(prediction.memory, key=lambda device: device.total - device.capacity)
     if prediction.fits:
         return ""
@@ -487,7 +487,7 @@ def _lacking(prediction: Prediction) -> str:
 
 
 def why_slower(best: Prediction, other: Prediction) -> str:
-    """By how much a step is longer, and the two parts of the breakdowns that differ most; empty where it is not.
+    """The extra time of a step, and the two parts of the breakdowns that differ the most; empty if there is none.
 
     >>> best = Prediction(step_seconds=1, step_seconds_interval=(1, 1), breakdown={"compute": 0.9, "pipeline": 0.1})
     >>> why_slower(best, best.model_copy(update={"step_seconds": 1.5, "breakdown": {"compute": 0.8, "pipeline": 0.7}}))

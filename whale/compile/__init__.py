@@ -1,1 +1,1 @@
-"""From a captured model and a cluster to the program that each rank runs."""
+"""The compiler: from a model and a cluster to the program of each rank."""

@@ -1,7 +1,7 @@
-"""What one rank runs in a step, put together from a compilation and this rank's tensors.
+"""Assembly of the step of one rank from a compilation and the rank's tensors.
 
-Groups and transport are the caller's: those of a launch, or ones that reach nobody, to try a step without other ranks.
-The compilation stays as it is: what runs are copies of its graphs' modules, which have groups.
+The caller provides groups and transport: those of a launch, or dry ones, to run a step without other ranks. The
+compilation is not changed: copies of its graphs' modules get groups and run.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def assemble(
 
     Args:
         compilation: of the model, for batches of one signature.
-        rank: whose step it is.
+        rank: of the step.
         program: of that rank.
         tensors: ``("parameter" | "buffer" | "constant", name)`` and the tensor that the rank holds.
-        clock: tells stages the step and micro-batch.
-        seeded: the clock of random operators; None: they draw as the local model does.
+        clock: the RNG position: current step and micro-batch.
+        seeded: the RNG position of random operators; None: they draw as the local model does.
         bridge_group: the process group of a bridge's ranks.
         reduce_group: the process group of a bucket's ranks.
-        failures, device, transport, group, backward_group, credit: as the executor takes them.
+        failures, device, transport, group, backward_group, credit: as in the executor.
     """
     stages: dict[int, LocalStage] = {}
     counts = False

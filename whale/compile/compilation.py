@@ -1,7 +1,7 @@
 """A compiled model: its stages with their devices and placements, what they exchange, and the order of their tasks.
 
-It is the same on every rank, and data: nobody who runs it, or tries it without data, changes it. From it follow the
-programs of the ranks.
+It is equal on every rank, and immutable data: running it, also without data, does not change it. The programs of the
+ranks are derived from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Compilation", "LocalParameter", "StoredForm", "placement_of"]
 
 
 class LocalParameter(NamedTuple):
-    """What a rank has of a parameter."""
+    """A rank's shard of a parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,12 +44,12 @@ class LocalParameter(NamedTuple):
 
 
 StoredForm = tuple[str, int, tuple[Segment, ...]]
-"""How a parameter is stored on a mesh axis, whatever the graph: kind, dim, segments of the cut."""
+"""Storage of a parameter on a mesh axis, independent of the graph: kind, dim, segments of the cut."""
 
 
 @dataclass(kw_only=True)
 class Compilation:
-    """A model, compiled for one batch signature; the same on every rank.
+    """A model, compiled for one batch signature; equal on every rank.
 
     ``rows`` are the units of the batch in each micro-batch.
     """
@@ -87,22 +87,23 @@ class Compilation:
 
     @cached_property
     def of_first(self) -> Compilation:
-        """The same for the first micro-batch alone: what its ranks run of it is all that one of its kind needs."""
+        """The same for the first micro-batch alone; what ranks run of it is sufficient for others of its kind."""
         order = tuple(task for task in self.order if task.micro_batch == 0)
         return replace(self, rows=self.rows[:1], order=order, _lowered={})
 
     @cached_property
     def known_programs(self) -> dict[int, Program]:
-        """Those of all ranks, made once: for a step that is short."""
+        """The programs of all ranks, cached: for a short step."""
         return self.programs()
 
     @cached_property
     def most_in_flight(self) -> dict[int, int]:
-        """Of each stage how many micro-batches it keeps at one time at most."""
+        """The most micro-batches in flight on each stage."""
         return peak_in_flight(self.order)
 
     def local_programs(self, stage: PlacedStage, rank: int, clock: Clock | None) -> list[LocalProgram]:
-        """What *rank* runs of a stage in each micro-batch; graphs are shared between micro-batches of equal size."""
+        """The local programs of *rank* in a stage for each micro-batch; graphs are shared between micro-batches of
+        equal size."""
         key = (stage.index, rank, clock)
         if key not in self._lowered:
             by_rows: dict[Any, LocalProgram] = {}
@@ -115,10 +116,10 @@ class Compilation:
         return self._lowered[key]
 
     def check(self, rank: int, clock: Clock | None) -> str:
-        """Prove that the programs of all ranks fit together, and the collectives inside of them.
+        """Prove that the programs of all ranks match, and the collectives inside them.
 
-        *rank* is this one: what it runs is lowered here, and kept. Returns what all ranks must find alike.
-        Raises :class:`ScheduleError` for the first fault.
+        *rank* is this rank: its programs are lowered here, and cached. Returns the digests on which all ranks must
+        agree. Raises :class:`ScheduleError` for the first fault.
         """
         check_programs(self.programs(), self.rank_specs, self.edges, self.reduces, order=self.order)
         texts = []
@@ -130,7 +131,7 @@ class Compilation:
         return "\n".join(texts)
 
     def texts(self) -> dict[str, str]:
-        """Everything that ranks must agree on, by what it is; the same on every rank that has compiled the same."""
+        """Named texts of everything that ranks must agree on."""
         captured = self.captured
         graph = [f"{captured.parameters} {captured.buffers} {captured.inputs} {captured.mutated}"]
         for node in captured.graph.nodes:
@@ -156,7 +157,7 @@ class Compilation:
         return self.captured.parameters[value[0].name]
 
     def stored_forms(self) -> dict[tuple[int, str], tuple[StoredForm, ...]]:
-        """How every stage stores every parameter, for a later compilation to do the same."""
+        """Storage of every parameter on every stage, for a later compilation to reuse."""
         forms = {}
         for stage in self.stages:
             for value, placements in stage.stored.items():
@@ -167,7 +168,7 @@ class Compilation:
         return forms
 
     def local_parameters(self, rank: int) -> dict[str, LocalParameter]:
-        """The part of every parameter that lies on a rank, in the order of `shards`."""
+        """The shard of every parameter on a rank, in the order of `shards`."""
         found: dict[str, LocalParameter] = {}
         for stage in self.stages:
             if rank not in stage.mesh.ranks:
@@ -181,7 +182,7 @@ class Compilation:
         return {name: found[name] for name in dict.fromkeys(self.captured.parameters.values()) if name in found}
 
     def shards(self) -> dict[str, Shard]:
-        """Where every parameter that the loss reads lies."""
+        """Location of every parameter that the loss reads."""
         parts: dict[str, dict[int, Any]] = {}
         values: dict[str, Value] = {}
         for stage in self.stages:
@@ -214,7 +215,7 @@ def _form(analysis: Analysis, value: Value, placement: Placement) -> StoredForm:
 
 
 def placement_of(analysis: Analysis, value: Value, form: StoredForm) -> Placement:
-    """The placement of this graph that stores a parameter as *form* says."""
+    """The placement in this graph that stores a parameter as in *form*."""
     kind, dim, segments = form
     if kind != "S":
         return Placement(kind)  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
-"""From a traced model and the devices to its compilation: every pass of the compiler, in order.
+"""The passes of the compiler: from a traced model and devices to a compilation.
 
-stages -> devices -> placements -> transfers -> order. All of it is the same on every rank, a pure function of the
-traced model, the cluster and the options, so all ranks agree without a word. Nothing here starts processes or allocates
-parameters.
+stages -> devices -> placements -> transfers -> order. The result is a pure function of the traced model, the cluster
+and the options, so all ranks agree without communication. Nothing here starts processes or allocates parameters.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may choose besides annotations. ``micro_batches`` cut the batch that the model is made with.
+    """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made.
 
-    ``plan`` decides the stages' devices, if it says any. Its schedule and micro-batches must be those of these options.
+    ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
 
     micro_batches: int = 1
@@ -73,8 +72,8 @@ def compile_traced(
     Args:
         traced: the model. It is not changed: compilations for other options share it.
         cluster: the devices.
-        options: the micro-batches, the schedule, and the plan where there is one.
-        device: whose kernels and links decide between placements: ``cpu`` or ``cuda``.
+        options: the micro-batches, the schedule, and the plan, if any.
+        device: ``cpu`` or ``cuda``; its kernels and links decide between placements.
         scopes: annotations in place of those with which the model was traced, by module path.
         rows_per_micro_batch: of an earlier compilation whose parameters are in use.
         stored: how that compilation stores its parameters.
@@ -134,7 +133,7 @@ def compile_model(
 
 
 def _assign(cut: Partition, cluster: Cluster, options: Options, dtype: str) -> Assignment:
-    """The devices of every stage: the plan's, or as annotations and cluster say."""
+    """The devices of every stage: the plan's, or those from annotations and cluster."""
     requests = [_request(graph) for graph in cut.stages]
     if options.plan is not None and options.plan.decides_meshes:
         return place_as_planned(requests, cluster.devices, options.plan, default=options.default, dtype=dtype)
@@ -157,8 +156,8 @@ def _request(graph: TaskGraph) -> StageRequest:
 
 
 def _rows(traced: Traced, options: Options, per_micro_batch: int | None) -> tuple[int, ...]:
-    """How many units of the batch each micro-batch has; the last may have fewer where the plan says so, or
-    in a later batch, which fills micro-batches of the first size."""
+    """Units of the batch in each micro-batch; the last may have fewer if the plan says so, or in a later batch, which
+    fills micro-batches of the first size."""
     count = options.micro_batches
     if count < 1:
         raise UsageError(f"micro_batches is {count}: it must be at least 1")
@@ -177,8 +176,8 @@ def _rows(traced: Traced, options: Options, per_micro_batch: int | None) -> tupl
 
 
 def _times(plan: Plan | None, num_stages: int) -> tuple[Callable[[Task], float], float] | tuple[()]:
-    """How long tasks and hops take, where the plan says it: some schedules depend on it, and the simulated order is
-    the one to run."""
+    """Times of tasks and p2p transfers in the plan, if any: some schedules depend on them, and the executed order must
+    be the simulated one."""
     workload = plan.workload if plan is not None else None
     if workload is None or len(workload.stages) != num_stages:
         return ()
@@ -234,7 +233,7 @@ def _place_stages(
 
 
 def _shared_parameters(captured: Captured, cut: Partition) -> dict[Value, tuple[int, ...]]:
-    """Parameters that several stages read, and which."""
+    """Parameters that several stages read, with these stages."""
     readers: dict[Value, dict[int, None]] = {}
     for graph in cut.stages:
         for node in graph.nodes:
@@ -253,7 +252,7 @@ def _same_meshes(assignment: Assignment, stages: Sequence[int]) -> bool:
 
 
 def _check_units(analysis: Analysis, stages: Sequence[PlacedStage], plan: Plan) -> None:
-    """Refuse shares of the plan that count more units than anything has that is cut along their axis.
+    """Refuse shares of the plan with more units than anything split along their axis.
 
     (Rows are counted in the plan itself, against its batch.)
     """
@@ -294,7 +293,7 @@ def _warn(report: Report, captured: Captured) -> None:
 def local_tensors(
     shards: Mapping[str, Shard], rank: int, whole: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """This rank's parameters, from the whole ones: the user's own object where it is whole, else a copy of the part."""
+    """This rank's parameters, from the whole ones: the user's object if it is whole, else a copy of the shard."""
     from whale.runtime.stage import part
 
     found: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
-"""What ranks exchange outside of their stages' graphs: the values that cross stages, and the sums of gradients.
+"""Communication between stages: the values that cross stages, and the gradient reductions.
 
-Both follow from where placed stages keep what: the compiler asks for them once the stages are placed, and every rank
-finds the same. What is exchanged inside of a stage is its graph's; when, the schedule's.
+Both follow from the placements of the stages, equally on every rank. Collectives inside a stage belong to its graph,
+and their timing to the schedule.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["edges_between", "sums_of_gradients"]
 def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
     """The values that cross stages, and their transfers.
 
-    Boxes are within local tensors, and parts of micro-batches of equal size differ only in where they lie in the
-    batch: so these have the same transfers.
+    Boxes are within local tensors, and shards of micro-batches of equal size differ only in their position in the
+    batch, so they have the same transfers.
     """
     edges: list[Edge] = []
     firsts = {count: rows.index(count) for count in dict.fromkeys(rows)}
@@ -84,7 +84,7 @@ class _Part(NamedTuple):
 def sums_of_gradients(
     captured: Captured, stages: Sequence[PlacedStage]
 ) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
-    """Which gradients are sums over which ranks: replicas of a stage, and stages that share a parameter.
+    """The gradient reductions: over replicas of a stage, and over stages that share a parameter.
 
     Returns the buckets, and the names of the parameters in each.
     """
@@ -122,11 +122,11 @@ def sums_of_gradients(
 
 
 _Owners = tuple[tuple[int, ...], list[int]]
-"""Ranks that hold one part of a parameter, with their places along the axes whose ranks have gradients alike."""
+"""Ranks with one shard of a parameter, with their positions along the axes whose ranks have equal gradients."""
 
 
 def _owners(stage: PlacedStage, placements: Placements, known: dict[Any, list[_Owners]]) -> list[_Owners]:
-    """The ranks of a stage that sum the gradient of a parameter together: the same for all that are cut alike."""
+    """The ranks of a stage that sum the gradient of a parameter, equal for all parameters with the same cut."""
     key = (stage.index, stage.layout.form(placements))
     if key not in known:
         found: dict[Any, _Owners] = {}

@@ -1,7 +1,7 @@
-"""From a model and an example of its batch to a graph with all that depends on them alone.
+"""Tracing: from a model and an example batch to a graph, with everything that depends on these alone.
 
-A model is traced once and compiled for as many plans, clusters and annotations as there are: this is what those
-compilations have in common. Nothing is allocated; no device and no plan is known.
+A model is traced once and compiled for many plans, clusters and annotations; a trace is their common part. It allocates
+nothing, and knows no device and no plan.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Traced:
 
     Attributes:
         captured: the graph of the loss.
-        analysis: the axes of its values, and how each operator can be cut.
-        flow: its operators, and what they read.
+        analysis: the axes of its values, and the sharding choices of each operator.
+        flow: its operators, and their inputs.
         annotated: its stages, by the annotations with which the model was traced.
-        paths: of each operator the modules that computed it, innermost first.
+        paths: for each operator the modules that computed it, innermost first.
         loss: the value that is the loss.
-        dtype: the number type by whose speeds the model is placed (:func:`main_dtype`).
+        dtype: by its speeds the model is placed (:func:`main_dtype`).
     """
 
     captured: Captured
@@ -56,12 +56,12 @@ class Traced:
 
     @cached_property
     def hash(self) -> str:
-        """What the model is, whatever its batch and annotations: the hash that plans and profiles have of it."""
+        """The model's hash in plans and profiles, independent of batch and annotations."""
         return model_hash(self.captured)
 
     @cached_property
     def units(self) -> int:
-        """Rows of the batch that can be told apart; 1 where the batch cannot be cut."""
+        """Independent rows of the batch; 1 if the batch cannot be divided."""
         return self.analysis.atoms.size(self.analysis.batch_leaf) if self.analysis.batch_leaf >= 0 else 1
 
     def stages(self, scopes: Mapping[str, ScopePath]) -> Partition:
@@ -73,7 +73,7 @@ class Traced:
         return partition(self.captured, scopes_by_module(self.paths, scopes), self.flow)
 
     def cut_in_time(self, micro_batches: int) -> Mapping[fx.Node, Choice]:
-        """How every operator is cut into micro-batches.
+        """Division of every operator into micro-batches.
 
         Raises:
             UsageError: an operator computes a row of the batch from others.
@@ -84,7 +84,7 @@ class Traced:
 
     @cached_property
     def _cut_in_time(self) -> Mapping[fx.Node, Choice] | None:
-        """The same for any number of micro-batches; None where the batch cannot be cut."""
+        """The same for any number of micro-batches; None if the batch cannot be divided."""
         try:
             return place_time(self.captured, self.analysis, self.annotated, 2)
         except UsageError:
@@ -149,9 +149,9 @@ def _check_loss(loss: Value, stages: Partition, training: bool) -> None:
 
 
 def main_dtype(model: nn.Module) -> str:
-    """The number type by whose speeds a model is placed, as clusters name it: that of its first floating parameter.
+    """The dtype by whose speeds a model is placed, as clusters name it: that of its first floating parameter.
 
-    float64 counts as float32: a model in float64 is there to check one in float32, and is placed as that is.
+    float64 counts as float32, because a model in float64 checks one in float32 and must be placed equally.
     """
     name = _first_dtype(model)
     return name if name != "float64" else "float32"

@@ -20,6 +20,15 @@ from whale.graph.values import is_call, resolve, value_shape
 __all__ = ["model_hash"]
 
 
+_EXTREMES = {
+    getattr(torch.finfo(dtype), name): name
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for name in ("min", "max", "eps", "tiny")
+}
+"""Limits of number types, which masks and clamps are made of: they follow the number type, as whole sizes do the
+batch."""
+
+
 def model_hash(captured: Captured) -> str:
     """The hash of a captured model, as ``sha256:`` and 64 digits."""
     floating = floating_nodes(captured)
@@ -42,7 +51,7 @@ def model_hash(captured: Captured) -> str:
             return [token(item) for item in x if not isinstance(item, int)]
         if isinstance(x, Mapping):
             return {key: token(item) for key, item in sorted(x.items())}
-        return x if isinstance(x, float | str | bool) else None
+        return _EXTREMES.get(x, x) if isinstance(x, float | str | bool) else None
 
     for node in captured.graph.nodes:
         if is_call(node) and node not in floating and node.target is not torch.ops.aten._to_copy.default:

@@ -81,7 +81,6 @@ class SearchRecord(FileRecord):
         points: in any order; no more than `MAX_POINTS`.
         dropped: plans that were not scored, or scored and rejected, by family and reason.
         bound_seconds: no plan of the space takes less.
-        exact: whether the best candidate is proven to be the best of the space.
         tried: number of scored plans.
         seconds: search time; 0: omitted, so that the same search gives the same bytes.
     """
@@ -92,7 +91,6 @@ class SearchRecord(FileRecord):
     points: Annotated[tuple[RecordedPoint, ...], Field(max_length=MAX_POINTS)] = ()
     dropped: Annotated[tuple[RecordedDrop, ...], Field(max_length=10_000)] = ()
     bound_seconds: Seconds = 0.0
-    exact: bool = False
     tried: Annotated[int, Field(ge=0)] = 0
     seconds: Seconds = 0.0
 

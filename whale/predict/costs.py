@@ -1,7 +1,6 @@
-"""Prices on a cluster: seconds of a rank's part of a layer, and of collectives, from a profile.
+"""Cost model on a cluster: seconds of a rank's shard of a layer, and of collectives, from a profile.
 
-Layers that were measured at some tensor degrees are priced at any fraction; what was priced once is kept. It serves
-whoever predicts a step or balances one, and knows no compilation.
+Layers measured at some tensor degrees are priced at any fraction; results are cached. It knows no compilation.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ __all__ = ["Costs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Prices of a model's layers and messages on a cluster.
+    """Costs of a model's layers and messages on a cluster.
 
-    ``micro_batches`` are those of a step. ``device`` is ``cpu`` or ``cuda``: whose kernels run, and whether processes
-    run ahead of what they launch. ``optimizer`` is the one whose states are held and whose step is priced.
+    ``micro_batches`` are those of a step. ``device`` is ``cpu`` or ``cuda``: it determines kernels, and whether
+    processes run ahead of their devices. ``optimizer`` determines states and the time of the update.
     """
 
     profile: ModelProfile
@@ -51,8 +50,8 @@ class Costs:
         return Topology.of(self.cluster, self.profile.links)
 
     def layer(self, kind: int, rank: int, part: Part) -> LayerSeconds:
-        """Seconds of a micro-batch through a part of a layer. Collectives are apart, unless they were measured
-        inside."""
+        """Seconds of a micro-batch through a shard of a layer, without collectives, unless they were measured with
+        it."""
         type_ = self.cluster.devices[rank].type
         key = (kind, type_.name, part)
         if key not in self._layers:
@@ -68,7 +67,7 @@ class Costs:
     def collective_cost(
         self, kind: str, ranks: tuple[int, ...], num_bytes: int, num_alike: int = 1
     ) -> CommunicationCost:
-        """What a collective takes in each of *num_alike* groups at once; groups that lie alike are priced once."""
+        """Cost of a collective in each of *num_alike* concurrent groups; equal groups are priced once."""
         sharing = self.topology.sharing(ranks, num_alike)
         key = (kind, self.topology.shape(ranks), num_bytes, sharing)
         if key not in self._collectives:
@@ -76,7 +75,7 @@ class Costs:
         return self._collectives[key]
 
     def includes_communication(self, kind: int, rank: int, part: Part) -> bool:
-        """Whether the times of a split layer hold its collectives."""
+        """Whether the times of a split layer include its collectives."""
         name = self.cluster.devices[rank].type.name
         measured = [times for times in self.profile.kinds[kind].measured if times.device_type == name]
         if not measured or part.fraction == 1:

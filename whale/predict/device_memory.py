@@ -1,7 +1,7 @@
-"""What every device holds at the peak of a compiled step, beside what it has.
+"""Peak memory of every device in a compiled step, and its capacity.
 
-What a rank holds is found by running its step without data (`whale.predict.peak_memory`); ranks that do alike are
-tried once. Here tensors become a device's bytes, with what allocators waste and frameworks take. It knows no seconds.
+A dry run of a rank's step counts its bytes (`whale.predict.peak_memory`), once for ranks with equal fingerprints. Here
+tensors become bytes of a device, with the overhead of allocators and frameworks. It knows no seconds.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from whale.ir.program import box_size
 from whale.ir.workload import DeviceMemory
 from whale.planner.cost.memory import framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer
-from whale.predict.peak_memory import Device, Occupancy
+from whale.predict.peak_memory import Device, PeakMemory
 from whale.runtime.random import Clock
 from whale.strategies.dry_run import like_ranks
 
-__all__ = ["device_memory", "occupancies"]
+__all__ = ["device_memory", "peak_memories"]
 
 
-def occupancies(
+def peak_memories(
     compilation: Compilation,
     *,
     schedule: str,
     optimizer: Optimizer,
     device: Device,
     clock: Clock | None,
-    held_by: Callable[..., Occupancy],
-) -> dict[int, Occupancy]:
-    """What every rank that works holds, by *held_by*; ranks that compute and exchange alike are tried once."""
-    found: dict[int, Occupancy] = {}
+    memory_of: Callable[..., PeakMemory],
+) -> dict[int, PeakMemory]:
+    """Bytes of every rank that works, by *memory_of*; one dry run for ranks with equal fingerprints."""
+    found: dict[int, PeakMemory] = {}
     for members in _alike(compilation):
-        one = held_by(
+        one = memory_of(
             compilation,
             members[0],
             schedule=schedule,
@@ -48,7 +48,7 @@ def occupancies(
 
 
 def _alike(compilation: Compilation) -> Iterable[list[int]]:
-    """Ranks that compute, exchange and sum alike, but for their places; each kind in order, by its first rank."""
+    """Ranks with equal fingerprints, up to their positions in the mesh; each kind in order, by its first rank."""
     does: dict[int, list[Any]] = {}
     for stage in compilation.stages:
         for kind, members in enumerate(like_ranks(stage, compilation.rows)):
@@ -71,7 +71,7 @@ def _alike(compilation: Compilation) -> Iterable[list[int]]:
     for ranks, sizes in buckets.items():
         for rank in ranks:
             summed[rank] += sizes
-    # Buckets of replicas differ in index and not in size where the groups are alike.
+    # Buckets of replicas differ in index and not in size if their groups are equal.
     kinds: dict[Any, list[int]] = {}
     for rank in sorted(does):
         key = (tuple(does[rank]), frozenset(moved[rank].items()), tuple(sorted(summed[rank])))
@@ -79,8 +79,8 @@ def _alike(compilation: Compilation) -> Iterable[list[int]]:
     return kinds.values()
 
 
-def device_memory(cluster: Cluster, rank: int, held: Occupancy) -> DeviceMemory:
-    """The bytes of a device, of which *held* is what the step's tensors take."""
+def device_memory(cluster: Cluster, rank: int, held: PeakMemory) -> DeviceMemory:
+    """The bytes of a device; *held* are those of the step's tensors."""
     device = cluster.devices[rank]
     wasted = round(wasted_share(device.type) * (held.activations + held.buffers))
     return DeviceMemory(

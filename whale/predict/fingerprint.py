@@ -1,9 +1,9 @@
-"""What a rank does in a step, but for names: descriptions that are equal for ranks that compute, keep and exchange
-alike, in whatever stages of whichever plans for one captured model.
+"""A structural fingerprint of a rank's program: equal for ranks that compute, save and exchange the same, in any stages
+of any plans for one captured model.
 
-Stages, values, parameters, edges, buckets, peers, groups of ranks and the atoms of placements are numbered as they
-come; everything else that the executor reads is there as it is. An object that is not known to be data stands for
-itself, so that what holds it is like nothing else. This file runs nothing.
+Stages, values, parameters, edges, buckets, peers, groups of ranks and the axis factors of placements are numbered in
+order of appearance; everything else that the executor reads appears unchanged. An object that is not known to be data
+represents itself, so that its owner is equal to nothing else. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whale.ir.program import Program
 from whale.runtime.random import Clock
 from whale.runtime.stage import LocalGraph, LocalProgram
 
-__all__ = ["Likeness", "likeness"]
+__all__ = ["Fingerprint", "fingerprint"]
 
 _PLAIN = (
     bool,
@@ -39,20 +39,20 @@ _PLAIN = (
 )
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
-"""What every module has: how it is called, and its children."""
+"""Attributes of every module: its name, and its children."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likeness:
-    """A description of what a rank does, with the stages and the groups of ranks that it has numbers for."""
+class Fingerprint:
+    """Fingerprint of a rank, with its numbered stages and groups of ranks."""
 
     description: Hashable
     stages: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
 
 
-def likeness(compilation: Compilation, rank: int, program: Program, clock: Clock | None) -> Likeness:
-    """Describe what *rank* does when it runs *program*."""
+def fingerprint(compilation: Compilation, rank: int, program: Program, clock: Clock | None) -> Fingerprint:
+    """Return the fingerprint of *rank* when it runs *program*."""
     known = _Numbers()
     stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
     own = {stage.index for stage in stages}
@@ -106,7 +106,7 @@ def likeness(compilation: Compilation, rank: int, program: Program, clock: Clock
         )
         for one in program
     )
-    return Likeness(
+    return Fingerprint(
         description=(parameters, computed, edges, buckets, instructions),
         stages=tuple(stage.index for stage in stages),
         groups=tuple(known.of_kind("ranks")),
@@ -114,7 +114,7 @@ def likeness(compilation: Compilation, rank: int, program: Program, clock: Clock
 
 
 def _given(compilation: Compilation) -> dict[str, Hashable]:
-    """Shapes and types of what is there before the step: of everything that is no parameter, whole on every rank."""
+    """Shapes and dtypes of everything that exists before the step, except parameters, whole on every rank."""
     captured = compilation.captured
     found: dict[str, Hashable] = {}
     for node in captured.graph.nodes:
@@ -125,13 +125,13 @@ def _given(compilation: Compilation) -> dict[str, Hashable]:
 
 
 class _Numbers:
-    """Numbers for names, by kind, as they come; and descriptions of what has them."""
+    """Numbers for names, by kind, in order of appearance; and descriptions of their objects."""
 
     def __init__(self) -> None:
         self._known: dict[str, dict[Any, int]] = {}
 
     def number(self, kind: str, name: Any) -> int:
-        """That of a name."""
+        """The number of a name."""
         known = self._known.setdefault(kind, {})
         return known.setdefault(name, len(known))
 
@@ -140,7 +140,7 @@ class _Numbers:
         return list(self._known.get(kind, ()))
 
     def local_program(self, program: LocalProgram, given: Mapping[str, Hashable]) -> Hashable:
-        """A local program, and what feeds it."""
+        """A local program, and the sources of its inputs."""
         graphs = (program.constant, program.step, program.micro_batch)
         return tuple(self._graph(graph, given) for graph in graphs), program.nothing
 
@@ -152,7 +152,7 @@ class _Numbers:
             if node.op == "call_module":
                 target = self._token(graph.code.root.get_submodule(str(node.target)), places)
             elif node.op == "placeholder":
-                target = None  # what it is, its source says
+                target = None  # its source determines it
             found.append((node.op, target, self._token(node.args, places), self._token(node.kwargs, places)))
             places[node] = len(places)
         return tuple(found), tuple(self._source(kind, what, given) for kind, what in graph.sources)
@@ -165,7 +165,8 @@ class _Numbers:
         return kind, what
 
     def _token(self, x: Any, places: Mapping[fx.Node, int]) -> Hashable:
-        """What is equal for data that are equal but for names; a node of the graph is its place."""
+        """Canonical form of data, equal for data that are equal up to names; a node of the graph becomes its
+        position."""
         if isinstance(x, fx.Node):
             return fx.Node, places[x]
         if isinstance(x, _PLAIN):
@@ -196,7 +197,7 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class _Itself:
-    """An object that is equal to no other; kept, so that none can come to its place in memory."""
+    """An object that is equal to no other; kept alive, so that its address is not reused."""
 
     x: Any
 

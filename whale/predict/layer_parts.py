@@ -1,8 +1,7 @@
-"""Which layers of a profile a stage of a compiled model runs, and which part of each lies on each of its ranks.
+"""Mapping of a compiled model to a profile: the layers of each stage, and the shard of each layer on each rank.
 
-A profile is a chain of layers with the paths of their modules; a compilation knows operators, stages and meshes. Here
-the one is found in the other, for whoever prices a compiled step or gives out its shares. It knows no seconds, no bytes
-and no cluster.
+A profile is a chain of layers with module paths; a compilation has operators, stages and meshes. It knows no seconds,
+no bytes and no cluster.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ __all__ = ["Part", "StageLayers", "stage_layers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank has of a layer: the rows of a micro-batch, the fraction of what is split, and over how many ranks
-    only its experts are."""
+    """A rank's shard of a layer: the rows of a micro-batch, the fraction of a split, and the number of ranks over which
+    only its experts are split."""
 
     rows: int
     fraction: float
@@ -33,16 +32,16 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayers:
-    """The layers of a stage: positions in the profile's chain, and for each rank its part of each."""
+    """The layers of a stage: positions in the profile's chain, and each rank's shard of each."""
 
     layers: tuple[int, ...]
     parts: Mapping[int, tuple[Part, ...]]
 
 
 def stage_layers(compilation: Compilation, profile: ModelProfile) -> list[StageLayers]:
-    """Which stage runs which layer of the profile, and in which parts.
+    """Assign the layers of the profile to stages, with their shards.
 
-    A layer is of the stage that computes the first operator in its module.
+    A layer belongs to the stage that computes the first operator in its module.
 
     Raises:
         UsageError: the profile has no module paths, or a layer's module computes nothing in this model.
@@ -84,7 +83,7 @@ def stage_layers(compilation: Compilation, profile: ModelProfile) -> list[StageL
 def _parts(
     compilation: Compilation, profile: ModelProfile, stage: PlacedStage, members: Sequence[tuple[int, Any]]
 ) -> dict[int, tuple[Part, ...]]:
-    """What each rank has of layers, each with its first operator, by the roles of their regions."""
+    """Each rank's shards of layers, each with its first operator, by the roles of their regions."""
     spot, scopes = compilation.assignment.stages[stage.index], compilation.partition.stages[stage.index].scopes
     by_path = {module_of(node) or "": spot.roles.of(scopes[node]) for node in stage.nodes} if profile.experts else {}
     roles = []

@@ -1,9 +1,8 @@
-"""How many bytes of tensors a rank holds at the peak of a step, found by running the step without data or other ranks.
+"""Peak memory of a rank, from a dry run of its step without data or other ranks.
 
-The executor itself runs the rank's program, with fake tensors, the kernels of the device, a transport that reaches
-nobody, and a counter of living storages. So what is kept, received, sent and reduced, and for how long, is not modelled
-but is what the code does. What an operator takes within itself, and what allocators and drivers take, is not seen. This
-file knows no cluster and no prices.
+The executor runs the rank's program, with fake tensors, the kernels of the device, a dry transport, and a counter of
+live storages. So saved activations, receives, sends and reductions are not modelled but result from the code itself.
+Temporary buffers inside operators, allocators and drivers are not included. This module knows no cluster and no prices.
 """
 
 from __future__ import annotations
@@ -31,26 +30,27 @@ from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.cost.memory import MESSAGES
 from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
-from whale.predict.fingerprint import Likeness, likeness
+from whale.predict.fingerprint import Fingerprint, fingerprint
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.random import Clock
 from whale.strategies.dry_run import TaskCalls, WithoutData
 from whale.strategies.fused import accelerated
 
-__all__ = ["Device", "Known", "Occupancy", "TaskBytes", "brief_occupancy", "occupancy"]
+__all__ = ["Device", "Known", "PeakMemory", "TaskBytes", "brief_peak_memory", "peak_memory"]
 
 Device = Literal["cpu", "cuda"]
-"""Whose kernels run, and how an optimizer steps there. Tensors are the processor's anyway: others want a driver."""
+"""Device whose kernels run, and its optimizer implementation. Tensors are always on the CPU, because other devices need
+a driver."""
 
 _SMALL_BYTES = 1024
-"""The loss, its sum over ranks, and what ranks compare of their batches: a few numbers of 8 bytes."""
+"""Bytes of the loss, its sum over ranks, and the numbers for comparing batches: a few numbers of 8 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskBytes:
-    """One micro-batch on one stage: what is kept from forward to backward, and the most that each needs beyond what
-    was there before it."""
+    """Memory of one micro-batch on one stage: saved activations, and the peak of each task beyond what existed before
+    it."""
 
     kept: int
     forward_peak: int
@@ -58,12 +58,12 @@ class TaskBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Occupancy:
-    """Bytes of a rank at the peak of a step, by what they are for, and what the tasks of each of its stages do.
+class PeakMemory:
+    """Peak memory of a rank by category, and the memory of the tasks of each of its stages.
 
-    ``parameters`` holds buffers of the model too, ``activations`` the batch and what operators need meanwhile,
-    ``buffers`` what is on its way to and from other ranks. ``tasks`` and ``calls`` are by stage: bytes of a
-    micro-batch, and the collectives that ``rank`` makes in the first one.
+    ``parameters`` includes buffers of the model, ``activations`` the batch and temporary buffers of operators,
+    ``buffers`` messages to and from other ranks. ``tasks`` and ``calls`` are by stage: bytes of a micro-batch, and the
+    collectives that ``rank`` makes in the first one.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class Occupancy:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def occupancy(
+def peak_memory(
     compilation: Compilation,
     rank: int,
     *,
@@ -89,16 +89,16 @@ def occupancy(
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
     clock: Clock | None = None,
-) -> Occupancy:
-    """What *rank* holds at the peak of a step, the optimizer's update included.
+) -> PeakMemory:
+    """Peak memory of *rank* in a step, including the optimizer's update.
 
     Args:
         compilation: of the model for training.
-        rank: whose memory is meant.
-        schedule: that the compilation was made with.
-        optimizer: whose state is counted; gradients are assumed to be dropped between steps.
-        device: ``cpu``, or ``cuda`` for an accelerator, of which there need be none.
-        clock: of random operators; None: they draw as the local model does.
+        rank: to measure.
+        schedule: of the compilation.
+        optimizer: determines the states; gradients are assumed to be freed between steps.
+        device: ``cpu``, or ``cuda`` for an accelerator, which need not exist.
+        clock: the RNG position of random operators; None: they draw as the local model does.
 
     Raises:
         UsageError: an unknown optimizer.
@@ -109,7 +109,7 @@ def occupancy(
     return _held(trial.found(), rank, optimizer, device, Counter())
 
 
-def brief_occupancy(
+def brief_peak_memory(
     compilation: Compilation,
     rank: int,
     *,
@@ -118,16 +118,17 @@ def brief_occupancy(
     device: Device = "cpu",
     clock: Clock | None = None,
     known: Known | None = None,
-) -> Occupancy:
-    """As `occupancy`, from a single micro-batch, and so in a fraction of the time.
+) -> PeakMemory:
+    """Peak memory like `peak_memory`, from a single micro-batch, in a fraction of the time.
 
-    The gradients are there when it begins, as for all micro-batches but the first. What the others in flight keep is
-    added, and their messages are guessed from its own. What is *known* of compilations of the same captured model is
-    looked up, and added to: ranks that do the same but for names are tried once.
+    Gradients exist when it begins, as in all micro-batches except the first. The saved activations of the other
+    micro-batches in flight are added, and their messages are extrapolated from its own. *known* caches results for
+    compilations of the same captured model:
+    ranks with equal fingerprints run once.
     """
     first, known = compilation.of_first, {} if known is None else known
     program = first.known_programs[rank]
-    like = likeness(first, rank, program, clock)
+    like = fingerprint(first, rank, program, clock)
     if (device, like.description) not in known:
         with _without_data(device):
             trial = _Trial(first, rank, device, clock)
@@ -141,15 +142,15 @@ def brief_occupancy(
 
 
 def _without_data(device: Device) -> AbstractContextManager[Any]:
-    """Let operators compute shapes only: those of processors with fake tensors, which say what a processor's kernels
-    keep; those of accelerators, whose kernels that differ are spelt out (`accelerated`), in a tenth of the time."""
+    """Run operators on shapes only: those of processors with fake tensors, which show what a processor's kernels save;
+    those of accelerators with substitutes for fused kernels (`accelerated`), in a tenth of the time."""
     return WithoutData() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What a trial found: bytes by purpose at the peak and after the last backward, those of each parameter that is
-    trained, and what the tasks of each stage took and called."""
+    """Result of a dry run: bytes by category at the peak and after the last backward, those of each trained parameter,
+    and the memory and calls of the tasks of each stage."""
 
     at_peak: Counter[str]
     after: Counter[str]
@@ -158,12 +159,12 @@ class _Found:
     calls: Mapping[int, TaskCalls]
 
 
-Known = dict[Hashable, tuple[Likeness, _Found]]
-"""What was found of ranks, by what they do."""
+Known = dict[Hashable, tuple[Fingerprint, _Found]]
+"""Results of ranks, by their fingerprints."""
 
 
-def _renamed(one: Likeness, found: _Found, other: Likeness) -> _Found:
-    """What was found of one rank, in the words of another that does the same."""
+def _renamed(one: Fingerprint, found: _Found, other: Fingerprint) -> _Found:
+    """Result of one rank, translated to another with an equal fingerprint."""
     stages = dict(zip(one.stages, other.stages, strict=True))
     groups = dict(zip(one.groups, other.groups, strict=True))
 
@@ -180,15 +181,15 @@ def _renamed(one: Likeness, found: _Found, other: Likeness) -> _Found:
     )
 
 
-def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: Counter[str]) -> Occupancy:
-    """What a trial found, with *more* bytes at its peak."""
+def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: Counter[str]) -> PeakMemory:
+    """Result of a dry run, with *more* bytes at its peak."""
     costs = costs_of(optimizer)
     state = costs.states * sum(found.sizes) + costs.counter_bytes * len(found.sizes)
     at_peak = found.at_peak + more
     update = temporary_bytes(optimizer, found.sizes, processor=device == "cpu")
     if found.after.total() + update > at_peak.total():
         at_peak = found.after + Counter(activations=update)
-    return Occupancy(
+    return PeakMemory(
         rank=rank,
         parameters=at_peak["parameters"],
         gradients=at_peak["gradients"],
@@ -201,16 +202,16 @@ def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: 
 
 
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
-    """The rank's program, cut short where micro-batches are many and what is in flight repeats itself."""
+    """The rank's program, shortened if there are many micro-batches and the micro-batches in flight repeat."""
     order = _short(compilation, schedule)
     return project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
 
 
 def _short(compilation: Compilation, schedule: str) -> Order:
-    """The order of the fewest micro-batches that keep as many in flight as all do.
+    """The order of the fewest micro-batches with as many in flight as in the whole step.
 
-    Where there are messages some more are walked, because they are dropped a few tasks after they were sent: twice the
-    credit, which is the number of micro-batches in flight, and two.
+    With messages some more are needed, because these are freed a few tasks after they were sent: twice the credit,
+    which is the number of micro-batches in flight, and two.
     """
     most = compilation.most_in_flight
     depth = max(2, *most.values())
@@ -223,7 +224,7 @@ def _short(compilation: Compilation, schedule: str) -> Order:
 
 
 class _Nobody:
-    """A transport whose messages are done at once."""
+    """A transport whose messages complete immediately."""
 
     def __init__(self, live: _Living) -> None:
         self.live = live
@@ -271,7 +272,7 @@ class _Trial:
         self._make()
 
     def _make(self) -> None:
-        """Everything that is there before the step: parameters, buffers, constants and the whole batch."""
+        """Everything that exists before the step: parameters, buffers, constants and the whole batch."""
         captured = self.compilation.captured
         for name, part in self.compilation.local_parameters(self.rank).items():
             blank = torch.empty(part.shape, dtype=part.dtype, device=self.place)
@@ -298,7 +299,7 @@ class _Trial:
                 self.live.add(tensor, "parameters")
 
     def hold_gradients(self) -> None:
-        """Let every parameter have its gradient already."""
+        """Create the gradient of every parameter."""
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
@@ -340,7 +341,7 @@ class _Trial:
                 stage.finish()
 
     def found(self) -> _Found:
-        """What the run showed."""
+        """Result of the run."""
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         return _Found(
             at_peak=self.live.at_peak.copy(),
@@ -351,7 +352,7 @@ class _Trial:
         )
 
     def tasks(self) -> dict[int, TaskBytes]:
-        """What the tasks of each stage took: the most of all micro-batches."""
+        """Memory of the tasks of each stage: the maximum over micro-batches."""
         noted = self.noting.noted
         return {
             stage: TaskBytes(kept=noted["kept", stage], forward_peak=noted["F", stage], backward_peak=noted["B", stage])
@@ -369,7 +370,7 @@ class _Trial:
 
 
 class _Noting(tuple[Any, ...]):
-    """A program that notes, while it is walked, what each of its tasks took and called."""
+    """A program that records the memory and calls of each of its tasks while it is executed."""
 
     live: _Living
     called: list[CollectiveCall]
@@ -397,7 +398,7 @@ class _Noting(tuple[Any, ...]):
 
 
 class _Living(TorchDispatchMode):
-    """Counts the storages that live, by purpose: those that it is told of, and those that operators make."""
+    """Counts live storages by category: registered ones, and those that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,11 +410,11 @@ class _Living(TorchDispatchMode):
         self._newest = 0
 
     def begin_task(self) -> None:
-        """Forget the peak of the task before, and what it made."""
+        """Reset the peak of the previous task and its allocations."""
         self.task_peak, self._newest = self.now, 0
 
     def add(self, tensor: Tensor, purpose: str = "activations") -> None:
-        """Count a tensor's storage until it is gone."""
+        """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -435,7 +436,7 @@ class _Living(TorchDispatchMode):
             self.at_peak = self.by_purpose.copy()
 
     def mark(self, tensor: Tensor, purpose: str) -> None:
-        """Say what a tensor is for."""
+        """Set the category of a tensor."""
         self.add(tensor)
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -444,7 +445,7 @@ class _Living(TorchDispatchMode):
         self._purpose[key] = purpose
 
     def purpose_of(self, tensor: Tensor) -> str | None:
-        """What a tensor is for."""
+        """The category of a tensor."""
         return self._purpose.get(tensor.untyped_storage()._cdata)
 
     def is_new(self, tensor: Tensor) -> bool:

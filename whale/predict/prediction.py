@@ -1,7 +1,7 @@
-"""What a compiled step should take: seconds, by simulating its workload, and bytes on every device.
+"""Prediction of a compiled step: seconds, by simulating its workload, and bytes on every device.
 
-Nothing is allocated and no process group is needed. What the step consists of is in `whale.predict.workload`, what its
-devices hold in `whale.predict.device_memory`.
+Nothing is allocated and no process group is needed. `whale.predict.workload` has the times of the step,
+`whale.predict.device_memory` the memory of its devices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from whale.planner.simulation.recurrence import Timing
 from whale.planner.simulation.simulate import simulate_alike
 from whale.planner.simulation.timeline import Timeline
 from whale.predict.costs import Costs
-from whale.predict.device_memory import device_memory, occupancies
+from whale.predict.device_memory import device_memory, peak_memories
 from whale.predict.layer_parts import stage_layers
-from whale.predict.peak_memory import Occupancy, occupancy
+from whale.predict.peak_memory import PeakMemory, peak_memory
 from whale.predict.workload import workload_of
 from whale.runtime.random import Clock
 
@@ -30,7 +30,7 @@ __all__ = ["Predicted", "predict"]
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A prediction with the numbers that it was made from; the timeline is of one rank of each kind."""
+    """A prediction with the numbers that it was computed from; the timeline has one rank of each kind."""
 
     prediction: Prediction
     workload: Workload
@@ -43,23 +43,24 @@ def predict(
     *,
     schedule: str,
     clock: Clock | None = None,
-    held_by: Callable[..., Occupancy] = occupancy,
+    memory_of: Callable[..., PeakMemory] = peak_memory,
 ) -> Predicted:
-    """What the compiled step should take on the cluster of *costs*.
+    """Predict the compiled step on the cluster of *costs*.
 
-    *held_by* finds the bytes of a rank: `occupancy`, or `whale.predict.peak_memory.brief_occupancy` where time matters.
+    *memory_of* computes the bytes of a rank: `peak_memory`, or the faster
+    `whale.predict.peak_memory.brief_peak_memory`.
 
     Raises:
         UsageError: the profile is not of this model, or the cluster does not say how ranks are linked.
     """
     layers = stage_layers(compilation, costs.profile)
-    held = occupancies(
+    held = peak_memories(
         compilation,
         schedule=schedule,
         optimizer=costs.optimizer,
         device=costs.device,
         clock=clock,
-        held_by=held_by,
+        memory_of=memory_of,
     )
     workload, measured = workload_of(compilation, costs, layers, held, schedule)
     timeline = simulate_alike(workload)

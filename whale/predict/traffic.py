@@ -1,9 +1,9 @@
-"""What a rank says to others in a step, in bytes: the collectives inside of its stages, what it sends to other stages,
-and the sums of its gradients.
+"""Messages of a rank in a step, in bytes: collectives inside its stages, p2p transfers to other stages, and gradient
+reductions.
 
-Read off the compiled step, without data or other ranks: the very calls that the static check proves and the executor
-makes. What ranks agree on before a step (some numbers of the batch, and the loss) is left out. Knows no clusters and no
-seconds.
+They are read off the compiled step, without data or other ranks: the calls that the static check proves and the
+executor makes. The agreement before a step (some numbers of the batch, and the loss) is not included. It knows no
+clusters and no seconds.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Message:
     """Equal messages of a rank in a step.
 
     Attributes:
-        purpose: the pass that they are part of, or the sum of gradients after it.
+        purpose: their pass, or the gradient reduction after it.
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
-        ranks: who takes part; of a send this rank and the receiver.
-        tensor_bytes: the whole tensor, as `whale.planner.network.communication` counts it: what an all-reduce reduces,
-            an all-gather returns, a reduce-scatter reads, a rank has before an all-to-all, a send sends.
-        count: how many there are in a step.
+        ranks: the members; for a send, this rank and the receiver.
+        tensor_bytes: the whole tensor, as in `whale.planner.network.communication`: the input of an all-reduce,
+            reduce-scatter or all-to-all, the result of an all-gather, the value of a send.
+        count: number of such messages in a step.
     """
 
     purpose: Purpose
@@ -47,7 +47,7 @@ class Message:
 
     @property
     def sent_bytes(self) -> float:
-        """What all of them put on this rank's wire if each moves no more than it must, as a ring does.
+        """Bytes that this rank sends for all of them by a ring algorithm, the minimum.
 
         >>> Message(purpose="gradients", op="all_reduce", ranks=(0, 1, 2, 3), tensor_bytes=100, count=2).sent_bytes
         300.0
@@ -58,9 +58,9 @@ class Message:
 
 
 def traffic(compilation: Compilation, rank: int, clock: Clock | None = None) -> tuple[Message, ...]:
-    """The messages of *rank* in a training step, equal ones together, in the order in which they first come.
+    """The messages of *rank* in a training step, grouped, in order of appearance.
 
-    *clock* is that of random operators, where there are any.
+    *clock* is the RNG position of random operators, if any.
     """
     found: Counter[tuple[Purpose, str, tuple[int, ...], int]] = Counter()
     for stage in compilation.stages:
@@ -102,8 +102,8 @@ def bucket_bytes(compilation: Compilation) -> list[int]:
 
 
 def call_bytes(call: CollectiveCall) -> int:
-    """The size of the whole tensor that a collective is about, as `whale.planner.network.communication` counts it;
-    parts that are gathered are padded to the largest.
+    """Size of the whole tensor of a collective, as in `whale.planner.network.communication`; gathered shards are padded
+    to the largest.
 
     >>> call_bytes(CollectiveCall("n", "all_gather", (0, 1), "float32", ((2, 3), (1, 3))))
     48

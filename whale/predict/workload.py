@@ -1,8 +1,8 @@
-"""The workload of a compiled step: the times of its tasks, what travels between stages and what is summed.
+"""The workload of a compiled step: times of its tasks, p2p transfers and gradient reductions.
 
-Which layers a stage runs, at how many rows and which part on each rank, what crosses stages and which collectives lie
-inside of them comes from the compilation, seconds come from `whale.predict.costs`, bytes of tasks from what ranks
-hold. What it makes is what is simulated; how a step then goes it does not know.
+The compilation determines the layers, rows and shards of each stage and rank, the values between stages and the
+collectives inside them; seconds come from `whale.predict.costs`, bytes of tasks from dry runs. The workload is the
+simulator's input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whale.planner.network.communication import send
 from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
-from whale.predict.peak_memory import Occupancy
+from whale.predict.peak_memory import PeakMemory
 from whale.predict.traffic import bucket_bytes, call_bytes
 from whale.strategies.lowering import PlacedStage
 
@@ -35,10 +35,10 @@ def workload_of(
     compilation: Compilation,
     costs: Costs,
     layers: Sequence[StageLayers],
-    held: Mapping[int, Occupancy],
+    held: Mapping[int, PeakMemory],
     schedule: str,
 ) -> tuple[Workload, bool]:
-    """The workload of a step in which ranks hold what is in *held*, and whether all its computation was measured."""
+    """The workload of a step with the peak memory in *held*, and whether all of its computation was measured."""
     boundaries = _boundaries(compilation)
     moving = _moving(costs, boundaries)
     works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
@@ -73,8 +73,8 @@ def workload_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _Spent:
-    """Seconds of a micro-batch through a rank's parts of the layers of a stage; ``inside`` says whether they hold the
-    collectives."""
+    """Seconds of a micro-batch through a rank's shards of the layers of a stage; ``inside`` says whether they include
+    the collectives."""
 
     forward: float
     backward: float
@@ -85,7 +85,7 @@ class _Spent:
 
 
 def _spent(costs: Costs, own: StageLayers) -> dict[int, _Spent]:
-    """Of each rank of a stage; those of one type with equal parts are priced once."""
+    """Work of each rank of a stage; ranks of one type with equal shards are priced once."""
     known: dict[Any, _Spent] = {}
     found = {}
     for rank, parts in own.parts.items():
@@ -113,14 +113,14 @@ def _spent_on(costs: Costs, layers: Sequence[int], rank: int, parts: Sequence[Pa
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """A rank's backward of a stage: its seconds, and of its collectives how many take how many seconds each."""
+    """A rank's backward of a stage: its seconds, and the number of its collectives by their seconds."""
 
     seconds: float
     collectives: _Times
 
     def slowdown(self, computation: float, waiting: float) -> float:
-        """By how much it takes longer beside a reduction: *computation* by so much, and each collective waits for
-        parts of the reduction that were on the link before, or shares the link, whichever takes longer."""
+        """Slowdown during a reduction: *computation* slows by a given factor, and each collective waits for messages of
+        the reduction that were on the link before, or shares the link, whichever takes longer."""
         if not self.seconds:
             return computation
         alone = max(0.0, 1 - _total(self.collectives) / self.seconds)
@@ -132,7 +132,7 @@ def _stage_work(
     costs: Costs,
     stage: PlacedStage,
     spent: Mapping[int, _Spent],
-    held: Mapping[int, Occupancy],
+    held: Mapping[int, PeakMemory],
     moving: Mapping[tuple[str, int, int], float],
 ) -> tuple[StageWork, dict[int, Backward]]:
     ranks = stage.mesh.ranks
@@ -167,9 +167,9 @@ def _stage_work(
 
 
 def _moving(costs: Costs, boundaries: Sequence[Boundary]) -> dict[tuple[str, int, int], float]:
-    """By direction, stage and rank the seconds of computation that its messages of a micro-batch cost it.
+    """Seconds of computation, by direction, stage and rank, that the messages of a micro-batch cost.
 
-    A message takes its time on the link beside the computation, and of the computation what moving its bytes costs.
+    A message overlaps computation on the link, and costs computation for moving its bytes.
     """
     devices, links = costs.cluster.devices, costs.profile.links
     price = cache(lambda within, device_type: moving_seconds(links, within, device_type))
@@ -191,14 +191,14 @@ def _moving(costs: Costs, boundaries: Sequence[Boundary]) -> dict[tuple[str, int
 
 
 _Calls = Mapping[tuple[str, int, int], int]
-"""How many collectives there are of each kind, along which axis of the mesh, of how many bytes."""
+"""Number of collectives by kind, mesh axis and bytes."""
 
 _Times = tuple[tuple[int, float], ...]
-"""How many collectives take how many seconds each."""
+"""Number of collectives by their seconds."""
 
 
-def _exchanges(stage: PlacedStage, held: Occupancy) -> tuple[_Calls, _Calls]:
-    """The collectives of a stage, forward and backward, of all ranks that are like the one that was tried."""
+def _exchanges(stage: PlacedStage, held: PeakMemory) -> tuple[_Calls, _Calls]:
+    """The collectives of a stage, forward and backward, of all ranks equal to the dry-run one."""
     axes = {tuple(sorted(stage.mesh.group(axis, held.rank))): axis for axis in range(len(stage.mesh.axes))}
     calls = held.calls[stage.index]
     forward, backward = (
@@ -209,7 +209,7 @@ def _exchanges(stage: PlacedStage, held: Occupancy) -> tuple[_Calls, _Calls]:
 
 
 def _times(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]], num_ranks: int) -> _Times:
-    """Of the calls of a rank of a stage on so many ranks, all of which make theirs at once."""
+    """Times of the calls of a rank of a stage with the given number of ranks, all of which make theirs at once."""
     return tuple(
         (count, costs.collective(op, lines[axis], size, num_ranks // len(lines[axis])))
         for (op, axis, size), count in calls.items()
@@ -221,7 +221,7 @@ def _total(times: _Times) -> float:
 
 
 def _together(stage: PlacedStage, met: Mapping[int, Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that meet in collectives, as groups; *met* says along which axes each does."""
+    """Groups of ranks with common collectives; *met* has the axes of each."""
     group = {rank: frozenset((rank,)) for rank in stage.mesh.ranks}
     for members in dict.fromkeys(stage.mesh.group(axis, rank) for rank, axes in met.items() for axis in axes):
         joined = frozenset().union(*(group[rank] for rank in members))
@@ -230,7 +230,7 @@ def _together(stage: PlacedStage, met: Mapping[int, Iterable[int]]) -> tuple[tup
 
 
 def _boundaries(compilation: Compilation) -> tuple[Boundary, ...]:
-    """What crosses between each pair of stages, all values together."""
+    """Transfers between each pair of stages, all values together."""
     sizes: dict[tuple[int, int], dict[str, Counter[tuple[int, int]]]] = {}
     for edge in compilation.edges:
         pair = sizes.setdefault((edge.source_stage, edge.target_stage), {"forward": Counter(), "backward": Counter()})
@@ -255,7 +255,7 @@ def _transfers(sizes: Mapping[tuple[int, int], int]) -> tuple[Transfer, ...]:
 
 
 def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]:
-    """The links between ranks that exchange something, at the size of the largest message."""
+    """The links between ranks that exchange messages, at the size of the largest message."""
     largest: dict[tuple[int, int], int] = {}
     for boundary in boundaries:
         for transfer in (*boundary.forward, *boundary.backward):
@@ -276,7 +276,7 @@ def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]
 def _reductions(
     compilation: Compilation, costs: Costs, backwards: Mapping[tuple[int, int], Backward]
 ) -> tuple[Reduction, ...]:
-    """The buckets of gradients. A bucket is ready when its part of the stage's gradients, by bytes, is."""
+    """The buckets of gradients. A bucket is ready when its fraction of the stage's gradients, by bytes, is."""
     sizes = bucket_bytes(compilation)
     groups = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
     for spec, size in zip(compilation.reduces, sizes, strict=True):
@@ -302,7 +302,7 @@ def _reductions(
 
 
 def _num_alike(compilation: Compilation, spec: ReduceSpec) -> int:
-    """Sets of ranks that sum like gradients at the same time: of a stage those of all its tensor parts."""
+    """Sets of ranks that reduce equal gradients at the same time: in a stage, those of all its shards."""
     sizes = [len(compilation.stages[stage].mesh.ranks) for stage in spec.stages]
     return max(1, min(sizes) * len(sizes) // len(spec.ranks))
 
@@ -310,7 +310,7 @@ def _num_alike(compilation: Compilation, spec: ReduceSpec) -> int:
 def _slowdowns(
     costs: Costs, spec: ReduceSpec, beside: Interference | None, backwards: Mapping[tuple[int, int], Backward]
 ) -> tuple[float, ...]:
-    """By how much the backward of each rank takes longer beside a reduction; empty where that was not measured."""
+    """Slowdown of each rank's backward during a reduction; empty if not measured."""
     if beside is None:
         return ()
     known = dict(zip(beside.types, beside.slowdowns, strict=True))

@@ -1,4 +1,4 @@
-"""What a search is asked and what it answers, as data: for a command line, a report, or whoever writes the plan.
+"""Problem, settings and result of a search, as data.
 
 It knows no prices and no algorithm.
 """
@@ -30,7 +30,10 @@ PRICED = ("gpipe", "1f1b")
 """The schedules of which a search knows what a step takes without going through it."""
 
 OF_ONE_STAGE = tuple(schedule for schedule in SCHEDULES if schedule != "interleaved")
-"""Those for devices that have one stage each, as in all plans of the search."""
+"""Schedules for devices with one stage each, as in all plans of the search."""
+
+MAX_BATCH = 2**40
+"""Rows of a batch, as plans have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         candidates: the best plans that differ in more than a cut or a row, best first; at least one.
@@ -107,7 +110,6 @@ class Found:
         points: plans that were looked at.
         tried: how many were scored.
         seconds: that the search took.
-        exact: whether every plan of the space was scored or excluded by a bound.
     """
 
     candidates: tuple[Candidate, ...]
@@ -116,11 +118,10 @@ class Found:
     points: tuple[Point, ...]
     tried: int
     seconds: float
-    exact: bool
 
     @property
     def best(self) -> Candidate:
-        """The quickest."""
+        """The fastest candidate."""
         return self.candidates[0]
 
     @property
@@ -142,7 +143,7 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What is decided already, as partial annotations do.
+    """Decisions fixed in advance, such as by partial annotations.
 
     Attributes:
         starts: layers that begin a stage, beside the first of the chain.
@@ -178,30 +179,26 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """What a search may decide, and how long it may take.
+    """Settings of a search: its space and its time.
 
     Attributes:
         precision: of the run, as `whale.planner.cost.precision` knows it.
         micro_batches: a number, or None: any that divides the batch.
-        schedules: that may be chosen. Plans are priced with `PRICED` ones; of others they are found as for ``1f1b``,
-            and whoever compiles them tries those too.
+        schedules: allowed ones. The search prices plans with `PRICED` ones; for others it searches as for ``1f1b``, and
+            they are tried on compiled plans.
         max_stages: of the pipeline; None: as many as there are devices or layers.
-        eager: whether kernels are PyTorch's own, as Whale runs them, and bytes what it holds; or those of a stack such
-            as Megatron's.
         optimizer: that Whale runs.
         seed: of the refinement's random moves.
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
-        thorough: whether more is tried of everything, and a larger bound looked for in the end: for some seconds more,
-            up to the time limit.
+        thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
     precision: str = "fp32"
     micro_batches: int | None = None
     schedules: tuple[str, ...] = ("1f1b",)
     max_stages: int | None = None
-    eager: bool = False
     optimizer: Optimizer = "adamw"
     seed: int = 0
     time_limit: float = 10.0
@@ -216,7 +213,7 @@ class SearchSettings:
 
     @property
     def unpriced(self) -> tuple[str, ...]:
-        """Those that are to be tried on what is found."""
+        """The schedules to try on the best plans."""
         return tuple(schedule for schedule in self.schedules if schedule not in PRICED)
 
     def check(self, batch: int) -> None:
@@ -228,7 +225,9 @@ class SearchSettings:
         unknown = [schedule for schedule in self.schedules if schedule not in OF_ONE_STAGE]
         if unknown or not self.schedules:
             given = repr(unknown[0]) if unknown else "none"
-            raise UsageError(f"the search knows the schedules {', '.join(OF_ONE_STAGE)}; given was {given}")
+            raise UsageError(f"plans are searched with the schedules {', '.join(OF_ONE_STAGE)}, not {given}")
+        if batch > MAX_BATCH:
+            raise UsageError(f"a batch has at most {MAX_BATCH:,} rows, not {batch:,}")
         for name, value in (("batch", batch), ("max_stages", self.max_stages), ("top", self.top)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, but must be at least 1")

@@ -1,98 +1,63 @@
-"""Small searches, to the end: every plan is scored, or cannot beat the best so far.
+"""The best plan of a small case, by trying every plan: what the search is measured against in tests and benchmarks.
 
-For few interchangeable devices and short chains all sequences of meshes and all cuts are walked through, from the last
-stage backward, so that the micro-batches in flight are known. A branch ends when a bound of every plan in it reaches
-the best step so far:
+All sequences of meshes and all cuts of the search's space are walked through, from the last stage backward, so that the
+micro-batches in flight are known. A branch ends when a lower bound of every plan in it reaches the best step so far:
 
 - a stage of c seconds for a micro-batch begins after the forwards of the stages before it, is busy for M c, and after
   it come its own sum and update, or the backwards of the stages before it;
-- what is left of the chain takes at least its work divided among the devices that are left (`bound.work_of_parts`).
+- what is left of the chain takes at least its computation divided among the devices that are left (`bound.least_time`).
 
-Exact over the space of `searching` with these conventions: a stage's tensor groups are its devices in the order of
-their types, cut into groups (they may mix types here), and rows of a micro-batch are those with which its slowest slice
+Devices of a type must be interchangeable (one node, or equal nodes of one each). A stage's tensor groups are its
+devices in the order of their types, cut into groups, and rows of a micro-batch are those with which its slowest replica
 is done first. Exponential in stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.ir.cluster import Cluster
+from whale.ir.profile import ModelProfile
+from whale.planner.cost.overlap import Beside, overlap
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.step import overlap_slowdown
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search.bound import work_of_parts
-from whale.planner.search.choices import Candidate
-from whale.planner.search.devices import Mesh, Pool
-from whale.planner.search.drafts import Draft
+from whale.planner.search.bound import least_time, work_of_kinds
 from whale.planner.search.layout import fastest_rows, laid_out
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan
+from whale.planner.search.problem import Candidate, SearchSettings
+from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.table import CostTable
 
-__all__ = ["is_small", "walk"]
+__all__ = ["best_plan"]
 
-MOST_DEVICES, MOST_TYPES, MOST_PARTS = 6, 3, 8
 SLACK = 1e-9
 """A bound this much below the best, as a part of it, is no hope."""
 
 
-def is_small(meshes: Meshes) -> bool:
-    """Whether all plans may be walked through: few devices, of which those of a type may change places."""
-    pools, cluster = meshes.pools, meshes.prices.cluster
-    if len(cluster.devices) > MOST_DEVICES or len(pools) > MOST_TYPES or len(meshes.chain) > MOST_PARTS:
-        return False
-    if len(cluster.nodes) == 1:
-        return True
-    pure = all(len({cluster.devices[rank].type for rank in node.ranks}) == 1 for node in cluster.nodes)
-    return pure and all(_interchangeable(meshes, pool) for pool in pools)
+def best_plan(
+    profile: ModelProfile, cluster: Cluster, *, batch: int, settings: SearchSettings, known: float = inf
+) -> Candidate | None:
+    """The plan with the shortest step, if it takes less than *known* seconds; None where there is none.
 
-
-def _interchangeable(meshes: Meshes, pool: Pool) -> bool:
-    nodes = [meshes.prices.cluster.node_of(node[0]) for node in pool.nodes]
-    return pool.alike and len({(node.intra, node.inter) for node in nodes}) == 1
-
-
-def walk(
-    meshes: Meshes,
-    batch: int,
-    *,
-    micro_batches: Sequence[int],
-    schedules: Sequence[str],
-    max_stages: int,
-    best_seconds: float,
-    found: Callable[[Candidate], None],
-    stop: Callable[[], bool],
-) -> bool:
-    """Tell *found* of every plan that beats those before it; False if it was stopped before the end.
-
-    Args:
-        meshes: prices.
-        batch: rows of a step.
-        micro_batches: numbers that may be chosen.
-        schedules: to be tried.
-        max_stages: of a pipeline.
-        best_seconds: of a plan that is known.
-        found: is told of better ones.
-        stop: whether to end early.
+    Small cases only: up to about six devices and eight layers.
     """
-    best = best_seconds
-    for schedule, count in product(schedules, micro_batches):
-        walker = _Walk(
-            meshes=meshes,
-            batch=batch,
-            count=count,
-            schedule=schedule,
-            most=max_stages,
-            best=best,
-            found=found,
-            stop=stop,
-        )
-        if not walker.descend((), (len(meshes.chain),)):
-            return False
-        best = walker.best
-    return True
+    prices = CostModel.of(profile, cluster, precision=settings.precision, optimizer=settings.optimizer, batch=batch)
+    chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain, exact_rows=batch)
+    counts = [settings.micro_batches] if settings.micro_batches else {-(-batch // rows) for rows in range(1, batch + 1)}
+    most = min(len(chain), len(cluster.devices), settings.max_stages or len(chain))
+    best, found = known, None
+    for schedule, count in product(settings.priced, sorted(counts)):
+        walk = _Walk(meshes=meshes, batch=batch, count=count, schedule=schedule, most=most, best=best)
+        walk.descend((), (len(chain),))
+        best, found = walk.best, walk.found or found
+    return found
 
 
 class _Cost(NamedTuple):
@@ -108,14 +73,13 @@ class _Cost(NamedTuple):
 
 @dataclass
 class _Walk:
-    meshes: Meshes
+    meshes: CostTable
     batch: int
     count: int
     schedule: str
     most: int
     best: float
-    found: Callable[[Candidate], None]
-    stop: Callable[[], bool]
+    found: Candidate | None = None
     costs: dict[Any, _Cost] = field(default_factory=dict)
     rests: dict[Any, float] = field(default_factory=dict)
 
@@ -127,18 +91,26 @@ class _Walk:
             for division in self.meshes.all_divisions
             if any(counts) and sum(counts) % prod(division) == 0
         ]
-        self.work = work_of_parts(self.meshes, self.batch, [self.count])
+        self.work = self._work_of_parts()
 
-    def descend(self, meshes: tuple[Mesh, ...], starts: tuple[int, ...]) -> bool:
+    def _work_of_parts(self) -> Any:
+        """Device-seconds of each part of the chain for the whole batch, on each type."""
+        prices, bounds = self.meshes.prices, self.meshes.chain.bounds
+        types = list(prices.num_of_types)
+        order = [types.index(pool.type) for pool in self.meshes.pools]
+        of_kinds = work_of_kinds(prices, self.batch)
+        return np.array(
+            [sum(of_kinds[prices.profile.layers[layer]] for layer in range(*part))[order] for part in pairwise(bounds)]
+        )
+
+    def descend(self, meshes: tuple[Mesh, ...], starts: tuple[int, ...]) -> None:
         """All plans that end with these meshes, which begin at *starts* (the end of the chain last)."""
-        if self.stop():
-            return False
         end, chain = starts[0], self.meshes.chain
         if end == 0:
             self._score(meshes, starts[:-1])
-            return True
+            return
         if len(meshes) == self.most:
-            return True
+            return
         left = [total - sum(mesh.counts[pool] for mesh in meshes) for pool, total in enumerate(self.totals)]
         for mesh in self.choices:
             if any(count > rest for count, rest in zip(mesh.counts, left, strict=True)):
@@ -151,9 +123,7 @@ class _Walk:
                 rest = tuple(rest - count for count, rest in zip(mesh.counts, left, strict=True))
                 if first and self._hopeless(self._rest(rest, first)):
                     continue
-                if not self.descend((mesh, *meshes), (first, *starts)):
-                    return False
-        return True
+                self.descend((mesh, *meshes), (first, *starts))
 
     def _hopeless(self, seconds: float) -> bool:
         return seconds + self.meshes.prices.step_overhead >= self.best * (1 - SLACK)
@@ -171,11 +141,10 @@ class _Walk:
             ahead, back = ahead + cost.forward, back + cost.backward
         if self._hopeless(least):
             return
-        draft = Draft(meshes=meshes, starts=starts, micro_batches=self.count, schedule=self.schedule)
+        draft = PartialPlan(meshes=meshes, starts=starts, micro_batches=self.count, schedule=self.schedule)
         candidate = laid_out(self.meshes, draft, self.batch)
         if candidate.prediction.fits and candidate.prediction.step_seconds < self.best * (1 - SLACK):
-            self.best = candidate.prediction.step_seconds
-            self.found(candidate)
+            self.best, self.found = candidate.prediction.step_seconds, candidate
 
     def _rest(self, left: tuple[int, ...], first: int) -> float:
         """Seconds that the parts before *first* take on the devices that are left, at least."""
@@ -188,12 +157,10 @@ class _Walk:
         some = nums > 0
         if not some.any():
             return inf
-        work, nums = self.work[:parts, some], nums[some]
-        speeds = nums / work.sum(axis=0)
-        return float((work * (speeds / speeds.sum() / nums)).min(axis=1).sum())
+        return least_time(self.work[:parts, some], nums[some])
 
     def _cost(self, mesh: Mesh, first: int, end: int, after: int) -> _Cost:
-        """Of parts [first, end) with so many stages after them."""
+        """Cost of parts [first, end) with *after* later stages."""
         held = in_flight(self.schedule, after + 1, 0, self.count)
         key = (mesh, first, end, held)
         if key not in self.costs:
@@ -207,13 +174,14 @@ class _Walk:
         degrees = mesh.tensor, mesh.expert
         groups = [group for group, num in samples for _ in range(num)]
         rows = fastest_rows(prices, layers, groups, self.meshes.rows(self.batch, self.count), self.count, held)
-        busy = once = 0.0
+        busy = once = slowest = 0.0
         forward = backward = inf
         dense, experts = prices.parameters(layers, *degrees)
         state, fits = prices.state_of(layers, *degrees).total, True
         for group, share in dict.fromkeys(zip(groups, rows, strict=True)):
             cost = prices.stage(layers, group, share, self.count)
             busy, once = max(busy, cost.forward + cost.backward), max(once, cost.update)
+            slowest = max(slowest, cost.backward)
             if share:
                 forward, backward = min(forward, cost.forward), min(backward, cost.backward)
             need = state + (held * cost.kept + cost.working) * prices.waste
@@ -223,4 +191,6 @@ class _Walk:
         size = prices.gradient_bytes
         sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size)
         sync += prices.all_reduce(data_group, mesh.size, experts * size)
-        return _Cost(busy, forward, backward, sync + once, fits)
+        beside = Beside(overlap_slowdown(prices.num_of_types))
+        added = overlap(sync, sync - beside.rate * slowest, 0.0, beside).added  # if the last backward hides all it can
+        return _Cost(busy, forward, backward, added + once, fits)

@@ -1,4 +1,4 @@
-"""What every stretch of the chain costs on a mesh: arrays over the layers, for the algorithms that choose.
+"""Costs of every range of the chain on a mesh: arrays over the layers, for the search algorithms.
 
 A mesh is counts of devices from pools, so its prices are those of a sample: its tensor groups at the beginning of a
 node, its data group over the first of its devices, its messages to the next node. What a data slice costs depends on
@@ -9,6 +9,7 @@ exactly by `whale.planner.search.evaluate`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.planner.cost.stage import CostModel, TensorGroup
-from whale.planner.search.chain import Chain
-from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts
-from whale.planner.search.devices import Mesh, Pool, lay_out, slices_of
+from whale.planner.cost.overlap import Beside
+from whale.planner.cost.stage import TensorGroup
+from whale.planner.search.mesh_costs import Array, Integers, MeshCosts, ReplicaCosts, added_by_sums
+from whale.planner.search.space import Division, Mesh, MeshSpace, lay_out, replicas_of
 
-__all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes", "Pace"]
+__all__ = ["MOST_SAMPLED", "Array", "CostTable", "Pace"]
 
 MOST_PLACED = 64
 """Devices of a sequence up to which it is found out which stages lie in one node."""
@@ -31,21 +32,11 @@ MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
 
 EXACT_ROWS = 4
-"""Up to so many rows times are not interpolated: launches and tiles make them uneven there."""
+"""Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
 
-FACTORS = (1, 2, 3, 4, 6, 8)
-"""Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
-
-Division = tuple[int, int]
-"""The tensor and the expert degree of a data slice, one of which is 1."""
 
 Sample = tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]
 """Tensor groups with their number, and ranks of a data group."""
-
-
-def _lies_well(degree: int, pool: Pool) -> bool:
-    """Whether a group of so many devices lies within a node or takes whole ones."""
-    return degree <= pool.per_node or degree % pool.per_node == 0
 
 
 class Pace(NamedTuple):
@@ -57,15 +48,13 @@ class Pace(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meshes:
-    """CostModel of meshes, each worked out once. Up to ``exact_rows`` rows times are not interpolated."""
+class CostTable(MeshSpace):
+    """Costs of meshes, each computed once. Up to ``exact_rows`` rows times are not interpolated."""
 
-    prices: CostModel
-    pools: tuple[Pool, ...]
-    chain: Chain
     exact_rows: int = EXACT_ROWS
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
-    _slices: dict[Any, SliceCosts] = field(default_factory=dict, init=False)
+    _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
+    _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
@@ -77,80 +66,10 @@ class Meshes:
     _work: dict[Any, Pace] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
     _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     _parameters: dict[tuple[int, int], tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
 
-    # Rows of a micro-batch
-
-    def rows(self, batch: int, micro_batches: int) -> int:
-        """Rows of a micro-batch; the last one has fewer where their number does not divide the batch.
-
-        Then there is a choice: those that most data degrees of a pool's devices divide, or are divided by.
-        """
-        if batch % micro_batches == 0:
-            return batch // micro_batches
-        if (batch, micro_batches) not in self._rows:
-            least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
-            found = max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
-            self._rows[batch, micro_batches] = found
-        return self._rows[batch, micro_batches]
-
-    def matching_micro_batches(self, batch: int) -> list[int]:
-        """Numbers of micro-batches whose rows every pool can divide evenly at some tensor degree."""
-        nums = {len(pool.ranks) // degree for pool in self.pools for degree in self.degrees(pool)}
-        found = set()
-        for rows in sorted({num * factor for num in nums for factor in FACTORS}):
-            if 0 < rows <= batch and all(self._matches(rows)) and self.rows(batch, -(-batch // rows)) == rows:
-                found.add(-(-batch // rows))
-        return sorted(found)
-
-    def _matches(self, rows: int) -> list[int]:
-        """At how many tensor degrees the devices of each pool divide so many rows evenly."""
-        found = []
-        for pool in self.pools:
-            slices = [len(pool.ranks) // degree for degree in self.degrees(pool)]
-            found.append(sum(num > 0 and (rows % num == 0 or num % rows == 0) for num in slices))
-        return found
-
-    # Meshes
-
-    def degrees(self, pool: Pool) -> tuple[int, ...]:
-        """Tensor degrees of groups of a pool's devices: within a node or of whole nodes, where times are known."""
-        return self._degrees[pool.type.name]
-
-    def divisions(self, pool: Pool) -> tuple[Division, ...]:
-        """Ways to form data slices of a pool's devices, by tensor and by expert degree; such as `degrees`."""
-        usual = self.degrees(pool)
-        return tuple(
-            (tensor, expert)
-            for tensor, expert in self.all_divisions
-            if (tensor in usual if expert == 1 else _lies_well(expert, pool))
-        )
-
-    @cached_property
-    def all_divisions(self) -> tuple[Division, ...]:
-        """All that there are for groups of any devices, those by tensor degree first."""
-        prices = self.prices
-        return (*((one, 1) for one in prices.tensor_degrees), *((1, one) for one in prices.expert_degrees))
-
-    @cached_property
-    def largest_node(self) -> int:
-        """Devices of the node that has most."""
-        return max(len(node.ranks) for node in self.prices.cluster.nodes)
-
-    @cached_property
-    def _degrees(self) -> dict[str, tuple[int, ...]]:
-        return {
-            pool.type.name: tuple(
-                degree
-                for degree in self.prices.tensor_degrees
-                if _lies_well(degree, pool) and self.prices.knows(pool.type, degree, pool.per_node)
-            )
-            for pool in self.pools
-        }
-
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
-        """Of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
+        """Costs of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
         key = (mesh, rows, self.prices.adding(micro_batches))
         if key not in self._costs:
             self._costs[key] = self._worked_out(mesh, rows, micro_batches)
@@ -159,9 +78,10 @@ class Meshes:
     def _worked_out(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         groups, data_group = self.sample(mesh)
         slices = tuple(
-            self.slice_costs(group, count, micro_batches) for group, count in self._shared(groups, rows, micro_batches)
+            self.replica_costs(group, count, micro_batches)
+            for group, count in self._shared(groups, rows, micro_batches)
         )
-        latency, summed = self._sums(mesh, data_group)
+        message, summed = self._sums(mesh, data_group)
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
             forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
@@ -172,10 +92,64 @@ class Meshes:
             slices=slices,
             forward=forward,
             backward=backward,
-            once=update + summed,
-            latency=latency,
+            update=update,
+            sums=summed,
+            message=message,
+            beside=self._beside(mesh, data_group),
             hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
         )
+
+    def stage(
+        self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
+    ) -> tuple[float, float, float, float]:
+        """Forward, backward and once-per-step seconds of the parts [first, last) on a mesh, and the fraction of memory
+        that its fullest replica needs. Rows are by speed, or limited by memory if these do not fit on mixed
+        replicas."""
+        costs = self.costs(mesh, rows, micro_batches)
+        found = costs.stage(*part, held)
+        if found[-1] > 1 and len(costs.slices) > 1:
+            key = (mesh, rows, self.prices.adding(micro_batches), part, held)
+            if key not in self._stages:
+                self._stages[key] = self._within_memory(mesh, rows, micro_batches, part, held) or found
+            found = self._stages[key]
+        return found
+
+    def _within_memory(
+        self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
+    ) -> tuple[float, float, float, float] | None:
+        """Costs like `stage`, with the fastest rows if each replica has at most as many as fit; None if not all rows
+        fit."""
+        groups, _ = self.sample(mesh)
+
+        def of(group: TensorGroup, count: int) -> ReplicaCosts:
+            return self.replica_costs(group, count, micro_batches)
+
+        def seconds(group: TensorGroup, count: int) -> float:
+            return sum(of(group, count).seconds(*part)) if count else 0.0
+
+        counts = range(1, rows + 1)
+        most = [
+            bisect_left(counts, True, key=lambda count: of(group, count).fullness(*part, held) > 1)
+            for group, _ in groups
+        ]
+        if sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
+            return None
+        low, high = 0.0, max(seconds(group, limit) for limit, (group, _) in zip(most, groups, strict=True))
+        shares = most
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            within = [
+                bisect_right(range(1, limit + 1), middle, key=lambda count: seconds(group, count))
+                for limit, (group, _) in zip(most, groups, strict=True)
+            ]
+            if sum(count * num for count, (_, num) in zip(within, groups, strict=True)) < rows:
+                low = middle
+            else:
+                shares, high = within, middle
+        chosen = [of(group, count) for count, (group, _) in zip(shares, groups, strict=True)]
+        ahead, back = max((one.seconds(*part) for one in chosen if one.rows), key=sum)
+        once = self.costs(mesh, rows, micro_batches).stage(*part, held)[2]
+        return ahead, back, once, max(one.fullness(*part, held) for one in chosen)
 
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
@@ -194,7 +168,7 @@ class Meshes:
         return self._hops[key]
 
     def near_hops(self, sequence: tuple[Mesh, ...]) -> Sequence[bool]:
-        """Which stages lie in one node with the next one. Of many devices few do: then none."""
+        """Stages in one node with the next one; none with many devices, where few are."""
         room = MOST_PLACED if self.largest_node > 1 else 0
         for mesh in sequence:
             room -= sum(mesh.counts)
@@ -212,7 +186,7 @@ class Meshes:
         used = [pool for pool, count in enumerate(mesh.counts) if count]
         return len(used) == 1 and 2 * mesh.counts[used[0]] <= self.pools[used[0]].per_node
 
-    def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[SliceCosts, float, float]]:
+    def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[ReplicaCosts, float, float]]:
         """The kinds of data slices of a mesh, and which rows of a micro-batch those of a kind have: first and last."""
         slices, (groups, _) = self.costs(mesh, rows, micro_batches).slices, self.sample(mesh)
         shares = [max(1, one.rows) * num for one, (_, num) in zip(slices, groups, strict=True)]
@@ -226,14 +200,18 @@ class Meshes:
         if key not in self._paces:
             of_chain, of_part, hop = self.work(mesh, rows, micro_batches)
             part, _ = self.commonest
-            latency, summed = self._sums(mesh, self.sample(mesh)[1])
-            of_chain += (latency + float(summed[-1])) / micro_batches
-            of_part += float(summed[part + 1] - summed[part]) / micro_batches
+            groups, data_group = self.sample(mesh)
+            message, summed = self._sums(mesh, data_group)
+            group, num = groups[0]
+            backward = self._table(group, -(-rows // num), micro_batches)[1] @ self._counts
+            once = added_by_sums(summed, backward, self._beside(mesh, data_group))
+            of_chain += (message + float(once[-1])) / micro_batches
+            of_part += float(once[part + 1] - once[part]) / micro_batches
             self._paces[key] = Pace(of_chain, of_part, hop)
         return self._paces[key]
 
     def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
-        """As `paces`, without the sums of gradients."""
+        """Times like `paces`, without gradient reductions."""
         key = (mesh, rows, micro_batches)
         if key not in self._work:
             groups, _ = self.sample(mesh)
@@ -260,8 +238,8 @@ class Meshes:
         slowest[2] = tables[:, 2].max(axis=0)
         return slowest
 
-    def slice_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> SliceCosts:
-        """Of a data slice with so many rows of a micro-batch."""
+    def replica_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> ReplicaCosts:
+        """Costs of a replica with the given rows of a micro-batch."""
         key = (group.kind, rows, self.prices.adding(micro_batches))
         if key not in self._slices:
             table = self._table(group, rows, micro_batches)
@@ -270,7 +248,7 @@ class Meshes:
             starts, last_layers = self._ends
             hop = np.concatenate([[0.0], table[5][last_layers], [0.0]])
             near = self._nears(group, rows)
-            self._slices[key] = SliceCosts(
+            self._slices[key] = ReplicaCosts(
                 group=group,
                 rows=rows,
                 of_kinds=table[:3],
@@ -314,7 +292,7 @@ class Meshes:
         return self._tables[key]
 
     def too_large(self, pool: int, division: Division, rows: int) -> bool:
-        """Whether some layer alone does not fit on devices of a pool with so many rows of a micro-batch."""
+        """Whether a single layer does not fit on devices of a pool with the given rows of a micro-batch."""
         key = (pool, *division)
         if key not in self._most_rows:
             state, kept, kept_each, working, working_each, _ = self._amounts(*key)
@@ -371,7 +349,7 @@ class Meshes:
             counted: dict[TensorGroup, int] = {}
             data_group: list[int] = []
             taken = [0] * len(self.pools)
-            for part in slices_of(mesh):
+            for part in replicas_of(mesh):
                 ranks = [
                     rank for pool, count in zip(self.pools, part.counts, strict=True) for rank in pool.ranks[:count]
                 ]
@@ -423,14 +401,14 @@ class Meshes:
         return [(group, count) for (group, _), count in zip(groups, most, strict=True)]
 
     def _sums(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, Array]:
-        """The sums of gradients: seconds however few they are, and seconds up to each part. In expert groups all
-        devices sum what is whole on each, and those of the same place their experts."""
+        """The sums of gradients: seconds of a message, and seconds up to each part. In expert groups all devices sum
+        what is whole on each, and those of the same place their experts."""
         dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
         if mesh.expert == 1:
             return self._summed(mesh, data_group, mesh.tensor, dense + experts)
         whole = self._summed(mesh, self.dense_group(mesh), 1, dense)
         parts = self._summed(mesh, data_group, mesh.expert, experts)
-        return whole[0] + parts[0], whole[1] + parts[1]
+        return max(whole[0], parts[0]), whole[1] + parts[1]
 
     def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
         """Ranks as those have them that sum what no experts are: of expert groups all devices."""
@@ -440,18 +418,27 @@ class Meshes:
         return tuple(rank for pool, num in zip(self.pools, nums, strict=True) for rank in pool.ranks[:num])
 
     def _summed(self, mesh: Mesh, ranks: Sequence[int], num_alike: int, elements: Array) -> tuple[float, Array]:
-        """One of *num_alike* sums over these ranks, of so many elements up to each part."""
+        """One of *num_alike* concurrent reductions over these ranks, by cumulative elements of the parts."""
         size = elements * self.prices.gradient_bytes
         much = float(size[-1])
         if len(ranks) < 2 or not much:
             return 0.0, np.zeros(len(size))
         key = (mesh, num_alike)
         if key not in self._syncs:
-            times = [self.prices.all_reduce(ranks, num_alike, part) for part in (much, much / 8)]
-            pace = max(0.0, (times[0] - times[1]) / (much * 7 / 8))
-            self._syncs[key] = max(0.0, times[1] - pace * much / 8), pace
-        latency, pace = self._syncs[key]
-        return latency, pace * size
+            message = self.prices.message_bytes(much, num_alike)
+            self._syncs[key] = (
+                self.prices.over("all_reduce", ranks, num_alike, message),
+                self.prices.all_reduce(ranks, num_alike, much),
+            )
+        message_seconds, seconds = self._syncs[key]
+        return message_seconds, seconds / much * size
+
+    def _beside(self, mesh: Mesh, data_group: Sequence[int]) -> Beside:
+        """How sums of gradients and the last backward slow each other."""
+        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+        much = float(dense[-1] + experts[-1]) * self.prices.gradient_bytes
+        message = self.prices.message_bytes(max(1.0, much), mesh.size)
+        return self.prices.beside(data_group, mesh.size, message)
 
     def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
         """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
@@ -468,7 +455,8 @@ class Meshes:
         return 2 * (hop.latency + size / hop.bandwidth)
 
     def _nears(self, group: TensorGroup, rows: int) -> Array | None:
-        """As `_hop` for each kind of layer, to a slice of the same node; None where there is no room for one."""
+        """p2p time like `_hop` for each kind of layer, to a replica of the same node; None if there is no room for
+        one."""
         node = self.prices.cluster.node_of(group.ranks[0])
         other = next((rank for rank in node.ranks if rank not in group.ranks), None)
         if other is None or 2 * group.degree > len(node.ranks):

@@ -1,7 +1,7 @@
-"""What stretches of the chain cost on a data slice and on a mesh, as arrays over the parts of the chain.
+"""Costs of ranges of the chain on a replica and on a mesh, as arrays over the parts of the chain.
 
 Sums up to each part, so that a stage of parts [first, last) costs sum[last] - sum[first]. It knows no devices: the
-figures are made by `whale.planner.search.meshes`.
+figures are made by `whale.planner.search.table`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import numpy as np
 
 from whale.planner.balance.cuts import Group
 from whale.planner.cost.memory import message_bytes
+from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import TensorGroup
-from whale.planner.search.devices import Mesh
+from whale.planner.search.space import Mesh
 
-__all__ = ["Array", "Integers", "MeshCosts", "SliceCosts"]
+__all__ = ["Array", "Integers", "MeshCosts", "ReplicaCosts", "added_by_sums"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 BARRED_SECONDS = 1e6
-"""What a part takes on a mesh of other degrees than are decided for it: more than anything else."""
+"""Cost of a part on a mesh of other degrees than its fixed ones: larger than any plan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SliceCosts:
-    """What parts of the chain cost on a tensor group, for so many rows of a micro-batch.
+class ReplicaCosts:
+    """Costs of parts of the chain on a tensor group, for the given rows of a micro-batch.
 
     Attributes:
         group, rows: whose they are.
@@ -65,7 +66,7 @@ class SliceCosts:
         return float(self.forward[last] - self.forward[first]), float(self.backward[last] - self.backward[first])
 
     def fullness(self, first: int, last: int, held: int) -> float:
-        """The part of the room that parts [first, last) take with so many micro-batches in flight."""
+        """Fraction of memory that parts [first, last) take with the given micro-batches in flight."""
         return self._need(first, last, held) / self.room if self.room > 0 else inf
 
     def _need(self, first: int, last: int, held: int) -> float:
@@ -90,19 +91,16 @@ class SliceCosts:
         return self._reaches[held]
 
     def _first_held(self, held: int) -> Integers:
-        found, entering = self._first_within(held, 0.0), message_bytes(float(self.handed.max()), 0.0, held)
-        return np.where(found == 0, 0, self._first_within(held, entering)) if entering else found
-
-    def _first_within(self, held: int, entering: float) -> Integers:
-        """Of stages that hold so many bytes of what enters them besides."""
         num = len(self.fixed)
-        room = self.room - entering - message_bytes(0.0, self.handed, held)
-        if room.min() > 0 and self._need(0, num - 1, held) / room.min() <= 1:
+        entering, leaving = message_bytes(self.handed, 0.0, held), message_bytes(0.0, self.handed, held)
+        if self._need(0, num - 1, held) + float(entering.max() + leaving.max()) <= self.room:
             return np.zeros(num, dtype=np.int64)
         state, stepping = self.fixed + held * self.kept, self.fixed + self.step
+        freed = np.maximum.accumulate(state - entering)  # that begins there or, after less, before
         found = np.full(num, num, dtype=np.int64)
         for most, after in self._amounts:
-            found = np.minimum(found, np.maximum(after, np.searchsorted(state, state + most - room, side="left")))
+            first = np.searchsorted(freed, state + leaving + most - self.room, side="left")
+            found = np.minimum(found, np.maximum(after, first))
         return np.maximum(found, np.searchsorted(stepping, stepping - self.room, side="left"))
 
     @cached_property
@@ -119,27 +117,40 @@ class SliceCosts:
         ]
 
 
+def added_by_sums(sums: Array, backward: Array, beside: Beside) -> Array:
+    """Seconds that gradient sums add to a step if each part hides its own behind its backward; all are sums up to each
+    part."""
+    summed, rate = np.diff(sums), beside.rate
+    hidden = np.minimum(summed / rate, np.diff(backward))
+    added = summed - rate * hidden + beside.slowdown * hidden
+    return np.concatenate([[0.0], added.cumsum()])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshCosts:
-    """What parts of the chain cost on a mesh, for so many rows of a micro-batch.
+    """Costs of parts of the chain on a mesh, for the given rows of a micro-batch.
 
     Attributes:
         mesh: whose they are.
         allowed: for each end of a stage the first part that it may reach back to, by what is decided.
         slices: one of each kind of its data slices, with the rows of the one that has most.
         forward, backward: sums up to each part, of the slowest slice; seconds of a micro-batch.
-        once: sums of what comes once a step: the optimizer, and the bytes of gradients at the network's pace.
-        latency: seconds of the sum of gradients however few they are.
+        update: sums of the optimizer's seconds, once a step.
+        sums: sums of the seconds that summing gradients takes, once a step.
+        message: seconds of one message of gradients.
+        beside: how the last backward and these sums slow each other.
         hop: for each end of a stage the seconds of sending what it hands on to a stage like it, and as much back.
     """
 
     mesh: Mesh
     allowed: Integers
-    slices: tuple[SliceCosts, ...]
+    slices: tuple[ReplicaCosts, ...]
     forward: Array
     backward: Array
-    once: Array
-    latency: float
+    update: Array
+    sums: Array
+    message: float
+    beside: Beside
     hop: Array
 
     @cached_property
@@ -148,15 +159,17 @@ class MeshCosts:
         return self.forward + self.backward
 
     def seconds(self, first: int, last: int) -> tuple[float, float, float]:
-        """What parts [first, last) take: forward, backward, and once a step."""
-        forward, backward, once = self._lists
+        """Seconds of parts [first, last): forward, backward, and once per step."""
+        forward, backward, update, sums, leads = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
-        if len(self.slices) > 1:  # one that is slower with some layers may be quicker with others
+        if len(self.slices) > 1:  # one that is slower with some layers may be faster with others
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
-        return ahead, back, once[last] - once[first] + self.latency
+        lead = max(leads[first : last + 1]) - leads[first]
+        summed = overlap(sums[last] - sums[first], lead, self.message, self.beside)
+        return ahead, back, update[last] - update[first] + summed.added
 
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
-        """What parts [first, last) take, as `seconds` says it, and their `fullness`. Worked out once."""
+        """Cached `seconds` and `fullness` of parts [first, last)."""
         key = first, last, held
         if key not in self._stages:
             self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
@@ -164,7 +177,14 @@ class MeshCosts:
 
     @cached_property
     def _lists(self) -> list[list[float]]:
-        return [one.tolist() for one in (self.forward, self.backward, self.once)]
+        leads = self.sums - self.beside.rate * self.backward
+        return [one.tolist() for one in (self.forward, self.backward, self.update, self.sums, leads)]
+
+    @cached_property
+    def once(self) -> Array:
+        """Sums of what comes once a step: the optimizer, and by how much sums of gradients make it longer if each part
+        hides its own behind its backward."""
+        return self.update + added_by_sums(self.sums, self.backward, self.beside)
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:
@@ -196,17 +216,17 @@ class MeshCosts:
         if key not in self._paces:
             share = micro_batches if ahead else 1
             sums = self.forward / share + self.backward + self.once / micro_batches
-            self._paces[key] = sums, sums + self.hop / share + self.latency / micro_batches
+            self._paces[key] = sums, sums + self.hop / share + self.message / micro_batches
         return self._paces[key]
 
     def reach_list(self, held: int) -> list[int]:
-        """As `reach`, as a list."""
+        """`reach` as a list."""
         if held not in self._reach_lists:
             self._reach_lists[held] = self.reach(held).tolist()
         return self._reach_lists[held]
 
     def pace_lists(self, micro_batches: int, ahead: bool = False) -> tuple[list[float], list[float]]:
-        """As `pace`, as lists."""
+        """`pace` as lists."""
         key = micro_batches, ahead
         if key not in self._pace_lists:
             sums, ends = self.pace(micro_batches, ahead)

@@ -1,33 +1,30 @@
 """Plans in the making: meshes and cuts, not yet ranks, with what their step should take.
 
-A draft is scored by a closed form below which its step cannot end; where it could be among the best, by the recurrence
-of its schedule over stages and micro-batches, one time for each stage: the same order of tasks as the simulator runs,
-without the differences between slices. That is fast enough to compare thousands; what is kept is laid out and
-simulated.
+A partial plan is scored by a closed form below which its step cannot end. If it could be among the best, it is timed by
+the recurrence of its schedule over stages and micro-batches, with one time per stage: the same order of tasks as in the
+simulator, without differences between replicas. That is fast enough to compare thousands; the best are placed on ranks
+and simulated.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from math import inf
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
+from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError
 from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search.costs import Array, Integers
-from whale.planner.search.devices import Mesh
-from whale.planner.search.meshes import Meshes
-from whale.planner.simulation.recurrence import SETTLING, Slot, slots_of
+from whale.planner.search.space import Mesh
+from whale.planner.search.table import CostTable
+from whale.planner.search.timing import pipeline_bound, pipeline_ends
 
 __all__ = [
-    "Draft",
+    "PartialPlan",
     "Scored",
     "Times",
     "allowed",
@@ -37,10 +34,8 @@ __all__ = [
     "evenest_cuts",
     "exact_cuts",
     "likely_cuts",
-    "pipeline_bound",
-    "pipeline_ends",
     "quick_cuts",
-    "score_draft",
+    "score_partial",
     "seconds_of",
 ]
 
@@ -48,7 +43,7 @@ Key = TypeVar("Key")
 Found = TypeVar("Found")
 
 PATIENCE = 300
-"""Stages of drafts in a row that are timed and do not lead, before others of less promise are not timed."""
+"""Number of consecutively timed stages without a new best, after which less promising partial plans are not timed."""
 
 MOST_TABLED = 100_000
 """Stages x parts^2 up to which cuts are exact: what their tables hold."""
@@ -58,8 +53,8 @@ PRECISION = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
-    """What a plan decides but for ranks and rows.
+class PartialPlan:
+    """A partial plan: all decisions except ranks and rows.
 
     Attributes:
         meshes: of the stages.
@@ -74,7 +69,7 @@ class Draft:
     schedule: str
 
     def stages(self, num_parts: int) -> Iterator[tuple[Mesh, int, int]]:
-        """The mesh of each stage, and its parts [first, last) of so many."""
+        """The mesh of each stage, and its range [first, last) of parts."""
         return zip(self.meshes, self.starts, (*self.starts[1:], num_parts), strict=True)
 
     @property
@@ -92,8 +87,8 @@ class Draft:
 
 
 class Times(NamedTuple):
-    """Seconds of the stages of a draft: forward and backward of a micro-batch, handing it on to the next stage (and as
-    much back), and what comes once a step; and the rows of the last micro-batch, as a share of those of the others."""
+    """Seconds of the stages of a partial plan: forward and backward of a micro-batch, p2p time to the next stage (and
+    as much back), and once per step; and the rows of the last micro-batch, relative to the others."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -104,7 +99,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A draft with its score.
+    """A partial plan with its score.
 
     Attributes:
         times: of its stages.
@@ -114,7 +109,7 @@ class Scored:
         overhead: seconds of the step that belong to no stage, part of ``seconds``.
     """
 
-    draft: Draft
+    draft: PartialPlan
     times: Times
     seconds: float
     fullness: float
@@ -129,8 +124,8 @@ class Scored:
 
     @cached_property
     def timed(self) -> Scored:
-        """With the step by the recurrence, if it fits: O(stages^2), over as many micro-batches as fill the pipeline and
-        some more. What one that does not fit takes matters to nobody."""
+        """The step by the recurrence, if it fits: O(stages^2), over as many micro-batches as fill the pipeline and some
+        more. Infeasible partial plans are not timed."""
         if self.exact or not self.fits:
             return self
         count, schedule, times = self.draft.micro_batches, self.draft.schedule, self.times
@@ -139,15 +134,14 @@ class Scored:
         return replace(self, seconds=max(self.seconds, step + self.overhead), exact=True)
 
 
-def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
-    """Score a draft by `pipeline_bound`, which is near what `Scored.timed` says and does not take as long."""
+def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
+    """Score a partial plan by `pipeline_bound`, a fast approximation of `Scored.timed`."""
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
-    costs = _for_each(draft.meshes, lambda mesh: meshes.costs(mesh, rows, count))
     stages = [
-        own.stage(first, last, in_flight(draft.schedule, depth, stage, count))
-        for stage, (own, (_, first, last)) in enumerate(zip(costs, draft.stages(len(meshes.chain)), strict=True))
+        meshes.stage(mesh, rows, count, (first, last), in_flight(draft.schedule, depth, stage, count))
+        for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
     ]
     forward, backward, once, fullness = zip(*stages, strict=True)
     ways = zip(draft.meshes, draft.meshes[1:], meshes.near_hops(draft.meshes), strict=False)
@@ -165,7 +159,7 @@ def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
 
 
 def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
-    """What is found for each key; of those in a row that are equal, as most are, for the first."""
+    """Map over keys, reusing the result for equal neighbours."""
     found: list[Found] = []
     before: Key | None = None
     for key in keys:
@@ -174,196 +168,61 @@ def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
     return found
 
 
-def best_timed(drafts: Iterable[Scored], count: int) -> list[Scored]:
-    """The best of some drafts that fit, each of other meshes, timed: in the order of their bounds, until no other could
-    be among them, or many in a row were not."""
-    found: dict[tuple[Mesh, ...], Scored] = {}
+def best_timed(
+    drafts: Iterable[Scored], count: int, key: Callable[[PartialPlan], Hashable] = lambda draft: draft.meshes
+) -> list[Scored]:
+    """The best partial plans that fit, one for each *key*, timed in the order of their bounds, until no other could be
+    among them, or many in a row were not."""
+    found: dict[Hashable, Scored] = {}
     leading: list[Scored] = []
     missed = 0
     for one in sorted(drafts, key=seconds_of):
         if len(leading) == count and (leading[-1].seconds <= one.seconds or missed >= PATIENCE):
             break
-        known = found.get(one.draft.meshes)
+        known = found.get(key(one.draft))
         if one.fits and (known is None or one.seconds < known.seconds):
             better = one.timed
             if known is None or better.seconds < known.seconds:
-                found[one.draft.meshes] = better
+                found[key(one.draft)] = better
                 leading = sorted(found.values(), key=seconds_of)[:count]
             missed = 0 if any(better is other for other in leading) else missed + len(one.draft.meshes)
     return leading
 
 
 def seconds_of(scored: Scored) -> float:
-    """Of a step: to sort by."""
+    """Seconds of a step: a sort key."""
     return scored.seconds
-
-
-def pipeline_ends(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hops: Sequence[float],
-    micro_batches: int,
-    schedule: str,
-    *,
-    last_share: float = 1.0,
-) -> list[float]:
-    """When each stage is done with its last backward.
-
-    Args:
-        forward, backward: seconds of each stage for a micro-batch.
-        hops: seconds from each stage to the next, and back.
-        micro_batches: of the step.
-        schedule: ``1f1b`` or ``gpipe``.
-        last_share: rows of the last micro-batch, as a share of those of the others.
-
-    >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
-    [15.0, 13.0]
-    """
-    each, turns = max(forward) + max(backward), 1
-    if schedule != "gpipe":
-        windows = _Windows(forward, backward, hops)
-        slowest = np.unravel_index(windows.period.argmax(), windows.period.shape)
-        each, turns = float(windows.period[slowest]), int(windows.stages[slowest])
-    # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
-    enough = min(micro_batches, len(forward) + SETTLING)
-    enough += (micro_batches - enough) % turns
-    ends = _ends(forward, backward, hops, enough, schedule, last_share)
-    return [end + (micro_batches - enough) * each for end in ends]
-
-
-def _ends(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hops: Sequence[float],
-    micro_batches: int,
-    schedule: str,
-    last_share: float,
-) -> list[float]:
-    depth = len(forward)
-    ahead, back = [0.0, *hops[:-1]], [*hops[:-1], 0.0]
-    free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
-    for slot in _slots(depth, micro_batches, schedule):
-        before = free.copy()
-        for stage in slot.forwards:
-            ready, begin = before[stage - 1] + ahead[stage], before[stage]
-            spent = forward[stage] * last_share if stage == slot.last_forward else forward[stage]
-            free[stage] = (ready if ready > begin else begin) + spent
-        for stage in slot.backwards:
-            ready, begin = before[stage + 1] + back[stage], before[stage]
-            spent = backward[stage] * last_share if stage == slot.last_backward else backward[stage]
-            free[stage] = (ready if ready > begin else begin) + spent
-    return free[:-1]
-
-
-@lru_cache(maxsize=64)
-def _slots(num_stages: int, micro_batches: int, schedule: str) -> tuple[Slot, ...]:
-    return tuple(slots_of(num_stages, micro_batches, schedule))
-
-
-class _Windows:
-    """All runs of neighbouring stages s to e of ``1f1b``, as arrays [s, e].
-
-    A micro-batch goes down through such a run; stage e then does the backward whose turn it is, which goes up again,
-    and stage s takes the next forward: as many micro-batches later as the run has stages. So each micro-batch takes at
-    least ``period``, what is computed and sent on the way over the number of stages. Every cycle of waits is of such
-    ones, and so the largest of them is what each micro-batch takes once the pipeline is full.
-    """
-
-    def __init__(self, forward: Sequence[float], backward: Sequence[float], hops: Sequence[float]) -> None:
-        twice = 2 * np.array(hops)
-        upto = np.add(forward, backward) + twice
-        upto = np.concatenate([[0.0], upto.cumsum()])
-        self.around = upto[1:] - twice - upto[:-1, None]
-        self.stages, self.possible = _windows_of(len(forward))
-
-    @property
-    def period(self) -> Array:
-        """What each micro-batch takes at least, for each run of stages."""
-        return np.where(self.possible, self.around / self.stages, 0.0)
-
-
-@lru_cache(maxsize=256)
-def _windows_of(depth: int) -> tuple[Integers, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """How many stages each run of such a pipeline has, and which runs there are."""
-    places = np.arange(depth)
-    return np.maximum(places - places[:, None] + 1, 1), places[:, None] <= places
-
-
-@lru_cache(maxsize=256)
-def _turns(depth: int, micro_batches: int) -> tuple[Integers, Integers, Integers]:
-    """By the last stage of a run the forwards before its first backward, but one; for each run, how often all others
-    fill it, and how many are left."""
-    filling = np.arange(depth - 1, -1, -1)
-    times, rest = np.divmod(np.maximum(micro_batches - 1 - filling, 0), _windows_of(depth)[0])
-    return np.minimum(filling, micro_batches - 1), times, rest
-
-
-def pipeline_bound(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hops: Sequence[float],
-    once: Sequence[float],
-    micro_batches: int,
-    schedule: str,
-    *,
-    last_share: float = 1.0,
-) -> float:
-    """A time before which a step cannot end. Arguments are those of `pipeline_ends`, and what comes *once* a step.
-
-    A stage is busy with all micro-batches, after the forwards of the stages before it and before their backwards. Under
-    ``1f1b`` micro-batches go around `_Windows`, all but those with which the pipeline is filled.
-
-    >>> pipeline_bound([1, 1], [2, 2], [0, 0], [0, 0], 4, "1f1b")
-    15.0
-    """
-    ahead_each, each = np.array(forward), np.add(forward, backward)
-    ahead, back = np.zeros(len(forward)), np.zeros(len(forward))
-    (ahead_each + hops)[:-1].cumsum(out=ahead[1:])
-    (last_share * np.array(backward) + hops)[:-1].cumsum(out=back[1:])
-    busy = (micro_batches - 1 + last_share) * each
-    ends = np.maximum.accumulate(once - back)  # of any stage before, beyond the backwards on the way to it
-    least = float((ahead + busy + back + ends).max())
-    if schedule == "1f1b" and len(forward) > 1:
-        windows = _Windows(forward, backward, hops)
-        filling, times, rest = _turns(len(forward), micro_batches)
-        through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
-        whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each)
-        whole += times * windows.around  # and what is left over at either end
-        whole += rest * np.where(times, np.maximum(each[:, None], each), each)
-        least = max(least, float(whole.max(where=windows.possible, initial=0.0)))
-    return least
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
 
 
 def best_cuts(
-    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+    meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
-    """The first parts of stages on these meshes with which the step is shortest and memory suffices, by
-    `exact_cuts`, or where these do not fit or pipelines are very deep `quick_cuts`; None if nothing fits or the chain
-    is too short."""
+    """The first parts of stages on these meshes with the least step time within memory, by `exact_cuts`, or by
+    `quick_cuts` if these do not fit or pipelines are deep; None if nothing fits or the chain is too short."""
     quick = next(iter(quick_cuts(meshes, sequence, batch, micro_batches, schedule)), None)
     return quick and (exact_cuts(meshes, sequence, batch, micro_batches, schedule) or quick)
 
 
 def exact_cuts(
-    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+    meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
-    """As `best_cuts`, by `whale.planner.balance.cuts.fastest_cut`; None where that does not fit, of very deep
-    pipelines, and where there is nothing to cut."""
+    """Cuts like `best_cuts`, by `whale.planner.balance.cuts.fastest_cut`; None if that does not fit, for deep
+    pipelines, and if there is nothing to cut."""
     if len(sequence) == 1 or len(sequence) * len(meshes.chain) ** 2 > MOST_TABLED:
         return None
     try:
         starts = fastest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
     except InfeasibleError:  # fits, but not where the slice with least room for anything counts for everything
         return None
-    draft = Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
+    draft = PartialPlan(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
     return starts if allowed(meshes, sequence, starts) and _fullness(meshes, draft, batch) <= 1 + 1e-6 else None
 
 
 def likely_cuts(
-    meshes: Meshes,
+    meshes: CostTable,
     sequence: Sequence[Mesh],
     batch: int,
     micro_batches: int,
@@ -371,8 +230,8 @@ def likely_cuts(
     *,
     within: float = inf,
 ) -> list[tuple[int, ...]]:
-    """As `quick_cuts`; of micro-batches that do not fill the pipeline, whose step is not that of the slowest stage
-    alone, the cuts by `exact_cuts` too."""
+    """Cuts like `quick_cuts`; for micro-batches that do not fill the pipeline, whose step is not that of the slowest
+    stage alone, also the cuts by `exact_cuts`."""
     found = quick_cuts(meshes, sequence, batch, micro_batches, schedule, within=within)
     if found and micro_batches <= len(sequence):
         exact = exact_cuts(meshes, sequence, batch, micro_batches, schedule)
@@ -380,8 +239,8 @@ def likely_cuts(
     return found
 
 
-def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
-    """Of the fullest device, the part of its room that it takes: the cuts do not know all that a stage holds."""
+def _fullness(meshes: CostTable, draft: PartialPlan, batch: int) -> float:
+    """Fraction of memory that the fullest device takes, because cuts do not count all of a stage's memory."""
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     return max(
@@ -391,7 +250,7 @@ def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
 
 
 def quick_cuts(
-    meshes: Meshes,
+    meshes: CostTable,
     sequence: Sequence[Mesh],
     batch: int,
     micro_batches: int,
@@ -399,8 +258,8 @@ def quick_cuts(
     *,
     within: float = inf,
 ) -> list[tuple[int, ...]]:
-    """Cuts whose slowest stage is about the quickest that memory allows, with what is left over at the first stages or
-    at the last; none if nothing fits, or not so that the slowest stage takes at most *within* seconds a micro-batch.
+    """Cuts whose slowest stage is about as fast as memory allows, with the remainder at the first stages or at the
+    last; none if nothing fits, or if the slowest stage takes more than *within* seconds per micro-batch.
 
     Every stage from the last reaches back as far as a bound lets it, and the bound is bisected.
     """
@@ -458,8 +317,8 @@ def quick_cuts(
     return list(dict.fromkeys((found, tuple(starts))))
 
 
-def cut_exactly(meshes: Meshes, scored: Scored, batch: int, score: Callable[[Draft], Scored]) -> Scored:
-    """The draft with its exact cuts, timed, if they are better than those that it has."""
+def cut_exactly(meshes: CostTable, scored: Scored, batch: int, score: Callable[[PartialPlan], Scored]) -> Scored:
+    """The partial plan with its exact cuts, timed, if they are better than its own."""
     draft = scored.draft
     starts = exact_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
     if starts is None or starts == draft.starts:
@@ -470,13 +329,13 @@ def cut_exactly(meshes: Meshes, scored: Scored, batch: int, score: Callable[[Dra
     return exact.timed if exact.timed.seconds < scored.seconds else scored
 
 
-def allowed(meshes: Meshes, sequence: Sequence[Mesh], starts: Sequence[int]) -> bool:
+def allowed(meshes: CostTable, sequence: Sequence[Mesh], starts: Sequence[int]) -> bool:
     """Whether what is decided allows these cuts."""
     ends = (*starts[1:], len(meshes.chain))
     return all(first >= meshes.chain.allows(mesh)[end] for mesh, first, end in zip(sequence, starts, ends, strict=True))
 
 
-def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> CutProblem:
+def _problem(meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> CutProblem:
     rows, depth = meshes.rows(batch, micro_batches), len(sequence)
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     groups = {mesh: own.group(micro_batches) for mesh, own in costs.items()}
@@ -494,7 +353,7 @@ def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches
 
 
 def evenest_cuts(
-    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+    meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
     """The cuts that fill memory most evenly, whether they fit or not; None if the chain is too short, or not to be cut
     so."""
