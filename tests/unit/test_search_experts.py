@@ -24,10 +24,9 @@ from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, SearchSettings, StageChoice, evaluate, search
 from whale.planner.search.bound import least_seconds
-from whale.planner.search.chain import Chain
-from whale.planner.search.devices import pools_of
 from whale.planner.search.evaluate import score
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.space import Chain, pools_of
+from whale.planner.search.table import CostTable
 from whale.planner.search.to_plan import annotations_of
 from whale.strategies.profile import profile_model
 
@@ -241,7 +240,7 @@ def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, b
     profile = profiled(name)
     cluster = Cluster.homogeneous(4, A100, intra=Link(bandwidth=bandwidth, latency=1e-5))
     prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of((), len(profile.layers), None))
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of((), len(profile.layers), None))
     for count in (1, 4):
         settings = SearchSettings(precision="fp32", time_limit=300.0, micro_batches=count)
         found = search(profile, cluster, batch=BATCH, settings=settings)

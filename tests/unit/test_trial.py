@@ -164,7 +164,8 @@ def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled
     assert most("zero_bubble_2p") > most("1f1b")
     tight = choices(most("zero_bubble_2p") - 1, "1f1b", "zero_bubble_2p")
     assert tight.best.plan.schedule == "1f1b"
-    assert {one.plan.schedule for one in tight.refused} == {"zero_bubble_2p"} and "needs" in tight.refused[0].reason
+    refused = {one.plan.schedule: one.reason for one in tight.refused}  # plans of one stage too, which need more
+    assert "needs" in refused["zero_bubble_2p"]
 
 
 def test_without_a_model_only_schedules_that_have_a_price_are_searched() -> None:
