@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from whale.commands.candidates import ModelTrial, take_scopes
+from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.searching import search_plans
 from whale.compile.compile import Options
 from whale.compile.trace import precision_of
@@ -73,7 +73,7 @@ def automatic_plan(
 
     def made() -> str:
         name = type(model).__name__
-        trial = ModelTrial(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
+        trial = CandidateCompiler(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
         inputs = search_inputs(trial, batch, cluster, scopes=scopes, loss_fn=loss_fn)
         settings = SearchSettings(
             precision=precision_of(model),
@@ -103,7 +103,7 @@ class SearchInputs:
 
 
 def search_inputs(
-    trial: ModelTrial,
+    trial: CandidateCompiler,
     batch: Any,
     cluster: Cluster,
     *,
