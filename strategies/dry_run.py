@@ -29,7 +29,7 @@ from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
 from whale.runtime.collectives import DryGroup
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
@@ -158,7 +158,10 @@ class WithoutData(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator on shapes, for modes that watch its results besides."""
         if _takes_device(func):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if _have_data(args) or _have_data(kwargs.values()):
@@ -304,7 +307,7 @@ def forward_without_data(
         mutated=tuple(stage.mutated),
         tensors=tensors,
         parameters=(),
-        clock=Clock(0),
+        clock=RNGPosition(0),
     )
     local.begin(batch)
     received = []

@@ -14,7 +14,7 @@ import pytest
 from whale.cli.model_loader import LoadedModel, load_model
 from whale.cli.search_text import in_short
 from whale.commands.automatic import expert_degrees
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import compile_candidate, search_plans
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
@@ -49,8 +49,8 @@ def loaded(name: str) -> LoadedModel:
 
 
 @cache
-def trial(name: str) -> ModelTrial:
-    return ModelTrial(loaded(name).model, loaded(name).batch, name=name)
+def trial(name: str) -> CandidateCompiler:
+    return CandidateCompiler(loaded(name).model, loaded(name).batch, name=name)
 
 
 @cache
@@ -254,6 +254,6 @@ def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, b
 
 def test_a_batch_that_has_rows_for_some_of_the_traces_only_is_captured_again() -> None:
     few = load_model("examples/models/moe.py:moe", SIZES["moe"] | {"batch_size": 13}, device="meta")
-    captured = ModelTrial(few.model, few.batch, name="moe").captured
+    captured = CandidateCompiler(few.model, few.batch, name="moe").captured
     made = profile_model(few.model, few.batch, tensor_degrees=(1,), expert_degrees=(4,), captured=captured)
     assert [[one.expert_degree for one in kind.expert_variants] for kind in made.kinds] == [[], [4], []]

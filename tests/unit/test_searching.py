@@ -1,4 +1,4 @@
-"""Which of a search's plans are compiled, and which is the best: with a model that compiles to what a test says."""
+"""Tests of which plans a search compiles, and which wins: with a model that compiles to what a test says."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def searched(model: Model, given: ModelProfile, cluster: Cluster, **settings: An
 
 
 def faster(num_stages: int, factor: float) -> Callable[[Plan, Prediction], Prediction]:
-    """Plans of so many stages take a part of what the search said."""
+    """Plans of *num_stages* stages take a part, *factor*, of what the search said."""
 
     def change(plan: Plan, prediction: Prediction) -> Prediction:
         part = factor if len(plan.stages) == num_stages else 1.0
@@ -63,7 +63,7 @@ def faster(num_stages: int, factor: float) -> Callable[[Plan, Prediction], Predi
 
 
 def larger(cluster: Cluster, factor: float) -> Callable[[Plan, Prediction], Prediction]:
-    """Every plan takes so much more memory than the search said."""
+    """Every plan takes *factor* times the memory that the search said."""
 
     def change(plan: Plan, prediction: Prediction) -> Prediction:
         memory = tuple(

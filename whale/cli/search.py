@@ -27,7 +27,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from whale.commands.candidates import ModelTrial
+    from whale.commands.candidates import CandidateCompiler
     from whale.commands.searching import Searched
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
@@ -173,7 +173,7 @@ def _answer(
     run: _Run,
     cases: Sequence[_Case],
     chosen: _Case | None,
-    trial: ModelTrial | None,
+    trial: CandidateCompiler | None,
     output: Path | None,
     record: Path | None,
     as_json: bool,
@@ -226,7 +226,7 @@ class _Model:
     """A captured model: its profile, what it is tried on, and what is decided already."""
 
     profile: ModelProfile
-    trial: ModelTrial
+    trial: CandidateCompiler
     fixed: Fixed
     assumptions: tuple[str, ...]
 
@@ -241,48 +241,28 @@ class _Model:
         annotations: Sequence[str],
     ) -> _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
-        from whale.commands.automatic import expert_degrees, tensor_degrees
-        from whale.commands.candidates import ModelTrial, scopes_by, take_scopes
-        from whale.graph.capture import batch_rows
-        from whale.planner.search.constraints import fixed_by
-        from whale.strategies.profile import profile_model
+        from whale.commands.automatic import search_inputs
+        from whale.commands.candidates import CandidateCompiler, scopes_by, take_scopes
 
-        rows = batch_rows(loaded.batch)
-        if rows is None:
-            raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
         precision = in_precision(loaded, precision)
         scopes = take_scopes(loaded.model)
         if scopes and annotations:
             raise UsageError(f"--annotate is for a model without annotations, but {loaded.name} has some; keep one")
         scopes = scopes or scopes_by(loaded.model, _texts(annotations))
         note(f"capturing {loaded.name}")
-        trial = ModelTrial(
+        trial = CandidateCompiler(
             loaded.model,
             loaded.batch,
             name=loaded.name,
             optimizer=optimizer,
             precision="tf32" if precision == "tf32" else None,
         )
-        if profile is None:
-            degrees = tensor_degrees(cluster, loaded.model, optimizer=optimizer, scopes=scopes)
-            profile = profile_model(
-                loaded.model,
-                loaded.batch,
-                tensor_degrees=degrees,
-                expert_degrees=expert_degrees(cluster, scopes),
-                name=loaded.name,
-                captured=trial.captured,
-            )
-        elif profile.model_hash not in ("", trial.identity.hash):
-            raise UsageError(
-                f"the profile is of {profile.name} with hash {profile.model_hash[:19]}..., but {loaded.name} has "
-                f"{trial.identity.hash[:19]}...: its code, or sizes such as widths, differ; profile this model"
-            )
+        inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile)
         return cls(
-            profile=profile,
+            profile=inputs.profile,
             trial=trial,
-            fixed=fixed_by(scopes, profile.paths, profile.experts),
-            assumptions=said_of_model(loaded, precision, rows=rows),
+            fixed=inputs.fixed,
+            assumptions=said_of_model(loaded, precision, rows=inputs.rows),
         )
 
 
@@ -322,7 +302,7 @@ class _Run:
     interruption: Interruption
     assumptions: tuple[str, ...]
 
-    def searched(self, case: _Case, trial: ModelTrial | None = None, *, known: Memo | None = None) -> Searched:
+    def searched(self, case: _Case, trial: CandidateCompiler | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
         from whale.commands.searching import search_plans
 

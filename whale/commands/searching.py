@@ -63,7 +63,7 @@ MOST_WEIGHED = 4096
 
 
 class Trial(Protocol):
-    """A candidate compiler; `whale.commands.candidates.ModelTrial` is one."""
+    """A candidate compiler; `whale.commands.candidates.CandidateCompiler` is one."""
 
     identity: ModelIdentity
     dtype: str
