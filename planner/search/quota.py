@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.chain import Chain
 from whale.planner.search.costs import Integers, MeshCosts
 from whale.planner.search.devices import Mesh
@@ -158,13 +159,9 @@ class Sequences:
         wanted = ends[None, :] - self.bounds[:, None] * (1 + 1e-9)
         return np.searchsorted(sums, wanted.ravel(), side="left").reshape(wanted.shape).astype(np.int32)
 
-    def _held(self, depth: int) -> int:
-        """Micro-batches in flight at a stage, by its distance from the end."""
-        return self.micro_batches if self.schedule == "gpipe" else min(depth, self.micro_batches)
-
     def _tight(self, max_stages: int) -> Integers:
         """The options whose memory may hold less than they can do in time, with as much in flight as there can be."""
-        held = self._held(max_stages)
+        held = in_flight(self.schedule, max_stages, 0, self.micro_batches)
         memory = np.stack([option.costs.reach(held) for option in self.options])
         return np.flatnonzero((memory > self.by_time[:, -1]).any(axis=1))
 
@@ -173,7 +170,7 @@ class Sequences:
         nowhere, first = len(self.chain) + 1, by_time
         found = np.full((*by_time.shape[:2], nowhere + 1), nowhere, dtype=np.int32)
         if len(self.tight):
-            held = self._held(depth)
+            held = in_flight(self.schedule, depth, 0, self.micro_batches)
             memory = np.stack([self.options[place].costs.reach(held) for place in self.tight]).astype(np.int32)
             first = by_time.copy()
             first[self.tight] = np.maximum(by_time[self.tight], memory[:, None, :])

@@ -19,6 +19,7 @@ from itertools import permutations
 from math import inf
 from typing import NamedTuple
 
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.chain import Chain
 from whale.planner.search.costs import MeshCosts
 from whale.planner.search.devices import Mesh
@@ -79,8 +80,8 @@ class Runs:
         max_stages: int,
     ) -> None:
         self.chain, self.micro_batches, self.max_stages = chain, micro_batches, max_stages
-        self.most_held = micro_batches if schedule == "gpipe" else min(max_stages, micro_batches)
-        self.gpipe = schedule == "gpipe"
+        self.schedule = schedule
+        self.most_held = in_flight(schedule, max_stages, 0, micro_batches)
         self.paces = {run.costs.mesh: run.costs.pace_lists(micro_batches) for run in runs}
         most = HIGHEST * least
         if micro_batches > 1:
@@ -141,7 +142,7 @@ class Runs:
             for _ in range(min(num, self.max_stages - len(found))):
                 first = bisect_left(sums, ends[end] - bound)
                 if first < hardest[end]:
-                    held = self.most_held if self.gpipe else min(len(found) + 1, self.micro_batches)
+                    held = in_flight(self.schedule, len(found) + 1, 0, self.micro_batches)
                     first = max(first, costs.reach_list(held)[end])
                 if first >= end:
                     break
