@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -320,31 +321,35 @@ class _Solver:
             self.emulations[at] = sum(min(self.bridge(a, b, info) for a in have) for b in want if b not in have)
         return self.emulations[at]
 
-    def undominated(self, found: dict[Any, tuple[float, tuple]], rank: Callable[[Any], float], info: Callable) -> dict:
+    def undominated(
+        self, found: Mapping[Any, tuple[float, Any]], rank: Callable[[Any, float], float], emulate: Callable[..., float]
+    ) -> dict:
         """The states that no cheaper state dominates, at most :data:`BEAM`, best first.
 
-        This is sound: a dominated state's continuation is available to the dominating state at the same price.
+        A state is a tuple of values with their placements; *emulate* prices what it takes to have a value placed as in
+        another. This is sound: a dominated state's continuation is available to the dominating state at the same price.
         """
-        ordered = sorted(((rank(item), item[1][0], i, item) for i, item in enumerate(found.items())))
-        kept: list[tuple[float, dict, Any]] = []
-        for _, cost, _, item in ordered:
-            state = dict(item[0])
-            for other, placed, _ in kept:
+        ordered = sorted((rank(state, one[0]), one[0], i, state) for i, (state, one) in enumerate(found.items()))
+        kept: list[tuple[float, tuple]] = []
+        for _, cost, _, state in ordered:
+            for other, placed in kept:
                 gap = cost - other
-                if gap < 0 or placed.keys() != state.keys():
+                if gap < 0 or len(placed) != len(state):
                     continue
-                for value, want in state.items():
-                    if placed[value] != want:
-                        gap -= self.emulate(placed[value], want, info(value))
-                        if gap < 0:
-                            break
-                if gap >= 0:
+                for (at, have), (value, want) in zip(placed, state, strict=True):
+                    if at != value:
+                        gap = -1.0
+                    elif have != want:
+                        gap -= emulate(value, have, want)
+                    if gap < 0:
+                        break
+                else:
                     break
             else:
-                kept.append((cost, state, item))
+                kept.append((cost, state))
                 if len(kept) == BEAM:
                     break
-        return dict(item for _, _, item in kept)
+        return {state: found[state] for _, state in kept}
 
     def solve(self) -> AxisSolution:
         """Run the program over the segments and read the best path back."""
@@ -368,7 +373,11 @@ class _Solver:
                     total = cost + extra
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, picked))
-            beam = self.undominated(found, lambda item: item[1][0], self.describe)
+            beam = self.undominated(
+                found,
+                lambda state, cost: cost,
+                lambda value, have, want: self.emulate(have, want, self.describe(value)),
+            )
         best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(key))
         cost, path = beam[best_key]
         decisions: list[tuple[int, ...]] = []
@@ -425,70 +434,54 @@ class _Solver:
         return self.memo[key]
 
     def _beam(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
-        size, prices = self.problem.size, self.problem.prices
-        info = segment.info
-
-        def stored(value: int, want: Canonical, split: bool, hopeful: bool) -> float:
-            """Price of storing a parameter, or receiving a value, as it is first read; others are derived from whole
-            ones."""
-            nbytes, grad, kind, matrix, fixed = info[value]
-            if fixed is not None:
-                return 0.0 if fixed[0] != "S" and want[0] != "S" else self.bridge(fixed, want, info[value])
-            if kind == "E":
-                return nbytes * (1 / size if want[0] == "S" else 1) + (
-                    _all_reduce(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
-                )
-            if want[0] == "S":
-                return 0.0 if kind == "P" else self.bridge(_tuple(FANOUT), want, info[value])
-            cost = nbytes * prices.byte_touched + (2.0 * nbytes if want[0] == "R*" and split else 0.0)
-            return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 4.0 * nbytes * split)
-
-        fanout = {grad: segment.place(FANOUT, grad) for grad in (False, True)}
-        beam: dict[State, tuple[float, tuple]] = {start: (0.0, ())}
+        """The best ways through a segment from the placements in *start*: those that they end with, the price, and the
+        number of each operator's choice. Sets of placements are numbers here, and what a step costs is found once."""
+        prices = _SegmentPrices(self, segment)
+        beam: dict[Any, tuple[float, tuple]] = {tuple((v, prices.number(p)) for v, p in start): (0.0, ())}
         for (operands, outputs, choices, split), dead in zip(segment.steps, segment.dead, strict=True):
             sharded = [any(choice[0][i][0] == "S" for choice in choices) for i in range(len(operands))]
-            found: dict[State, tuple[float, tuple]] = {}
+            reads = [
+                (
+                    work
+                    + sum(1.0 for value, want in zip(operands, inputs, strict=True) if value < 0 and want[0] == "P"),
+                    [(v, want, sharded[i]) for i, (v, want) in enumerate(zip(operands, inputs, strict=True)) if v >= 0],
+                    [
+                        (v, prices.number(frozenset((p,))))
+                        for v, p in zip(outputs, results, strict=True)
+                        if v not in dead
+                    ],
+                )
+                for inputs, results, work in choices
+            ]
+            found: dict[Any, tuple[float, tuple]] = {}
             for state, (cost, path) in beam.items():
                 have = dict(state)
-                for number, (inputs, results, work) in enumerate(choices):
+                for number, (work, wanted, made) in enumerate(reads):
                     total = cost + work
-                    changed = dict(have)
-                    for i, (value, want) in enumerate(zip(operands, inputs, strict=True)):
-                        if value < 0:
-                            if want[0] == "P":
-                                total += 1.0
-                            continue
+                    changed = have.copy()
+                    for value, want, hopeful in wanted:
                         available = changed.get(value)
                         if available is None:
-                            total += stored(value, want, split, sharded[i])
-                            _, grad, kind, _, fixed = info[value]
-                            taken = kind == "W" and want[0] == "S"  # from the whole, which stays
-                            changed[value] = frozenset((want, fixed or fanout[grad]) if taken else (want,))
-                        elif want not in available:
-                            total += min(self.bridge(a, want, info[value]) for a in available)
-                            changed[value] = available | {want}
-                    for value, placement in zip(outputs, results, strict=True):
-                        changed[value] = frozenset((placement,))
+                            extra, changed[value] = prices.first(value, want, split, hopeful)
+                        else:
+                            extra, changed[value] = prices.further(value, available, want)
+                        total += extra
+                    changed.update(made)
                     for value in dead:
                         changed.pop(value, None)
                     key = tuple(sorted(changed.items()))
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, number))
-
-            def rank(item: tuple[State, tuple[float, tuple]]) -> float:
-                pending = sum(
-                    _all_reduce(info[v][0], size, prices) for v, placed in item[0] if all(p[0] == "P" for p in placed)
-                )
-                return item[1][0] + pending
-
-            beam = self.undominated(found, rank, info.__getitem__)
+            beam = self.undominated(
+                found, lambda state, cost: cost + sum(prices.pending(v, n) for v, n in state), prices.emulate
+            )
         results_out = []
         for state, (cost, path) in beam.items():
             decisions: list[int] = []
             while path:
                 path, number = path
                 decisions.append(number)
-            results_out.append((state, cost, tuple(reversed(decisions))))
+            results_out.append((tuple((v, prices.sets[n]) for v, n in state), cost, tuple(reversed(decisions))))
         return results_out
 
     def _solution(self, choices: dict[fx.Node, Choice], cost: float) -> AxisSolution:
@@ -518,6 +511,63 @@ class _Solver:
             if stored.get(value, REPLICATE).kind in ("R*", "P"):
                 stored[value] = REPLICATE
         return AxisSolution(choices, stored, cost, forbidden)
+
+
+class _SegmentPrices:
+    """Prices of a segment's values in sets of placements, which have numbers; each is found once."""
+
+    def __init__(self, solver: _Solver, segment: _Segment) -> None:
+        self.solver, self.info = solver, segment.info
+        self.sets: list[frozenset[Canonical]] = []
+        self._numbers: dict[frozenset[Canonical], int] = {}
+        self._fanout = {grad: segment.place(FANOUT, grad) for grad in (False, True)}
+        self.first = cache(self._first)
+        self.further = cache(self._further)
+        self.pending = cache(self._pending)
+        self.emulate = cache(self._emulate)
+
+    def number(self, placed: frozenset[Canonical]) -> int:
+        """That of a set of placements."""
+        if placed not in self._numbers:
+            self._numbers[placed] = len(self.sets)
+            self.sets.append(placed)
+        return self._numbers[placed]
+
+    def _first(self, value: int, want: Canonical, split: bool, hopeful: bool) -> tuple[float, int]:
+        """Price of storing a parameter, or receiving a value, as it is first read, and the placements that it then has;
+        others are derived from whole ones."""
+        solver, size, prices = self.solver, self.solver.problem.size, self.solver.problem.prices
+        nbytes, grad, kind, matrix, fixed = self.info[value]
+        taken = kind == "W" and want[0] == "S"  # from the whole, which stays
+        placed = self.number(frozenset((want, fixed or self._fanout[grad]) if taken else (want,)))
+        if fixed is not None:
+            whole = fixed[0] != "S" and want[0] != "S"
+            return 0.0 if whole else solver.bridge(fixed, want, self.info[value]), placed
+        if kind == "E":
+            summed = _all_reduce(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
+            return nbytes * (1 / size if want[0] == "S" else 1) + summed, placed
+        if want[0] == "S":
+            return 0.0 if kind == "P" else solver.bridge(_tuple(FANOUT), want, self.info[value]), placed
+        cost = nbytes * prices.byte_touched + (2.0 * nbytes if want[0] == "R*" and split else 0.0)
+        return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 4.0 * nbytes * split), placed
+
+    def _further(self, value: int, placed: int, want: Canonical) -> tuple[float, int]:
+        """Price of reading a value in another placement, and the placements that it then has."""
+        available = self.sets[placed]
+        if want in available:
+            return 0.0, placed
+        price = min(self.solver.bridge(a, want, self.info[value]) for a in available)
+        return price, self.number(available | {want})
+
+    def _pending(self, value: int, placed: int) -> float:
+        """Price of summing a value that is a term of a sum everywhere."""
+        problem = self.solver.problem
+        terms = all(p[0] == "P" for p in self.sets[placed])
+        return _all_reduce(self.info[value][0], problem.size, problem.prices) if terms else 0.0
+
+    def _emulate(self, value: int, have: int, want: int) -> float:
+        """Price of bridging a value from one set of placements to all of another."""
+        return self.solver.emulate(self.sets[have], self.sets[want], self.info[value])
 
 
 def solve_time(

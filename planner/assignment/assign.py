@@ -14,14 +14,14 @@ and decides nothing by cost; it knows neither graph nor model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Literal, get_args
 
 from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Device
-from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy, check_nesting, cut_at_stage
+from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy, check_nesting
 from whale.ir.virtual_device import MeshAxis, RegionRole, RegionRoles, VirtualDevice
 from whale.planner.assignment.mesh import Mesh, lay_out, needs_of
 
@@ -36,7 +36,6 @@ __all__ = [
     "place",
     "place_interleaved",
     "selected",
-    "stage_requests",
 ]
 
 Preference = Literal["consecutive", "replica_in_node"]
@@ -97,38 +96,6 @@ class Assignment:
     stages: tuple[StagePlacement, ...]
     num_replicas: int
     idle_ranks: tuple[int, ...]
-
-
-def stage_requests(paths: Iterable[ScopePath]) -> tuple[StageRequest, ...]:
-    """Build stage requests from the scope paths of a model's operators in execution order.
-
-    An operator outside every stage joins the previous stage, or the first. (A partition that knows the data flow may do
-    better and make the requests itself.)
-
-    Raises:
-        AnnotationError: a nest that has no meaning, or a stage inside several outer scopes.
-    """
-    stages: dict[Scope | None, tuple[ScopePath, dict[ScopePath, None]]] = {}
-    current: Scope | None = None
-    waiting: dict[ScopePath, None] = {}
-    for path in paths:
-        outer, stage, inner = cut_at_stage(path)
-        if stage is not None:
-            known = stages.setdefault(stage, (outer, {}))
-            if known[0] != outer:
-                raise AnnotationError(f"{stage} lies in different outer scopes; put all of it in the same ones")
-            current = stage
-        if current is None:
-            waiting[inner] = None
-        else:
-            stages[current][1][inner] = None
-    if not stages:
-        return (StageRequest(stage=None, regions=tuple(waiting) or ((),)),)
-    first = next(iter(stages))
-    return tuple(
-        StageRequest(stage=stage, outer=outer, regions=tuple(waiting | regions if stage == first else regions))
-        for stage, (outer, regions) in stages.items()
-    )
 
 
 def place(

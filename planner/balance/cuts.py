@@ -1,24 +1,21 @@
-"""The partition of a chain of layers into pipeline stages, on groups of devices that may differ, and the order of the
-groups.
+"""The partition of a chain of layers into pipeline stages, on groups of devices that may differ.
 
 Objective: the least step time (M - 1) max_s c_s + sum_s c_s + o, or the least time of the slowest stage max_s c_s. c_s
 is the time of stage s for one of M micro-batches: forwards and backwards of its layers, and the p2p time of its output
 and of the gradient; o is the time once per step, to sum the gradients of tied layers in different stages. Constraints:
 stages are contiguous and have at least one layer; stage s of P stores the state of its layers, the saved activations of
 its micro-batches in flight (1F1B: min(P - s, M), so early stages need more) and the working memory of its largest
-layer. Exact, by dynamic programming from the last stage, where the number in flight is known, to the first; over all
-orders of the groups, with equal groups interchangeable. The Whale paper (USENIX ATC 2022) orders groups by memory and
-cuts in proportion to speed: `proportional_cut`. This module knows numbers only: no model, no cluster, and no schedule
-except the numbers in flight.
+layer. Exact, by dynamic programming from the last stage, where the number in flight is known, to the first. This module
+knows numbers only: no model, no cluster, and no schedule except the numbers in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import inf, prod
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,17 +31,12 @@ __all__ = [
     "Tie",
     "evenest_cut",
     "fastest_cut",
-    "fastest_order",
     "price",
-    "proportional_cut",
 ]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Objective = Literal["step", "slowest"]
 Send = Callable[[int, "Group", "Group"], float]
-
-MAX_TRANSITIONS = 50_000
-"""Limit on transitions, about a second of work; above it a few orders and their neighbours are tried instead of all."""
 
 GAP = 1e-9
 """Relative difference below which two step times are equal."""
@@ -191,47 +183,6 @@ def fastest_cut(
     if found is None:
         raise InfeasibleError(_shortage(problem, remedies))
     return found
-
-
-def fastest_order(
-    problem: CutProblem, objective: Objective = "step", *, remedies: Iterable[tuple[str, CutProblem]] = ()
-) -> Cut:
-    """Return the best partition over all orders of the groups; arguments and errors are those of `fastest_cut`.
-
-    One dynamic program over how many groups of each kind are used up: n_k groups of kind k and K kinds make
-    K^2 prod(n_k + 1) transitions of O((L - P)^2). Exact while these are at most `MAX_TRANSITIONS`; beyond that the
-    given order, most memory first, fastest first and slowest first are tried, and the best is improved by swaps of
-    neighbours: a heuristic, never worse than those.
-    """
-    tables = _Tables(problem)
-    totals = [problem.groups.count(kind) for kind in tables.kinds]
-    if len(totals) ** 2 * prod(count + 1 for count in totals) > MAX_TRANSITIONS:
-        return _climbed(problem, objective, remedies)
-    found = _best(
-        tables,
-        objective,
-        lambda depth, counts: [kind for kind, total in enumerate(totals) if counts[kind] < total],
-    )
-    if found is None:
-        raise InfeasibleError(_shortage(problem, remedies))
-    return found
-
-
-def proportional_cut(problem: CutProblem) -> tuple[int, ...]:
-    """Return the starts of the Whale paper's partition: each stage's work in proportion to its group's speed, ignoring
-    memory.
-
-    A layer's work is its mean time over the groups, a group's speed its inverse time for all layers; each cut is made
-    where the cumulative work is nearest to its share. It is the baseline of `fastest_cut`.
-    """
-    work = np.array([group.seconds for group in problem.groups]).mean(axis=0)
-    speeds = np.array([1 / sum(group.seconds) for group in problem.groups])
-    done = np.concatenate([[0.0], np.cumsum(work)]) / work.sum()
-    starts = [0]
-    for stage, target in enumerate(np.cumsum(speeds)[:-1] / speeds.sum(), start=1):
-        first, last = starts[-1] + 1, problem.num_layers - len(problem.groups) + stage
-        starts.append(first + int(np.abs(done[first : last + 1] - target).argmin()))
-    return tuple(starts)
 
 
 def price(problem: CutProblem, starts: Sequence[int]) -> Cut:
@@ -461,36 +412,6 @@ def _weights(tables: _Tables, bound: float, *, once: bool = False) -> _Weight:
         return weights if bound == inf else np.where(seconds <= bound, weights, inf)
 
     return weight
-
-
-def _climbed(problem: CutProblem, objective: Objective, remedies: Iterable[tuple[str, CutProblem]]) -> Cut:
-    """Return the best of a few orders, improved by swaps of neighbours."""
-
-    def tried(groups: Sequence[Group]) -> Cut | None:
-        tables = _Tables(replace(problem, groups=tuple(groups)))
-        order = [tables.kinds.index(group) for group in groups]
-        return _best(tables, objective, lambda depth, counts: (order[-depth],))
-
-    def cost(cut: Cut | None) -> float:
-        if cut is None:
-            return inf
-        return cut.step_seconds if objective == "step" else max(cut.seconds)
-
-    by_speed = sorted(problem.groups, key=lambda group: sum(group.seconds))
-    by_memory = sorted(problem.groups, key=lambda group: -group.capacity_bytes)
-    best = min((tried(groups) for groups in (problem.groups, by_memory, by_speed, by_speed[::-1])), key=cost)
-    if best is None:
-        raise InfeasibleError(_shortage(problem, remedies))
-    stage = 0
-    while stage < len(best.groups) - 1:
-        groups = list(best.groups)
-        groups[stage : stage + 2] = groups[stage + 1], groups[stage]
-        found = tried(groups) if groups[stage] != groups[stage + 1] else None
-        if found is not None and cost(found) < cost(best) * (1 - GAP):
-            best, stage = found, 0
-        else:
-            stage += 1
-    return best
 
 
 # --- what does not fit

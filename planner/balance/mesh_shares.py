@@ -6,9 +6,6 @@ total; every device fits in memory; one vector of shares per axis, equal at all 
 plan. With one axis this is `fastest_shares`, exact. Several axes are solved one after the other, each exactly with the
 others fixed, until none improves, starting from even shares, from shares by speed and from shares by memory: a
 heuristic, never slower than even shares that fit. This module knows numbers only.
-
-(Which group of devices runs which of several given stages is answered by `whale.planner.balance.cuts.fastest_order`,
-each stage being a chain's single layer.)
 """
 
 from __future__ import annotations

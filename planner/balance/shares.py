@@ -1,17 +1,13 @@
 """Shares of a batch, or of a sharded dim, on mixed devices: the fastest shares that fit in memory.
 
 Objective: the least time of the slowest device, min max t_i(k_i). Constraints: whole shares that sum to the total, and
-fixed_i + slope_i k_i <= capacity_i. `fastest_shares` is exact; the planner uses it. `proportional_shares` is Algorithm
-1 of the Whale paper (USENIX ATC 2022): shares in proportion to speed, then units that do not fit are moved, device by
-device, to the device that finishes first. It reproduces the paper's numbers and is the baseline of `fastest_shares`.
+fixed_i + slope_i k_i <= capacity_i. `fastest_shares` is exact.
 
-They differ because a step takes as long as its slowest device, and neither largest remainder nor moving a whole excess
-to one device minimizes that. On speeds 15.7, 15.7, 9.3, 9.3 with 256 rows, of which the first device holds 77, the
-paper's shares 77, 83, 48, 48 take 5.287, the exact 77, 82, 49, 48 take 5.269; with memory for all, 80, 80, 48, 48 take
-5.161 and 81, 81, 47, 47 take 5.159. Without memory limits the difference is at most one row of the slowest device.
-
-The training state (weights, gradients, optimizer) may be divided differently from the work: `state_shares` divides it
-by free memory (Cephalo). This module knows numbers only: no model, no cluster.
+Algorithm 1 of the Whale paper (USENIX ATC 2022) divides in proportion to speed, then moves units that do not fit to the
+device that finishes first. That can be slower, because neither largest remainder nor moving a whole excess to one
+device minimizes the slowest time. On speeds 15.7, 15.7, 9.3, 9.3 with 256 rows, of which the first device
+holds 77, its shares 77, 83, 48, 48 take 5.287, the exact 77, 82, 49, 48 take 5.269. Without memory limits the
+difference is at most one row of the slowest device. This module knows numbers only: no model, no cluster.
 """
 
 from __future__ import annotations
@@ -26,10 +22,9 @@ from math import ceil, inf
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.profile import Affine
-from whale.ir.shares import shares
 from whale.planner.advice import advised, gib
 
-__all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares", "proportional_shares", "state_shares"]
+__all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares"]
 
 _NOTHING = Affine(0, 0)
 MOST_ONE_BY_ONE = 1024
@@ -143,79 +138,6 @@ def fastest_shares(
         return _shares(by_speed, by_speed, (), workers)
     units = _first_done(total, workers, limits, minimum)
     return _shares(units, by_speed, _moves(by_speed, units, workers, unit), workers)
-
-
-def proportional_shares(
-    total: int, workers: Sequence[Worker], *, minimum: int = 0, unit: str = "rows", remedies: Iterable[Remedy] = ()
-) -> Shares:
-    """The shares of the Whale paper's Algorithm 1: in proportion to speed, then moved from the full to the free.
-
-    The speed of a worker is that at the even share. Shares are rounded by largest remainder, ties to the lower index.
-    While a worker is over its memory, the one with the largest ratio of need to capacity gives to the free one with the
-    lowest (time, memory) ratio: as much as cures it, or as the other can take. O(n^2) moves at most. A heuristic for
-    the slowest worker's time (see the head of this file), and a faster worker may end with less than a slower one, if
-    what a third cannot hold went to the slower; arguments and errors are those of `fastest_shares`.
-
-    >>> def card(speed, capacity):
-    ...     return Worker(name="card", seconds=lambda k: k / speed, memory=Affine(2, 0.18), capacity_bytes=capacity)
-    >>> proportional_shares(256, [card(15.7, 16), card(15.7, 32), card(9.3, 16), card(9.3, 16)]).units
-    (77, 83, 48, 48)
-    """
-    limits = _limits(total, workers, minimum, unit, remedies)
-    even = max(1, total // len(workers))
-    seconds = [worker.seconds(even) for worker in workers]
-    if min(seconds) <= 0:
-        raise UsageError(f"{workers[seconds.index(min(seconds))].name} takes no time: nothing is in proportion to that")
-    by_speed = shares(total, [even / taken for taken in seconds], minimum=minimum)
-    units = list(by_speed)
-    moves: list[Move] = []
-
-    def memory_ratio(index: int) -> float:
-        return workers[index].memory(units[index]) / workers[index].capacity_bytes
-
-    while over := [index for index, limit in enumerate(limits) if units[index] > limit]:
-        giver = max(over, key=lambda index: (memory_ratio(index), -index))
-        free = [index for index, limit in enumerate(limits) if units[index] < limit]
-        taker = min(free, key=lambda index: (workers[index].seconds(units[index]), memory_ratio(index), index))
-        moved = min(units[giver] - limits[giver], limits[taker] - units[taker])
-        units[giver] -= moved
-        units[taker] += moved
-        moves.append(Move(giver=giver, taker=taker, units=moved, reason=_reason(workers[giver], limits[giver], unit)))
-    return _shares(tuple(units), by_speed, tuple(moves), workers)
-
-
-def state_shares(total: int, free: Sequence[int]) -> tuple[int, ...]:
-    """Shards of the training state (ZeRO), by the memory that each device has left: as even as that allows.
-
-    The largest shard is as small as can be, since all wait for the largest to be gathered; a device takes less than
-    that only if it has no room. Every row needs the same memory wherever it is computed, so how rows are divided does
-    not change what is left in all: dividing rows by speed first and the state by what is left then is no worse than
-    deciding both together, as long as both fit. O(n log n), exact; ties to the lower index.
-
-    Args:
-        total: units to store, such as elements or buckets.
-        free: units that each device has room for.
-
-    Raises:
-        InfeasibleError: there is not room for all.
-
-    >>> state_shares(100, [50, 10, 50])
-    (45, 10, 45)
-    """
-    if total < 0 or not free:
-        raise UsageError(f"state of {total} units among {len(free)} devices: give at least one device, and no debt")
-    room = [max(0, units) for units in free]
-    if sum(room) < total:
-        raise InfeasibleError(
-            f"the state takes {total} units, but the {len(free)} devices have room for {sum(room)} in all, "
-            f"{total - sum(room)} too few; use more devices, more micro-batches or recomputation"
-        )
-    taken = [0] * len(room)
-    left = total
-    for position, index in enumerate(sorted(range(len(room)), key=lambda index: (room[index], -index))):
-        taken[index] = min(room[index], left // (len(room) - position))
-        left -= taken[index]
-    return tuple(taken)
 
 
 def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""What layers, stages and steps cost: seconds and bytes, from a profile and a device."""
+"""Cost model: seconds and bytes of layers, stages and steps, from a profile and a device."""

@@ -42,7 +42,7 @@ class Configuration:
         precision: as `whale.planner.cost.precision` knows it.
         attention: one fused kernel, spelt out, or by precision and device.
         layers_per_stage: layers of each stage of the pipeline; None: even.
-        balance: ``even``, or by the speed of unlike devices.
+        balance: ``even``, or by the speed of mixed devices.
         device_order: the rank of the cluster's device at each position; None: the cluster's order.
     """
 
@@ -67,7 +67,7 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which devices form which stage of which replica.
+    """Assignment of devices to the stages of each replica.
 
     Attributes:
         configuration: with its data degree.

@@ -1,4 +1,4 @@
-"""What a configuration of any degrees gives on a cluster: step time with its breakdown and interval, and memory.
+"""Estimate of a configuration of any degrees on a cluster: step time with its breakdown and interval, and memory.
 
 It makes the uniform plan that the degrees name, and evaluates it as the search evaluates its plans. Stacks other than
 Whale's have their own kernels, states and collectives (`whale.planner.cost.stack`). It decides nothing.

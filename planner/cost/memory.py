@@ -1,4 +1,4 @@
-"""What a device must hold: weights, gradients and optimizer states, and what is kept between forward and backward.
+"""Memory of a device: weights, gradients and optimizer states, and saved activations.
 
 Amounts only; how many micro-batches a stage keeps at a time is the schedule's business. It knows no times and no
 network.
@@ -38,27 +38,26 @@ __all__ = [
 ]
 
 Zero = Literal[0, 1, 2, 3]
-"""What data-parallel devices share: nothing, optimizer states, gradients too, weights too."""
+"""ZeRO stages, by what data-parallel devices share: nothing, optimizer states, gradients too, weights too."""
 
 FRAMEWORK_BYTES = 1.0e9
-"""What a process takes on a device before anything is stored: CUDA context and the workspaces of cuBLAS (typical;
-recalled)."""
+"""Bytes of a process on a device before any tensor: CUDA context and the workspaces of cuBLAS (typical; recalled)."""
 
 COMMUNICATION_BYTES, COMMUNICATION_BYTES_PER_MULTIPROCESSOR = 2.3e9, 29e6
-"""What it takes besides once devices communicate: NCCL's channels, each a block on a multiprocessor with buffers for
-every peer and protocol, for every group; at least the former. From the peaks of Sailor's runs, which are those of the
-device, rounded up: 2.0 GB on RTX-3090 (82 multiprocessors), 3.8 GB on GH200 (132)."""
+"""Additional bytes with communication: NCCL's channels, each a block on a multiprocessor with buffers for every peer
+and protocol, for every group; at least the former. From the peaks of Sailor's runs, which are those of the device,
+rounded up: 2.0 GB on RTX-3090 (82 multiprocessors), 3.8 GB on GH200 (132)."""
 
 FRAGMENTATION = 0.15
-"""What the caching allocator reserves beyond the activations that are alive: blocks that are free but too small. From
-Sailor's runs of 2 to 19 GB of activations, whose peaks grow by so much more than the activations do, rounded up."""
+"""Overhead of the caching allocator relative to live activations: free blocks that are too small. From Sailor's runs of
+2 to 19 GB of activations, whose peaks grow by this fraction more than the activations do, rounded up."""
 
 WHOLE_UNITS = 3
 """How many units of sharded weights are whole at a time, and as many of their gradients: one that runs, one that is
 gathered or summed meanwhile, and one that is not yet free again (FSDP lets two gathers run ahead of the device)."""
 
 SUMMED_BYTES = 4
-"""Of a gradient while it is summed over devices that shard it: FSDP sums in float32."""
+"""Bytes per element of a gradient while it is reduced over devices that shard it: FSDP sums in float32."""
 
 LOSS_TEMPORARIES = 4
 """Tensors of the size of the scores that the backward of PyTorch's loss over a divided vocabulary makes: zeros, the
@@ -69,9 +68,9 @@ MESSAGES = 4
 tasks after they were sent."""
 
 _CHEAP = frozenset({"rms_norm", "layer_norm", "silu", "gelu", "mul", "dropout"})
-"""What selective recomputation makes again where attention is fused, by the operator that made it: all that takes
-little time for its size, as torchtitan's selective checkpointing has it; products and attentions are kept. (A fused
-gate makes its silu again in any case.)"""
+"""Operators that selective recomputation repeats if attention is fused: all that take little time for their size, as in
+torchtitan's selective checkpointing; products and attentions are saved. (A fused gate recomputes its silu in any
+case.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ class StateBytes:
 
 
 def framework_bytes(device: DeviceType, num_devices: int) -> float:
-    """What a process takes on its device before anything is stored, alone or among others: an accelerator's driver and
+    """Bytes of a process on its device before any tensor, alone or with communication: an accelerator's driver and
     NCCL. Processors have neither."""
     if device.is_processor:
         return 0.0
@@ -107,7 +106,7 @@ def framework_bytes(device: DeviceType, num_devices: int) -> float:
 
 
 def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:
-    """What Adam needs for so many parameters of a device, which *shards* devices hold alike and may divide.
+    """Bytes of Adam's states for a number of parameters of a device, which *shards* devices replicate and may divide.
 
     In mixed precision 2-byte weights, gradients (see `gradient_bytes`), and a 4-byte master weight with two moments; in
     full precision weight, gradient and two moments. ZeRO 1 divides the optimizer's states, 2 the gradients too, 3 the
@@ -128,7 +127,8 @@ def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shard
 
 
 def sharded_bytes(blocks: Sequence[float], others: float, *, precision: Precision, zero: int, shards: int) -> float:
-    """What is whole at a time of weights and gradients that *shards* devices divide, by the parameters of each block
+    """Bytes of weights and gradients that are whole at a time if *shards* devices divide them, by the parameters of
+    each block
     and of all else: some blocks' weights (ZeRO 3), and some blocks' gradients in the float32 in which they are summed.
     What is outside of blocks is gathered for the whole step. At most what sharding saves.
 
@@ -144,8 +144,8 @@ def sharded_bytes(blocks: Sequence[float], others: float, *, precision: Precisio
 
 
 def gradient_bytes(precision: Precision, zero: int) -> int:
-    """What a gradient takes: without ZeRO, Megatron adds up in float32 what mixed precision makes; with it gradients
-    keep the number type of the weights, as in DeepSpeed and NVIDIA's recipes."""
+    """Bytes per element of a gradient: without ZeRO, Megatron accumulates mixed-precision gradients in float32; with it
+    gradients have the dtype of the weights, as in DeepSpeed and NVIDIA's recipes."""
     return 4 if precision.mixed and zero == 0 else precision.element_bytes
 
 
@@ -159,7 +159,7 @@ class Largest(NamedTuple):
     amounts: tuple[Affine, ...]
 
     def __call__(self, rows: float) -> float:
-        """Its value for so many rows."""
+        """Its value for a number of rows."""
         return max(amount(rows) for amount in self.amounts)
 
 
@@ -173,8 +173,7 @@ def kept_bytes(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> Affine:
-    """What one micro-batch keeps of a layer from its forward to its backward, on one device of the tensor group, by its
-    rows.
+    """Saved activations of one micro-batch in a layer, on one device of the tensor group, by its rows.
 
     Full recomputation keeps the input of a layer. Selective recomputation does without the core of the attention where
     that is spelt out, and without norms and pointwise results where it is fused. Expert parallelism leaves as much: a
@@ -214,9 +213,9 @@ def working_bytes(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> Largest:
-    """What the backward of a layer needs beside what was kept, by the rows of a micro-batch: what it computes again,
-    its largest gradients, and in float8 the copies of a product's operands. Of a layer that was measured: gradients as
-    large as what it keeps."""
+    """Temporary bytes of a layer's backward beyond saved activations, by the rows of a micro-batch: recomputed
+    activations, its largest gradients, and in float8 the copies of a product's operands. For a measured layer:
+    gradients as large as its saved activations."""
     if not kind.variants:
         return Largest((_bytes(kind.activations or Amount(), precision.element_bytes),))
 
@@ -261,8 +260,8 @@ def _of_weights(kernel: Kernel) -> bool:
 
 
 def _scores(variant: LayerVariant, precision: Precision) -> list[Saved]:
-    """What an attention keeps if it is spelt out: in 16 bits the probabilities before and after dropout and its mask,
-    as Megatron does; in 32 bits the probabilities, as Sailor's profiles have it."""
+    """Saved activations of unfused attention: in 16 bits the probabilities before and after dropout and its mask, as in
+    Megatron; in 32 bits the probabilities, as in Sailor's profiles."""
     num, mask = (1, 0) if precision.element_bytes > 2 else (2, 1)
     found = []
     for kernel in variant.forward:
@@ -284,7 +283,7 @@ def wasted_share(device: DeviceType) -> float:
 
 
 def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precision, optimizer: str) -> StateBytes:
-    """What so many parameters of a device take, and so many that are not trained.
+    """Bytes of a number of parameters of a device, and of a number that are not trained.
 
     >>> from whale.planner.cost.precision import precision_named
     >>> half = precision_named("bf16")
@@ -300,7 +299,7 @@ def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precis
 
 
 def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision) -> Affine:
-    """What one micro-batch keeps of a layer from its forward to its backward, by its rows: all that autograd does."""
+    """Saved activations of one micro-batch in a layer, by its rows: everything that autograd saves."""
     if not kind.variants:
         return _bytes(kind.activations or Amount(), precision.element_bytes)
     saved = variant_of(kind, tensor_degree, expert_degree).saved
@@ -309,16 +308,16 @@ def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, expert_degree: in
 
 
 def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
-    """What a stage holds of micro-batches because they cross its ends, each with so many bytes: with *held* in flight
-    what each of them handed on, until its backward, and what is on its way. (What entered is kept by who reads it.)"""
+    """Bytes of micro-batches at the ends of a stage: with *held* in flight, the output of each of them until its
+    backward, and the messages in flight. (Inputs are saved by their readers.)"""
     return max(0, MESSAGES - held) * entering + (held + MESSAGES - 1) * leaving
 
 
 def run_working_bytes(
     kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision, one_by_one: int = 0
 ) -> Largest:
-    """What a layer needs besides while it runs, forward or backward, by its rows: the gradient of a weight before it is
-    added to the others included; or the optimizer, if it takes *one_by_one* so many tensors of the size of a parameter.
+    """Temporary bytes of a layer while it runs, forward or backward, by its rows, including the gradient of a weight
+    before it is accumulated; or those of the optimizer, if it needs *one_by_one* tensors of the size of a parameter.
 
     Profiles that do not say it have an estimate.
     """

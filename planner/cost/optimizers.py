@@ -1,4 +1,4 @@
-"""What an optimizer keeps, needs and moves, as torch runs it on parameters of any number type.
+"""Optimizers: their states, temporary memory and memory traffic, as in PyTorch, for parameters of any dtype.
 
 Data, for what predicts memory and time. States have the number type of their parameter: there are no master weights.
 On processors torch steps through parameters one by one, on accelerators through lists of all of them (``foreach``).
@@ -20,7 +20,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCosts:
-    """Of an optimizer, in tensors of a parameter's size.
+    """Costs of an optimizer, in tensors of a parameter's size.
 
     Attributes:
         states: that it keeps.
@@ -47,7 +47,7 @@ _COSTS: dict[Optimizer, OptimizerCosts] = {
 
 
 def costs_of(optimizer: str) -> OptimizerCosts:
-    """Those of an optimizer.
+    """The costs of an optimizer.
 
     Raises:
         UsageError: there is none of that name.
@@ -59,7 +59,7 @@ def costs_of(optimizer: str) -> OptimizerCosts:
 
 
 def temporary_bytes(optimizer: str, sizes: Sequence[int], *, processor: bool) -> int:
-    """What a step takes besides, for parameters of these bytes.
+    """Temporary bytes of a step, for parameters of these bytes.
 
     >>> [temporary_bytes("adamw", [100, 40], processor=processor) for processor in (True, False)]
     [200, 140]

@@ -76,17 +76,17 @@ PRECISIONS = {
         _precision("fp8", 2, ("float8", *_HALF), attention=_HALF, convolutions=_HALF, mixed=True),
     )
 }
-"""By name. ``fp32`` is what PyTorch does with float32 tensors unless told otherwise: matrix products in float32
-(``torch.backends.cuda.matmul.allow_tf32`` is False), convolutions in TF32 where the device has it
+"""Precisions by name. ``fp32`` is PyTorch's default for float32 tensors: matrix products in float32
+(``torch.backends.cuda.matmul.allow_tf32`` is False), convolutions in TF32 if the device supports it
 (``torch.backends.cudnn.allow_tf32`` is True). ``tf32`` is float32 with both allowed, as after
-``torch.set_float32_matmul_precision("high")``, and as NVIDIA's containers set it."""
+``torch.set_float32_matmul_precision("high")``, and in NVIDIA's containers."""
 
 BY_DTYPE = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""What the precision of a model is called by its number type. (No mixture: a model runs in the type that it has.)"""
+"""Names of precisions by a model's dtype. (Without mixed precision: a model runs in its own dtype.)"""
 
 
 ALIASES = {**BY_DTYPE, "float8": "fp8", "tfloat32": "tf32"}
-"""What others call them."""
+"""Other names of precisions."""
 
 
 def precision_named(name: str) -> Precision:

@@ -1,4 +1,4 @@
-"""What trains a model: whose kernels run, what is computed again, what data-parallel devices share.
+"""Software stack of a training run: its kernels, recomputation, and data-parallel sharding.
 
 Whale's executor is one such stack, the only one that a search plans for. The others are those of published runs, which
 ``whale estimate`` may be asked for.

@@ -1,7 +1,7 @@
 """The uniform plan that degrees name: equal degrees on all stages, replicas in the order of the layout.
 
-It turns a `Layout` into the stages of a plan, which `whale.planner.cost.plan` evaluates, and prices single stages for
-those who balance layers and rows over unlike devices. It decides nothing.
+It converts a `Layout` to the stages of a plan, which `whale.planner.cost.plan` evaluates, and prices single stages for
+balancing layers and rows over mixed devices. It decides nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Stages", "stack_of"]
 
 
 def stack_of(configuration: Configuration, data: int) -> Stack:
-    """Return the stack that runs a configuration with so many replicas: ZeRO 2 and 3 over several devices are FSDP,
-    all else is Megatron."""
+    """Return the stack of a configuration with a number of replicas: ZeRO 2 and 3 over several devices are FSDP, all
+    else is Megatron."""
     shared = configuration.zero >= 2 and data * configuration.context > 1
     return Stack(
         name="fsdp" if shared else "megatron",
@@ -61,7 +61,7 @@ class Stages:
 
     @property
     def profile(self) -> ModelProfile:
-        """Of the model."""
+        """The profile of the model."""
         return self.prices.profile
 
     def changed(self, layout: Layout) -> Stages:

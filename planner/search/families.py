@@ -37,7 +37,7 @@ Sized = tuple[tuple[int, ...], Mesh]
 """A mesh with the units of each dimension that it takes."""
 
 UNITS = {1: 16, 2: 8, 3: 4, 4: 3}
-"""Number of meshes of each pool in the family *any*, by the number of pools; two for more."""
+"""Units into which the family *any* divides each pool, by the number of pools; two for more."""
 
 DEEPEST = {"any": 8, "matched": 6}
 """Stages of the family *any* where there is more than one pool."""
@@ -55,17 +55,17 @@ MATCHED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of a data slice in the family *matched*."""
 
 FEW_REPLICAS = 2
-"""Largest number of devices for which the family *replicas* has pipelines of all layers that leave devices idle, which
+"""Largest number of replicas for which the family *replicas* has pipelines of all layers that leave devices idle, which
 memory may require."""
 
 LEAST_SHARE = 16
 """The smallest mesh of the family *matched* has that part of a pool."""
 
 MOST_STATES = 1_500
-"""Transitions of the device-count program of the family *matched*."""
+"""Limit on the states of the device-count program of the family *matched*."""
 
 HELD = 1 - 1e-9
-"""Tolerance of the fraction of layers: all, up to rounding."""
+"""Fraction of layers that counts as all, up to rounding."""
 
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
 """Bounds on the slowest stage that are tried, as multiples of what it takes at least."""

@@ -34,7 +34,7 @@ NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
 
 MOST_CUT_EXACTLY = 3
-"""Limit on the moves from a partial plan."""
+"""Number of moves from a partial plan that are cut exactly."""
 
 MOST_SHIFTED = 24
 """Stages whose cuts are moved, those that have most to do first."""

@@ -32,7 +32,7 @@ MORE = (1, 2, 4, 8, 16)
 """Nodes (of a single node: devices) that are weighed as an addition, up to as many devices as there are."""
 
 MULTIPLES = (2, 4, 8, 16)
-"""Largest number of additional devices of a type that is tried."""
+"""Multiples of a type's devices that are tried if no such addition is enough."""
 
 Look = Callable[[CostModel, int, SearchSettings], int | None]
 """A short search for a batch: the number of micro-batches of a plan that fits, or None."""

@@ -10,8 +10,8 @@ The space excludes what no executor runs: different pipelines in parallel, shard
 Method, for clusters of any size:
 
 1. devices are counted by type (`devices`); the costs of ranges of the chain on a mesh are arrays (`meshes`);
-2. families of meshes (`families`), each a device-count program over the remaining devices of each type (`quota`) or, for
-   deep pipelines, grouped stages (`runs`), for some numbers of micro-batches, in the order of their lower bounds;
+2. families of meshes (`families`), each a device-count program over the remaining devices of each type (`quota`) or,
+   for deep pipelines, grouped stages (`runs`), for some numbers of micro-batches, in the order of their lower bounds;
 3. the best sequences get their exact cuts (`whale.planner.balance.cuts`) and are refined at their bottleneck
    (`refine`);
 4. the best partial plans are placed on ranks, with exact rows (`layout`), and simulated (`evaluate`); the simulation of

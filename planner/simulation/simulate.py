@@ -1,17 +1,16 @@
 """The simulator of a training step: it runs the executor's programs with the times of a `Workload`.
 
-`simulate` makes the programs itself, from the workload's schedule, `simulate_alike` only those of ranks that differ;
-`simulate_programs` takes those of a compiled model. All give the same `Timeline`. This file knows neither devices nor
-how times came about.
+`simulate` makes the programs itself, from the workload's schedule, `simulate_alike` only those of ranks that differ.
+Both give the same `Timeline`. This file knows neither devices nor how times came about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from whale.errors import UsageError
-from whale.ir.program import Edge, Program, ReduceSpec, Send, Shape, StageSpec, Transfer, box_size, project
+from whale.ir.program import Edge, ReduceSpec, Send, Shape, StageSpec, Transfer, project
 from whale.ir.schedule import Order, Task
 from whale.ir.workload import Boundary, Workload
 from whale.planner.schedules.orders import schedule_order
@@ -27,7 +26,6 @@ __all__ = [
     "programs_of",
     "simulate",
     "simulate_alike",
-    "simulate_programs",
     "task_seconds",
 ]
 
@@ -99,26 +97,6 @@ def _require_end(workload: Workload) -> None:
             f"{MOST_TASKS:,}; use at most {max(1, MOST_TASKS // (2 * ranks)):,} micro-batches: each one more takes as "
             "long as the one before"
         )
-
-
-def simulate_programs(
-    programs: Mapping[int, Program], edges: Sequence[Edge], workload: Workload, *, element_bytes: Mapping[str, int]
-) -> Timeline:
-    """Simulate given programs, as the compilation of a model has them.
-
-    Args:
-        programs: of the ranks that take part.
-        edges: between the stages, by index.
-        workload: times of the stages on their ranks, links, and a `Reduction` for every bucket, by its index. Its
-            boundaries and its schedule are not looked at: what travels, and when, is in the programs.
-        element_bytes: size of an element of each of the edges' dtypes.
-    """
-    check_workload(workload)
-
-    def bytes_of(rank: int, send: Send) -> int:
-        return box_size(send.box) * element_bytes[edges[send.edge].dtype]
-
-    return run_programs(programs, edges, workload, bytes_of)
 
 
 def order_of(workload: Workload) -> Order:

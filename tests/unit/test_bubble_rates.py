@@ -20,7 +20,8 @@ from whale.ir.schedule import Order, Task
 from whale.ir.workload import Workload
 from whale.planner.schedules.orders import list_schedule, schedule_order
 from whale.planner.schedules.zero_bubble import searched
-from whale.planner.simulation.simulate import order_of, programs_of, simulate, simulate_programs
+from whale.planner.simulation.engine import run_programs
+from whale.planner.simulation.simulate import order_of, programs_of, simulate
 from whale.planner.simulation.timeline import Timeline
 
 
@@ -100,7 +101,7 @@ def interleaved(row: Row, chunks: int = 3) -> Timeline:
         for edge in edges
     ]
     programs = project(order_of(workload), stages, edges)
-    return simulate_programs(programs, edges, workload, element_bytes={"uint8": 0})
+    return run_programs(programs, edges, workload, lambda rank, send: 0)
 
 
 def simulated(row: Row) -> Timeline:

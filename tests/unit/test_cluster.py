@@ -106,9 +106,9 @@ def test_a_definition_in_the_file_wins_over_the_catalog() -> None:
         ("latency", "lat", 2, "unknown key 'lat'"),
         ("[links]", "'[key]' = 1\n[links]", 1, "unknown key '[key]'"),
         ("memory =", "mem =", 16, "unknown key 'mem'"),
-        ("count = 2", "count = 0", 5, "nodes.0.count"),
-        ("count = 2", "count = true", 5, "valid integer, not True"),
-        ("count = 2", "count = 2.0", 5, "valid integer, not 2.0"),
+        ("count = 2", "count = 0", 5, "nodes.0.count: must be at least 1, not 0"),
+        ("count = 2", "count = true", 5, "must be a whole number, not True"),
+        ("count = 2", "count = 2.0", 5, "must be a whole number, not 2.0"),
         ("count = 2", "count = 999999", 5, "nodes.0.count"),
         ("count = 2", "count = 131072", 4, "more than 131072 devices"),
         ("devices = 8", "", 4, "the key 'devices' is missing"),
@@ -125,8 +125,8 @@ def test_a_definition_in_the_file_wins_over_the_catalog() -> None:
         ("count = 2", 'count = 2\nname = "node"', 4, "two nodes are named"),
         ('"15 us"}', '"15 us", adapter = 8}', 3, "unknown key 'adapter'; did you mean 'adapters'?"),
         ('"15 us"}', '"15 us", adapters = 0}', 3, "links.inter_node.adapters"),
-        ('"15 us"}', '"15 us", adapters = "8"}', 3, "valid integer, not '8'"),
-        ('"15 us"}', '"15 us", adapters = 1025}', 3, "less than or equal to 1024"),
+        ('"15 us"}', '"15 us", adapters = "8"}', 3, "must be a whole number, not '8'"),
+        ('"15 us"}', '"15 us", adapters = 1025}', 3, "must be at most 1024"),
         ('"50 us"}', '"50 us", network = "infiniband"}', 13, "'tcp', 'rdma' or 'efa'"),
         ('"5 us"}', '"5 us", adapters = 8}', 2, "unknown key 'adapters'; known here: bandwidth, latency"),
     ],
@@ -224,3 +224,8 @@ def test_the_catalog_knows_what_the_data_sheets_say() -> None:
     for name, type_ in types.items():
         assert type_.name == name
         assert 2**32 < type_.memory_bytes < 2**39
+
+
+def test_a_table_of_nodes_is_told_apart_from_a_list_of_them() -> None:
+    with pytest.raises(InputFileError, match=r"nodes: must be a list of tables; write \[\[nodes\]\] for each"):
+        parse('[nodes]\ndevices = 2\ndevice = "T4"\n')

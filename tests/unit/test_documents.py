@@ -56,6 +56,22 @@ def test_every_page_of_the_guide_can_be_reached_from_the_readme() -> None:
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
+def test_files_of_the_strangers_test_exist() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## Where would I change X?\n")[1]
+    questions = section.split("\n## ")[0]
+    room, answered = "", dict[str, int]()
+    rows = re.findall(r"^\| (?:`([\w/]+)` )?\| [^|]* \| `([\w/.]+)` \|$", questions, flags=re.MULTILINE)
+    for named, file in rows:
+        room = named or room
+        assert (ROOT / room / file).is_file(), f"CONTRIBUTING.md answers with {room}/{file}"
+        answered[room] = answered.get(room, 0) + 1
+    assert answered
+    assert set(answered.values()) == {3}
+    changes = section.split("\n## What a change touches\n")[1].split("\n## ")[0]
+    for path in re.findall(r"`([\w/]+(?:/[\w.]+)+)`", changes):
+        assert (ROOT / path).exists(), f"CONTRIBUTING.md names {path}"
+
+
 def _commands(document: Path) -> list[list[str]]:
     """The arguments of every ``whale`` command in the document's shell blocks."""
     found = []

@@ -7,7 +7,7 @@ import pytest
 from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, Device, DeviceType
 from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy
-from whale.planner.assignment.assign import Assignment, StageRequest, place, stage_requests
+from whale.planner.assignment.assign import Assignment, StageRequest, place
 
 
 def nest(text: str) -> ScopePath:
@@ -346,25 +346,3 @@ def test_one_layout_at_a_time() -> None:
 
 
 # --- from operators to stages -----------------------------------------------------------------------------------------
-
-
-def test_operators_outside_every_stage_join_the_one_before_or_the_first() -> None:
-    first, second = (replace(nest("stage")[0], region=name) for name in ("a", "b"))
-    split, outer = nest("split"), nest("replicate(2)")
-    paths = [(), (*outer, first), (*outer, first, *split), split, (*outer, second), ()]
-    assert stage_requests(paths) == (
-        StageRequest(stage=first, outer=outer, regions=((), split)),
-        StageRequest(stage=second, outer=outer, regions=((),)),
-    )
-
-
-def test_a_model_without_stages_is_one() -> None:
-    split = nest("split")
-    assert stage_requests([(), split, ()]) == (StageRequest(stage=None, regions=((), split)),)
-    assert stage_requests([]) == (StageRequest(stage=None),)
-
-
-def test_one_stage_in_two_outer_scopes_is_refused() -> None:
-    (stage,) = nest("stage")
-    with pytest.raises(AnnotationError, match="different outer scopes"):
-        stage_requests([(stage,), (*nest("replicate"), stage)])

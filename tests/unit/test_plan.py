@@ -62,7 +62,7 @@ def test_a_plan_for_thousands_of_ranks_is_a_short_file() -> None:
         ('"role": "split"', '"rol": "split"', 10, "unknown key 'rol'; did you mean 'role'?"),
         ('"world_size": 8,', "", None, "the key 'world_size' is missing"),
         ('"version": 1', '"version": 2', 2, "version"),
-        ('"size": 4', '"size": "4"', 9, "stages.0.axes.0.size: Input should be a valid integer"),
+        ('"size": 4', '"size": "4"', 9, "stages.0.axes.0.size: must be a whole number"),
         ("[3, 3, 1, 1]", "[3, 3, 1, 2]", 9, "shares: [3, 3, 1, 2] sum to 9, but a micro-batch has 8 rows"),
         ("[3, 3, 1, 1]", "[9, 3, 1, -5]", 9, "must lie between 0"),
         ("[3, 3, 1, 1]", "[4, 4]", 9, "there are 2 for an axis of size 4"),

@@ -21,7 +21,7 @@ def pipeline(
     summed: float = 0.0,
     last_share: float = 1.0,
 ) -> Workload:
-    """Stages of random times on one rank each, or dealt round to them, with sums of gradients of up to *summed*."""
+    """Stages of random times on one rank each, or on several in turn, with sums of gradients of up to *summed*."""
     draw = random.Random(seed)
     spread, message = 0.3, 1e-3
     stages, boundaries, reductions, links = [], [], [], {}

@@ -9,10 +9,11 @@ from tests.rows import chain_of
 from tests.workloads import boundary, chain_workload, stage_work
 from whale.errors import ScheduleError, UsageError
 from whale.ir.check import check_programs
-from whale.ir.program import ReduceSpec, Send, project
+from whale.ir.program import ReduceSpec, Send, box_size, project
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
 from whale.planner.schedules.orders import one_f_one_b, schedule_order
-from whale.planner.simulation.simulate import order_of, programs_of, simulate, simulate_alike, simulate_programs
+from whale.planner.simulation.engine import run_programs
+from whale.planner.simulation.simulate import order_of, programs_of, simulate, simulate_alike
 from whale.planner.simulation.timeline import PARTS
 
 
@@ -285,7 +286,7 @@ def test_given_programs_are_priced_by_the_bytes_of_their_boxes() -> None:
         ),
         links=tuple(link(a, b, bandwidth=32.0) for a, b in ((0, 2), (1, 2), (2, 0), (2, 1))),
     )
-    timeline = simulate_programs(programs, edges, workload, element_bytes={"float64": 8})
+    timeline = run_programs(programs, edges, workload, lambda rank, send: 8 * box_size(send.box))
     received = {event.peer: event.seconds for event in timeline.events if event[:2] == ("receive", 2)}
     assert received == {0: 3 * 4 * 8 / 32, 1: 1 * 4 * 8 / 32}
 
@@ -297,7 +298,7 @@ def test_what_has_no_price_is_named() -> None:
     stages, edges, _ = programs_of(workload)
     programs = project(order_of(workload), stages, edges, [ReduceSpec(index=0, ranks=(0, 1), stages=(0, 1))])
     with pytest.raises(UsageError, match="bucket 0, but the workload has 0 reductions"):
-        simulate_programs(programs, edges, workload, element_bytes={"uint8": 1})
+        run_programs(programs, edges, workload, lambda rank, send: 1 * box_size(send.box))
 
 
 def test_programs_that_wait_for_each_other_are_an_error_and_not_a_short_timeline() -> None:
@@ -308,7 +309,7 @@ def test_programs_that_wait_for_each_other_are_an_error_and_not_a_short_timeline
         i for i in programs[0] if isinstance(i, Send)
     )
     with pytest.raises(ScheduleError, match="rank 0 before 0B0; rank 1 before 1F0"):
-        simulate_programs({0: late, 1: programs[1]}, edges, workload, element_bytes={"uint8": 1})
+        run_programs({0: late, 1: programs[1]}, edges, workload, lambda rank, send: 1 * box_size(send.box))
 
 
 def test_a_step_of_2520_devices_is_simulated_through_a_rank_of_each_kind() -> None:

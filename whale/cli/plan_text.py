@@ -49,7 +49,8 @@ def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
     least = (plan.batch or 0) % (plan.micro_batch_rows or 1)
     ragged = f", the last of {least}" if least else ""
     return [
-        f"{plan.schedule}, {plan.micro_batches} micro-batches of {plan.micro_batch_rows or 0} rows{ragged}",
+        f"{plan.schedule}, {_counted(plan.micro_batches, 'micro-batch', 'es')} of "
+        f"{_counted(plan.micro_batch_rows or 0, 'row', 's')}{ragged}",
         f"step {milliseconds(prediction.step_seconds)} ({milliseconds(low)} to {milliseconds(high)}, "
         f"{prediction.source}), {(plan.batch or 0) / prediction.step_seconds:.1f} rows/s, "
         f"bubble {prediction.bubble:.1%}",
@@ -90,6 +91,10 @@ def fullest(memory: list[DeviceMemory]) -> DeviceMemory:
 def memory_text(device: DeviceMemory) -> str:
     """Bytes of a device, and their fraction of its capacity."""
     return f"{device.total / GIB:.2f} GiB ({device.total / device.capacity:.0%})"
+
+
+def _counted(number: int, noun: str, ending: str) -> str:
+    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def _shares(shares: tuple[float, ...]) -> str:

@@ -67,8 +67,8 @@ def read_workload(path: Path) -> Workload:
         plan = Plan.of_document(document)
         if plan.workload is None:
             raise InputFileError(
-                "the plan has no workload to simulate: it was written by hand; make it with 'whale plan', or give "
-                "'whale estimate' what it says",
+                "the plan has no workload to simulate: it was written by hand; make it with 'whale plan', or "
+                "ask 'whale estimate' for such degrees",
                 path=path,
             )
         if not plan.prediction_is_current:

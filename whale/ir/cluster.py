@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from whale.errors import InputFileError, UsageError
 from whale.ir.document import Document, Format, parse_document, read_document
+from whale.ir.record import in_words
 from whale.ir.units import PATTERNS, Quantity, parse_quantity
 
 __all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "Link", "Network", "Node"]
@@ -439,8 +440,10 @@ def _first_error(document: Document, error: ValidationError) -> InputFileError:
             message = f"{where}: {str(first['msg']).removeprefix('Value error, ')}"
         case "literal_error" if first["loc"][-1] == "[key]":
             message = f"{where}: unknown number type; use one of {', '.join(DTYPES)}"
+        case "list_type" if isinstance(first["input"], dict):
+            message = f"{where}: must be a list of tables; write [[{where}]] for each"
         case _:
-            message = f"{where}: {first['msg']}, not {repr(first['input'])[:80]}"
+            message = f"{where}: {in_words(first['msg'])}, not {repr(first['input'])[:80]}"
     if len(findings) > 1:
         message += f" (and {len(findings) - 1} more)"
     return document.error(message, place)

@@ -36,7 +36,6 @@ __all__ = [
     "box_shape",
     "box_size",
     "fills",
-    "format_program",
     "forward_only",
     "project",
     "project_rank",
@@ -319,11 +318,6 @@ def fills(boxes: Sequence[Box], shape: Shape) -> bool:
         for position, one in enumerate(full)
         for other in full[:position]
     )
-
-
-def format_program(program: Program) -> str:
-    """Write one instruction per line, as text."""
-    return "\n".join(map(str, program))
 
 
 def _exchange(instruction: Send | Receive | Copy) -> str:

@@ -107,7 +107,31 @@ def _message(finding: ErrorDetails, place: Path, record: type[BaseModel]) -> str
             where = ".".join(str(part) for part in finding["loc"] if part != "[key]")
             joint = "." if re.match(r"[\w.]+: ", _text(finding)) else ": "
             return f"{where}{joint}{_text(finding)}" if where else _text(finding)
-    return f"{where}: {finding['msg']}, not {repr(finding['input'])[:80]}"
+    return f"{where}: {in_words(finding['msg'])}, not {repr(finding['input'])[:80]}"
+
+
+_WORDS = (
+    (r"(Input|String|List|Tuple|Dictionary|Value) should ", "must "),
+    (r"be greater than or equal to ", "be at least "),
+    (r"be less than or equal to ", "be at most "),
+    (r"be a valid dictionary.*|be an object.*", "be a table of names and values"),
+    (r"be a valid (list|tuple|array)", "be a list"),
+    (r"be a valid integer", "be a whole number"),
+    (r"be a valid number", "be a number"),
+    (r"be a valid string", "be text"),
+    (r"be a valid boolean", "be true or false"),
+)
+
+
+def in_words(message: str) -> str:
+    """Rephrase what pydantic says of a value in the words of the other errors of files.
+
+    >>> in_words("Input should be greater than or equal to 1"), in_words("Input should be a valid list")
+    ('must be at least 1', 'must be a list')
+    """
+    for pattern, words in _WORDS:
+        message = re.sub(pattern, words, message)
+    return message
 
 
 def _keys(annotation: Any, place: Sequence[int | str]) -> Iterator[str]:
