@@ -59,44 +59,46 @@ def _of_module(module: ModuleType, name: str, rough: float, spread: float) -> Co
     )
 
 
-def _of_chips(family: str, name: str, rough: float, spread: float) -> Constant:
+def _of_designs(names: Sequence[str], attribute: str, rough: float, spread: float) -> Constant:
     def put(value: float) -> None:
-        silicon._FAMILIES[family] = replace(silicon._FAMILIES[family], **{name: value})
-        silicon._silicon_named.cache_clear()
+        changed = {name: replace(silicon.DESIGNS[name], **{attribute: value}) for name in names}
+        silicon.DESIGNS = {**silicon.DESIGNS, **changed}  # type: ignore[misc]
+        silicon._silicon.cache_clear()
 
     return Constant(
-        name=f"{family} {name}",
+        name=f"{names[0]} {attribute}",
         rough=rough,
         spread=spread,
-        get=lambda: float(getattr(silicon._FAMILIES[family], name)),
+        get=lambda: float(getattr(silicon.DESIGNS[names[0]], attribute)),
         put=put,
     )
 
 
-def _of_stack(family: str, name: str, rough: float, spread: float) -> Constant:
+def _of_laws(attribute: str, rough: float, spread: float) -> Constant:
     def put(value: float) -> None:
-        silicon._EAGER[family][name] = value
-        silicon._silicon_named.cache_clear()
+        silicon.LAWS = replace(silicon.LAWS, **{attribute: value})  # type: ignore[misc]
 
     return Constant(
-        name=f"PyTorch's kernels on {family}: {name}",
+        name=f"laws.{attribute}",
         rough=rough,
         spread=spread,
-        get=lambda: float(silicon._EAGER[family][name]),
+        get=lambda: float(getattr(silicon.LAWS, attribute)),
         put=put,
     )
 
 
+HOPPER = ("hopper", "grace-hopper")
 CONSTANTS = (
-    _of_chips("volta", "matmul", 0.75, 0.15),
-    _of_chips("ampere", "matmul", 0.75, 0.15),
-    _of_chips("hopper", "matmul", 0.7, 0.15),
-    _of_chips("ampere", "bandwidth", 0.8, 0.1),
-    _of_chips("hopper", "bandwidth", 0.8, 0.1),
-    _of_chips("ampere", "attention", 0.5, 0.25),
-    _of_chips("hopper", "attention", 0.5, 0.25),
-    _of_stack("hopper", "matmul", 0.9, 0.15),
-    _of_stack("hopper", "attention", 0.6, 0.25),
+    _of_laws("sustained", 0.9, 0.1),
+    _of_designs(("volta", "turing"), "tensor_joules", 2.8e-12, 0.25),
+    _of_designs(("ampere-80",), "tensor_joules", 1.3e-12, 0.25),
+    _of_designs(HOPPER, "tensor_joules", 0.9e-12, 0.25),
+    _of_designs(("ampere-80",), "bandwidth", 0.8, 0.1),
+    _of_designs(HOPPER, "bandwidth", 0.8, 0.1),
+    _of_designs(("ampere-80",), "flash", 0.55, 0.25),
+    _of_designs(HOPPER, "flash", 0.55, 0.25),
+    _of_designs(HOPPER, "eager_matmul", 0.9, 0.15),
+    _of_designs(HOPPER, "eager_flash", 0.6, 0.25),
     _of_module(layers, "COLLECTIVE_LAUNCH_SECONDS", 40e-6, 0.7),
     _of_module(layers, "LOCKSTEP_SLOWDOWN", 1.2, 0.2),
     _of_module(stage, "BACKWARD_OVERLAP", 0.4, 0.5),

@@ -27,7 +27,7 @@ import whale
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 
 
 class Block(nn.Module):
@@ -128,12 +128,12 @@ def main() -> None:
     with timed("lower one rank"):
         for stage in compilation.stages:
             if given.rank in stage.mesh.ranks:
-                compilation.local_programs(stage, given.rank, Clock(0))
+                compilation.local_programs(stage, given.rank, RNGPosition(0))
         compilation.program(given.rank)
         compilation.shards()
     total = sum(seconds.values())
     with timed("check all ranks"):
-        compilation.check(given.rank, Clock(0))
+        compilation.check(given.rank, RNGPosition(0))
     profile.disable()
     if given.profile:
         profile.dump_stats(given.profile)

@@ -93,6 +93,8 @@ def configuration_of(row: dict[str, str]) -> Configuration:
     does not state is left to the planner."""
     zero = re.search(r"ZeRO-(\d)", row["zero_or_fsdp"])
     recompute = row["recompute"].split()[0]
+    if recompute == "unstated":  # AMP ran DeepSpeed's example of Megatron, whose script checkpoints every layer
+        recompute = "full" if row["source"].startswith("AMP") else "none"
     bounds = re.search(r"boundaries \(.*?\) \[([\d, ]+)\]", row["config_note"])
     stages = re.search(r"layer items per stage ([\d,]+)", row["config_note"])
     layers = None
@@ -111,7 +113,7 @@ def configuration_of(row: dict[str, str]) -> Configuration:
         context=whole(row, "cp"),
         expert=whole(row, "ep"),
         virtual_stages=whole(row, "virtual_pp"),
-        recompute="none" if recompute == "unstated" else recompute,  # type: ignore[arg-type]
+        recompute=recompute,  # type: ignore[arg-type]
         zero=int(zero[1]) if zero else 0,
         sequence_parallel={"yes": True, "no": False}.get(row["seq_parallel"]),
         precision="tf32" if "TF32" in row["precision"] else row["precision"].split()[0].split("/")[0],

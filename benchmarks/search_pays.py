@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import whale
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types, device_types_with
@@ -191,17 +191,17 @@ def on_a_bed(bed: str, model: str, options: argparse.Namespace) -> Mapping[str, 
         return found
 
 
-def trial_of(contest: Contest) -> ModelTrial:
+def trial_of(contest: Contest) -> CandidateCompiler:
     with torch.device("meta"):
         model, whole = contest.built()
-    return ModelTrial(model, whole, name=contest.model)
+    return CandidateCompiler(model, whole, name=contest.model)
 
 
 def described(cluster: Path, profile: ModelProfile) -> Cluster:
     return Cluster.load(cluster, catalog=device_types_with(profile))
 
 
-def choose(contest: Contest, trial: ModelTrial) -> dict[str, Any]:
+def choose(contest: Contest, trial: CandidateCompiler) -> dict[str, Any]:
     """Write the plans to run; returns what the ranks and the table need of them."""
     profile = ModelProfile.load(contest.file("profile"))
     cluster = described(contest.cluster, profile)

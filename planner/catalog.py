@@ -7,6 +7,7 @@ from. What a device really attains is for the cost model to say, not for this fi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
@@ -14,7 +15,48 @@ from whale.ir.cluster import DTYPES, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.network.links import ALIASES, built_in_links, read_table
 
-__all__ = ["device_types", "device_types_with", "sources"]
+__all__ = ["Chip", "chip_of", "device_types", "device_types_with", "sources"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Figures of a chip's data sheet beside its rates and its memory.
+
+    Attributes:
+        architecture: the design that it shares with others, as the table names it.
+        multiprocessors: streaming multiprocessors; 0 where kernels are not cut into waves over them.
+        cache_bytes: of the last-level cache.
+        watts: power limit of the board.
+        best_matmul: FLOP/s of the fastest 16-bit matrix product that anyone measured on it; 0: unknown.
+    """
+
+    architecture: str
+    multiprocessors: int
+    cache_bytes: float
+    watts: float
+    best_matmul: float
+
+
+@cache
+def chips() -> Mapping[str, Chip]:
+    """The chip of every known device type, by its name; the mapping is read-only."""
+    return MappingProxyType(
+        {
+            row["gpu"]: Chip(
+                architecture=row["architecture"],
+                multiprocessors=int(row["multiprocessors"] or 0),
+                cache_bytes=float(row["cache_mb"] or 0) * 1e6,
+                watts=float(row["watts"]),
+                best_matmul=float(row["best_matmul_tflops"] or 0) * 1e12,
+            )
+            for row in read_table("gpus.csv")
+        }
+    )
+
+
+def chip_of(device: DeviceType) -> Chip | None:
+    """The chip of a device, by the name of its type; None where that is not known."""
+    return chips().get(ALIASES.get(device.name, device.name))
 
 
 @cache

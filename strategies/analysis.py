@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape
-from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement, shard
+from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.strategies.axes import Atoms, Dim
 from whale.strategies.rules import rule_of
 from whale.strategies.rules.registry import Op, OpAxis, Rule
@@ -212,7 +212,7 @@ def _choices(analysis: Analysis, node: fx.Node) -> list[Choice]:
     for source, target in rule.views:
         found += _view_choices(analysis, op, source, target)
     for partial in rule.linear:
-        inputs = tuple(PARTIAL if i in partial else FANOUT for i in range(num_inputs))
+        inputs = tuple(PARTIAL if i in partial else REPLICATE_PARTIAL for i in range(num_inputs))
         found.append(Choice(inputs, (PARTIAL,) * num_outputs))
     return found
 
@@ -232,7 +232,7 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
         inputs = tuple(
             shard(axis.inputs[i], leaf)
             if i in axis.inputs
-            else (PARTIAL if i in rule.additive and not axis.outputs else FANOUT)
+            else (PARTIAL if i in rule.additive and not axis.outputs else REPLICATE_PARTIAL)
             for i in range(len(op.operands))
         )
         outputs = tuple(

@@ -29,7 +29,7 @@ from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
 from whale.runtime.collectives import DryGroup
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
@@ -304,7 +304,7 @@ def forward_without_data(
         mutated=tuple(stage.mutated),
         tensors=tensors,
         parameters=(),
-        clock=Clock(0),
+        clock=RNGPosition(0),
     )
     local.begin(batch)
     received = []

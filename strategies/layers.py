@@ -27,11 +27,11 @@ from whale.ir.placement import REPLICATE, shard
 from whale.ir.virtual_device import MeshAxis, RegionRole, VirtualDevice
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, Choice, analyse
+from whale.strategies.bridge_prices import Prices
 from whale.strategies.layout import Layout, Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, layout_axes, place_stage, place_time
 from whale.strategies.regions import is_within
-from whale.strategies.sharding import Prices
 from whale.strategies.ungroup import ungroup
 
 __all__ = ["LayeredModel", "at_rows", "default_dtype", "layered", "within"]

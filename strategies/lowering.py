@@ -25,7 +25,7 @@ from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
-from whale.runtime.random import Clock, SeededCall, SeededDropout, position_key
+from whale.runtime.random import RNGPosition, SeededCall, SeededDropout, position_key
 from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
@@ -71,7 +71,7 @@ def lower(
     rank: int,
     micro_batch: int,
     *,
-    clock: Clock | None = None,
+    clock: RNGPosition | None = None,
 ) -> LocalProgram:
     """The local program of *rank* for one micro-batch of a stage.
 
@@ -88,7 +88,7 @@ class _Lowering:
         stage: PlacedStage,
         rank: int,
         micro_batch: int,
-        clock: Clock | None,
+        clock: RNGPosition | None,
     ) -> None:
         self.captured, self.analysis, self.stage, self.rank, self.clock = captured, analysis, stage, rank, clock
         self.coordinates = (micro_batch, *stage.mesh.coordinates(rank))

@@ -20,13 +20,14 @@ from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, is_call, resolve, value_shape, value_tensor
-from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
+from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.virtual_device import RegionRole, VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
 from whale.strategies.layout import Layout, LayoutAxis, Placements, unit_shares
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.sharding import AxisProblem, Prices, solve_axis, solve_time
+from whale.strategies.sharding import AxisProblem, solve_axis, solve_time
 
 
 @dataclass
@@ -143,7 +144,7 @@ def place_stage(
             )
             # values that stages sum must be partial on every rank
             shared = value in problem.shared and placement.kind == "R"
-            stored[value].append(FANOUT if shared else placement)
+            stored[value].append(REPLICATE_PARTIAL if shared else placement)
         for value in solution.forbidden:
             _check_units(captured, analysis, problem, value, axis)
         report.gathered += [v for v in solution.forbidden if v not in report.gathered]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from whale.graph.capture import Batch, batch_leaves
 from whale.graph.values import needs_grad, value_tensor
 from whale.runtime.collectives import DryGroup
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram, LocalStage, bound
 from whale.strategies.layers import LayeredModel
 from whale.strategies.lowering import PlacedStage
@@ -109,7 +109,7 @@ def _stage(
         mutated=tuple(placed.mutated),
         tensors=tensors,
         parameters=parameters,
-        clock=Clock(0),
+        clock=RNGPosition(0),
     )
 
 

@@ -24,8 +24,9 @@ import torch
 from torch import fx
 
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
-from whale.ir.placement import FANOUT, PARTIAL, REPLICATE, Placement
+from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_cost
 from whale.strategies.forms import ASKED, COLLECTIVES
 
 BEAM = 24
@@ -36,25 +37,6 @@ _RESHAPED = {
 _FORBIDDEN = 1e15
 """Price of a choice that an annotation forbids: finite, so that a graph without an allowed choice is still lowered, and
 reported."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """Prices of communication and computation, in units of a byte sent over a link.
-
-    ``latency``: a collective's start-up. ``byte_touched``: a byte read or written by a kernel. ``flop``: one floating
-    point operation. ``reduce_scatter``: its price as a fraction of an all-reduce of the same tensor. The defaults are
-    300 GB/s links of 10 us beside 2 TB/s memory and 300 TFLOP/s (an A100's data sheet, rounded).
-    """
-
-    latency: float = 3e6
-    byte_touched: float = 0.15
-    flop: float = 1e-3
-    reduce_scatter: float = 0.5
-
-
-GLOO = Prices(latency=5e4, byte_touched=0.1, flop=1e-2, reduce_scatter=1.0)
-"""Loopback sockets and a CPU: assumed, not measured, as 1.5 GB/s and 30 us, with no gain from reduce-scatter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,47 +71,6 @@ class AxisSolution:
     forbidden: list[Value] = field(default_factory=list)
 
 
-def conversion_cost(a: Placement, b: Placement, nbytes: float, size: int, grad: bool, prices: Prices) -> float:
-    """Price of a bridge: bytes of the value's and the gradient's conversions (ring algorithms)."""
-    if a == b:
-        return 0.0
-    cost = _PRIMITIVE[a.value, b.value](nbytes, size, prices)
-    if grad:
-        cost += _PRIMITIVE[b.gradient, a.gradient](nbytes, size, prices)
-    return cost
-
-
-def _free(nbytes: float, size: int, prices: Prices) -> float:
-    return 0.0
-
-
-def _fill(nbytes: float, size: int, prices: Prices) -> float:
-    """Nothing is sent, but all ranks except one write zeros."""
-    return nbytes * prices.byte_touched
-
-
-def _all_reduce(nbytes: float, size: int, prices: Prices) -> float:
-    return prices.latency + 2 * nbytes * (size - 1) / size
-
-
-def _all_gather(nbytes: float, size: int, prices: Prices) -> float:
-    return prices.latency + nbytes * (size - 1) / size
-
-
-def _reduce_scatter(nbytes: float, size: int, prices: Prices) -> float:
-    return prices.latency + 2 * prices.reduce_scatter * nbytes * (size - 1) / size
-
-
-def _all_to_all(nbytes: float, size: int, prices: Prices) -> float:
-    return prices.latency + nbytes * (size - 1) / size / size
-
-
-_PRIMITIVE = {
-    ("R", "R"): _free, ("R", "S"): _free, ("P", "P"): _free, ("R", "P"): _fill, ("S", "P"): _fill,
-    ("S", "R"): _all_gather, ("P", "R"): _all_reduce, ("P", "S"): _reduce_scatter, ("S", "S"): _all_to_all,
-}  # fmt: skip
-
-
 def solve_axis(analysis: Analysis, problem: AxisProblem) -> AxisSolution:
     """The cheapest placements for one mesh axis of one stage."""
     return _Solver(analysis, problem).solve()
@@ -140,17 +81,17 @@ def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[Ch
     leaf = problem.along[node]
     choices = [c for c in analysis.choices[node] if c.leaf < 0 or analysis.atoms.size(c.leaf) >= problem.size]
     op = analysis.ops[node]
-    fanout = Choice((FANOUT,) * len(op.operands), (FANOUT,) * len(output_shapes(node)))
+    replicate_partial = Choice((REPLICATE_PARTIAL,) * len(op.operands), (REPLICATE_PARTIAL,) * len(output_shapes(node)))
     if leaf is None:
         choices = [c for c in choices if c.form not in ASKED]
         # a rank without rows would wait for the others, and messages are padded to the largest part
         choices = [c for c in choices if c.leaf < 0 or problem.units(node, c.leaf) >= problem.size]
-        return [*choices, fanout] if op.operands else choices
+        return [*choices, replicate_partial] if op.operands else choices
     cut = [c for c in analysis.choices[node] if c.leaf == leaf >= 0]
     linear = [c for c in choices if c.leaf < 0 and PARTIAL in c.inputs]
     if cut:
         return cut + linear
-    return [choices[0], fanout, *linear] if op.operands else [choices[0]]
+    return [choices[0], replicate_partial, *linear] if op.operands else [choices[0]]
 
 
 def _work(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> float:
@@ -404,7 +345,7 @@ class _Solver:
             if (want == "any" and kinds & {"R", "R*", "S"}) or (want == "sum" and kinds & {"R", "P"}) or "R" in kinds:
                 continue
             if want == "any" and grad and kinds == {"R*"}:
-                total += _all_reduce(nbytes, self.problem.size, self.problem.prices)
+                total += all_reduce_price(nbytes, self.problem.size, self.problem.prices)
             total += min(self.bridge(p, _tuple(REPLICATE), self.describe(value)) for p in available)
         return total
 
@@ -495,14 +436,14 @@ class _Solver:
                 if value not in kept:
                     continue
                 if value in self.whole and want.kind == "S":
-                    want = FANOUT
+                    want = REPLICATE_PARTIAL
                 if want.kind == "R*" and not needs_grad(value):
                     want = REPLICATE
                 if want.kind == "P":
                     want = REPLICATE if value not in stored else want
                 have = stored.setdefault(value, want)
                 if have.kind == "R" and want.kind == "R*":
-                    stored[value] = FANOUT
+                    stored[value] = REPLICATE_PARTIAL
                 elif have.kind == "S" and want != have and want.kind != "P" and value in self.problem.parameters:
                     forbidden.append(value)
                 if split and self.describe(value)[3] and want.kind != "S":
@@ -520,14 +461,14 @@ class _SegmentPrices:
         self.solver, self.info = solver, segment.info
         self.sets: list[frozenset[Canonical]] = []
         self._numbers: dict[frozenset[Canonical], int] = {}
-        self._fanout = {grad: segment.place(FANOUT, grad) for grad in (False, True)}
+        self._replicate_partial = {grad: segment.place(REPLICATE_PARTIAL, grad) for grad in (False, True)}
         self.first = cache(self._first)
         self.further = cache(self._further)
         self.pending = cache(self._pending)
         self.emulate = cache(self._emulate)
 
     def number(self, placed: frozenset[Canonical]) -> int:
-        """That of a set of placements."""
+        """The number of a set of placements."""
         if placed not in self._numbers:
             self._numbers[placed] = len(self.sets)
             self.sets.append(placed)
@@ -539,15 +480,15 @@ class _SegmentPrices:
         solver, size, prices = self.solver, self.solver.problem.size, self.solver.problem.prices
         nbytes, grad, kind, matrix, fixed = self.info[value]
         taken = kind == "W" and want[0] == "S"  # from the whole, which stays
-        placed = self.number(frozenset((want, fixed or self._fanout[grad]) if taken else (want,)))
+        placed = self.number(frozenset((want, fixed or self._replicate_partial[grad]) if taken else (want,)))
         if fixed is not None:
             whole = fixed[0] != "S" and want[0] != "S"
             return 0.0 if whole else solver.bridge(fixed, want, self.info[value]), placed
         if kind == "E":
-            summed = _all_reduce(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
+            summed = all_reduce_price(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
             return nbytes * (1 / size if want[0] == "S" else 1) + summed, placed
         if want[0] == "S":
-            return 0.0 if kind == "P" else solver.bridge(_tuple(FANOUT), want, self.info[value]), placed
+            return 0.0 if kind == "P" else solver.bridge(_tuple(REPLICATE_PARTIAL), want, self.info[value]), placed
         cost = nbytes * prices.byte_touched + (2.0 * nbytes if want[0] == "R*" and split else 0.0)
         return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 4.0 * nbytes * split), placed
 
@@ -563,7 +504,7 @@ class _SegmentPrices:
         """Price of summing a value that is a term of a sum everywhere."""
         problem = self.solver.problem
         terms = all(p[0] == "P" for p in self.sets[placed])
-        return _all_reduce(self.info[value][0], problem.size, problem.prices) if terms else 0.0
+        return all_reduce_price(self.info[value][0], problem.size, problem.prices) if terms else 0.0
 
     def _emulate(self, value: int, have: int, want: int) -> float:
         """Price of bridging a value from one set of placements to all of another."""

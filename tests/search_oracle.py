@@ -28,12 +28,11 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.cost.step import overlap_slowdown
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.bound import least_time, work_of_kinds
-from whale.planner.search.chain import Chain
-from whale.planner.search.choices import Candidate, SearchSettings
-from whale.planner.search.devices import Mesh, pools_of
-from whale.planner.search.drafts import Draft
 from whale.planner.search.layout import fastest_rows, laid_out
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan
+from whale.planner.search.problem import Candidate, SearchSettings
+from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.table import CostTable
 
 __all__ = ["best_plan"]
 
@@ -50,7 +49,7 @@ def best_plan(
     """
     prices = CostModel.of(profile, cluster, precision=settings.precision, optimizer=settings.optimizer, batch=batch)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain, exact_rows=batch)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain, exact_rows=batch)
     counts = [settings.micro_batches] if settings.micro_batches else {-(-batch // rows) for rows in range(1, batch + 1)}
     most = min(len(chain), len(cluster.devices), settings.max_stages or len(chain))
     best, found = known, None
@@ -74,7 +73,7 @@ class _Cost(NamedTuple):
 
 @dataclass
 class _Walk:
-    meshes: Meshes
+    meshes: CostTable
     batch: int
     count: int
     schedule: str
@@ -142,7 +141,7 @@ class _Walk:
             ahead, back = ahead + cost.forward, back + cost.backward
         if self._hopeless(least):
             return
-        draft = Draft(meshes=meshes, starts=starts, micro_batches=self.count, schedule=self.schedule)
+        draft = PartialPlan(meshes=meshes, starts=starts, micro_batches=self.count, schedule=self.schedule)
         candidate = laid_out(self.meshes, draft, self.batch)
         if candidate.prediction.fits and candidate.prediction.step_seconds < self.best * (1 - SLACK):
             self.best, self.found = candidate.prediction.step_seconds, candidate

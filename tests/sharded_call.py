@@ -26,7 +26,7 @@ from whale.graph.capture import Captured
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram, bound, part
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.layout import Layout, LayoutAxis, Placements
@@ -129,7 +129,7 @@ def check(
     if not empty and any(length == 0 for found in spans for _, length in found.values()):
         return  # fewer positions than ranks
     given = {value: _distribute(call.tensors[value], value, placed, layout, places) for value, placed in wanted.items()}
-    lowered = [lower(call.captured, call.analysis, stage, r, 0, clock=Clock(0)) for r in mesh.ranks]
+    lowered = [lower(call.captured, call.analysis, stage, r, 0, clock=RNGPosition(0)) for r in mesh.ranks]
     groups: dict[tuple[int, ...], _ThreadGroup] = {}
     programs = bound(lowered, lambda name, ranks: groups.setdefault(ranks, _ThreadGroup(ranks)))
     generator = torch.Generator().manual_seed(1)

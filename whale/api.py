@@ -36,7 +36,7 @@ from whale.runtime.agreement import agree, agree_on_values, meet
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
 from whale.runtime.module import CompiledStep, ParallelModule, Shard
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "shard_dataset", "verify"]
 
@@ -167,7 +167,7 @@ def parallelize(
         template, leaves, device=launch.device, training=model.training, loss_fn=loss_fn, promote=options.promote
     )
     compilation = compile_traced(traced, described, options, device=launch.device)
-    clock = Clock(options.seed)
+    clock = RNGPosition(options.seed)
     calls = ""
     if launch.size <= _CHECKED_RANKS:
         calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
@@ -190,7 +190,7 @@ def parallelize(
     return module
 
 
-def _clock_of(clock: Clock, size: int, compilation: Compilation) -> Clock | None:
+def _clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
     """Random operators are seeded by position; with a single rank, they draw as the local model does."""
     return clock if size > 1 or len(compilation.rows) > 1 else None
 
@@ -218,7 +218,7 @@ class _Builder:
         world: World,
         loss_fn: Callable[..., Any] | None,
         initial: InitialValues | None,
-        clock: Clock,
+        clock: RNGPosition,
     ) -> None:
         self.model: nn.Module | None = model
         self.initial = initial

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.device_names import matching_types
 from whale.planner.catalog import device_types
 from whale.profiling.places import Place, places_of
 from whale.runtime.launch import World
@@ -102,14 +103,9 @@ def _known(place: Place) -> DeviceType | None:
     'H100-SXM5-80GB'
     """
     types = device_types()
-    if place.device_type in types:
-        return types[place.device_type]
-    words = place.device_type.upper().split("-")
     near = [
-        type_
-        for name, type_ in types.items()
-        if name.upper().split("-")[0] in words
-        and abs(type_.memory_bytes / place.memory_bytes - 1) < MEMORY_TOLERANCE
-        and ("PCIE" in words) == ("PCIE" in name.upper())
+        types[name]
+        for name in matching_types(place.device_type, {name: type_.memory_bytes for name, type_ in types.items()})
+        if name == place.device_type or abs(types[name].memory_bytes / place.memory_bytes - 1) < MEMORY_TOLERANCE
     ]
     return near[0] if near else None

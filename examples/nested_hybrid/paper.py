@@ -16,7 +16,7 @@ import show
 from experiment import Experiment, Nesting, Simulated, build, plan_of, simulated
 from whale_paper import ASSUMED, V100, ZOO, cluster_of
 
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.balance.by_speed import pipeline_by_speed
@@ -112,7 +112,7 @@ def cases() -> list[Case]:
         model, example = build(experiment, device="meta")
         cluster = cluster_of((V100, size))
         profile = profile_model(model, example, tensor_degrees=(1, 2, 4, 8), name="BERT-large")
-        trial = ModelTrial(model, example, name="BERT-large")
+        trial = CandidateCompiler(model, example, name="BERT-large")
         own = nestings(profile, cluster, batch) if size > 1 else [Nesting(name="one", annotations={"": "replicate()"})]
         for nesting in own:
             plan = plan_of(nesting, experiment, size)

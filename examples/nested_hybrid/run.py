@@ -40,7 +40,7 @@ from experiment import Experiment, build, load, parts_of, plan_of, simulated, to
 from harness import RESULTS, report
 from testbed import Description, Testbed
 
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -76,9 +76,9 @@ class Folder:
         return {one.name: self.file(f"{index:02}.plan.json") for index, one in enumerate(self.experiment.nestings)}
 
     @cached_property
-    def trial(self) -> ModelTrial:
+    def trial(self) -> CandidateCompiler:
         model, batch = build(self.experiment, small=self.small, device="meta")
-        return ModelTrial(model, batch, name=self.experiment.model)
+        return CandidateCompiler(model, batch, name=self.experiment.model)
 
     @property
     def profile(self) -> ModelProfile:

@@ -39,7 +39,8 @@ CONVOLUTION_SHARE = 0.6
 reports of V100 and A100)."""
 
 CACHE_SPEEDUP = 3.0
-"""How much faster the last-level cache is than the memory (A100: about 5 TB/s against 1.6; recalled)."""
+"""How much faster the last-level cache is than the memory (A100: about 5 TB/s against 1.6; recalled). A kernel that
+moves more than the cache holds evicts what it has yet to read: of one that moves twice as much, nothing is a hit."""
 
 SOFTMAX_KEYS, SOFTMAX_SLOWDOWN = 1024, 0.6
 """A warp of Megatron's fused softmax holds a whole row of scores: above so many keys it runs out of registers, and
@@ -171,13 +172,13 @@ class KernelsAsRun:
         weights = (self._read.fixed(size) + self._written.fixed(size)) * (1 - 1 / experts)
         read = self._read(rows, size)
         moved = (read + self._written(rows, size) - weights) / divisor
-        cached = np.minimum(moved, silicon.cache_bytes) * (1 - 1 / CACHE_SPEEDUP)
+        cached = np.maximum(0.0, np.minimum(moved, 2 * silicon.cache_bytes - moved)) * (1 - 1 / CACHE_SPEEDUP)
         memory = (moved - cached) / bandwidth
         memory += np.where(self._is_norm, read / bandwidth, 0.0)  # a second pass uses the statistics of the first
         flops = self._flops(rows) / divisor
         compute = np.zeros_like(memory)
         if len(own := self._products):
-            compute[own] = self._of_products(device, silicon, rows, precision, experts[own])
+            compute[own] = self._of_products(device, silicon, rows, precision, experts[own], backward)
         if len(own := self._attentions):
             compute[own] = self._of_attentions(device, silicon, rows, precision, flops[own], backward)
         if len(own := self._moves):
@@ -193,13 +194,15 @@ class KernelsAsRun:
         return found
 
     def _of_products(
-        self, device: DeviceType, silicon: Silicon, rows: Array, precision: Precision, experts: Array
+        self, device: DeviceType, silicon: Silicon, rows: Array, precision: Precision, experts: Array, backward: bool
     ) -> Array:
         batch, m, n, k = (np.maximum(dim(rows), _LEAST_SIZE) for dim in self._dims)
         batch = np.where(self._is_grouped, np.maximum(1.0, batch / experts), batch)
         m = np.where(self._is_grouped, m / batch, m)
         rates = [precision.rate(device), precision.rate(device, "attention")]
-        outside, inside = (rate * (silicon.vector if dtype == "float32" else silicon.matmul) for rate, dtype in rates)
+        vector = silicon.vector * (silicon.converted if precision.element_bytes < 4 else 1.0)
+        vector *= 1.0 if backward else silicon.transposed
+        outside, inside = (rate * (vector if dtype == "float32" else silicon.matmul) for rate, dtype in rates)
         found = matmul_seconds(batch, m, n, k, np.where(self._in_core, inside, outside), silicon.multiprocessors)
         if "float8" in (dtype for _, dtype in rates):
             is_cast = np.where(self._in_core, rates[1][1] == "float8", rates[0][1] == "float8")
@@ -211,7 +214,7 @@ class KernelsAsRun:
         self, device: DeviceType, silicon: Silicon, rows: Array, precision: Precision, flops: Array, backward: bool
     ) -> Array:
         rate, dtype = precision.rate(device, "attention")
-        share = silicon.vector * 0.5 if dtype == "float32" else silicon.attention
+        share = silicon.vector_attention if dtype == "float32" else silicon.attention
         head = np.maximum(self._heads(rows), _LEAST_SIZE)
         half = np.where(self._is_causal, 0.5, 1.0)  # what is masked is skipped
         slowdown = 1.25 if backward else 1.0  # its backward is less efficient than its forward

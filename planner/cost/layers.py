@@ -48,8 +48,13 @@ MASTER_BYTES = {True: 34, False: 28}
 written 24, half-precision weight 2, gradient's conversion 4) and without (gradient 4, weight and moments 24)."""
 
 ACCUMULATE_BYTES = 8
-"""Bytes that adding a parameter's gradient to what earlier micro-batches left moves: 4 read, 4 written. Stacks that
-fuse attention fuse this into the product that makes the gradient."""
+"""Bytes that adding a parameter's gradient to what earlier micro-batches left moves in a stack such as Megatron's: 4
+read, 4 written. Stacks that fuse attention fuse this into the product that makes the gradient."""
+
+EAGER_ACCUMULATE_BYTES = {True: 18, False: 12}
+"""The same with PyTorch's own kernels, where sums are kept in float32: with a gradient of 16 bits its conversion (2
+read, 4 written), then the sum (8 read, 4 written); without, the sum alone. In measured blocks of seven cards
+(``benchmarks/block_times.py``) a backward takes so long beside what grows with its rows."""
 
 
 class Collective(NamedTuple):
@@ -101,7 +106,7 @@ def layer_seconds_by_rows(
     tensor_degree: int = 1,
     precision: str = "bf16",
     fused_attention: bool | None = None,
-    eager: bool = False,
+    eager: bool = True,
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
     expert_degree: int = 1,
@@ -119,7 +124,7 @@ def layer_seconds_by_rows(
         rows: of the micro-batches.
         tensor_degree: devices over which its matrices are split.
         precision: as in `whale.planner.cost.precision`.
-        fused_attention: whether the core of the attention is one kernel; None: by precision and device.
+        fused_attention: whether the core of the attention is one kernel; None: as `attention_is_fused` says.
         eager: whether kernels are those of PyTorch itself, one for each operator, as under FSDP; else a stack like
             Megatron's, which fuses pointwise operators and has the vendor's attention.
         recompute: what the backward computes again.
@@ -143,8 +148,13 @@ def layer_seconds_by_rows(
         found = [_measured_seconds(times, tensor_degree, one, recompute, adding) for one in rows]
         if times.includes_communication or not kind.variants:
             return found
-    fused = attention_is_fused(device, number) if fused_attention is None else fused_attention
+    fused = attention_is_fused(device, number, eager=eager) if fused_attention is None else fused_attention
     moved = MASTER_BYTES[number.mixed] if optimizer is None else costs_of(optimizer).moved * number.element_bytes
+    added_bytes: float = 0 if fused else ACCUMULATE_BYTES
+    if eager and optimizer is None:
+        added_bytes = EAGER_ACCUMULATE_BYTES[number.mixed]
+    elif eager:  # gradients stay in the number type of the run; the first micro-batch's is kept as it is
+        added_bytes = 3 * number.element_bytes * (num_micro_batches - 1) / num_micro_batches
 
     def modelled(variant: LayerVariant) -> list[LayerSeconds]:
         degree = expert_degree if variant.expert_degree == 1 else 1
@@ -159,7 +169,7 @@ def layer_seconds_by_rows(
             sequence_parallel=sequence_parallel,
             expert_degree=degree,
         )
-        added = parameters * ACCUMULATE_BYTES if accumulate and not fused else 0.0
+        added = parameters * added_bytes if accumulate else 0.0
         return priced.seconds(recompute, added, parameters / optimizer_shards * moved)
 
     variant = variant_of(kind, tensor_degree, expert_degree)
@@ -299,8 +309,11 @@ def forward_flops(kind: LayerKind, tensor_degree: int = 1) -> float:
     )
 
 
-def attention_is_fused(device: DeviceType, precision: Precision) -> bool:
-    """Whether software of the device's time fuses attention: bfloat16 and float8 on devices that have bfloat16."""
+def attention_is_fused(device: DeviceType, precision: Precision, *, eager: bool = False) -> bool:
+    """Whether the core of attention is one kernel. PyTorch's own (*eager*) is in all number types but float64; stacks
+    of the device's time fuse it in bfloat16 and float8 on devices that have bfloat16."""
+    if eager:
+        return precision.name != "fp64"
     return precision.name in ("bf16", "fp8") and "bfloat16" in dict(device.rates)
 
 

@@ -45,8 +45,8 @@ FRAMEWORK_BYTES = 1.0e9
 
 COMMUNICATION_BYTES, COMMUNICATION_BYTES_PER_MULTIPROCESSOR = 2.3e9, 29e6
 """Additional bytes with communication: NCCL's channels, each a block on a multiprocessor with buffers for every peer
-and protocol, for every group; at least the former. From the peaks of Sailor's runs, which are those of the device,
-rounded up: 2.0 GB on RTX-3090 (82 multiprocessors), 3.8 GB on GH200 (132)."""
+and protocol, for every group; at least the bytes without communication. From the peaks of Sailor's runs, which are
+those of the device, rounded up: 2.0 GB on RTX-3090 (82 multiprocessors), 3.8 GB on GH200 (132)."""
 
 FRAGMENTATION = 0.15
 """Overhead of the caching allocator relative to live activations: free blocks that are too small. From Sailor's runs of

@@ -1,20 +1,29 @@
-"""What kernels get of a chip's peak figures: how many multiprocessors share the work, which part of the peak rates the
-best kernels sustain in training, and what a launch costs.
+"""Sustained rates of a chip: what products, attention and copies reach of its data sheet, and what a launch costs.
 
-Data sheets give peaks; this file says what is left of them, by chip family, with the source of every number. It knows
-no models and no networks.
+A data sheet gives peak rates, board power, multiprocessors and caches (``planner/data/gpus.csv``). This file says what
+kernels reach of the peaks: a fraction that the design of the chip sets, at a clock that the board's power allows. The
+constants belong to designs and to laws, none to a single chip, so a chip that nobody measured is predicted from its
+data sheet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
 
 from whale.ir.cluster import DeviceType
-from whale.planner.network.links import ALIASES
+from whale.planner.catalog import Chip, chip_of
 
-__all__ = ["Silicon", "silicon_of"]
+__all__ = ["DESIGNS", "LAWS", "Design", "Laws", "Silicon", "clock", "silicon_of"]
+
+GDDR_JOULES, HBM_JOULES = 60e-12, 31e-12
+"""Energy of a byte from memory: 7.5 pJ a bit of GDDR6 (Micron), 3.9 pJ a bit of HBM2 (O'Connor et al., MICRO 2017)."""
+
+LEAST_VOLTAGE, VOLTAGE_SLOPE = 0.7, 0.6
+"""Voltage relative to that of the boost clock: it falls with the clock by this slope down to a floor (assumed; results
+hardly depend on it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,150 +33,193 @@ class Silicon:
     Attributes:
         multiprocessors: that share the tiles of a matrix product (streaming multiprocessors, compute units; 1 where
             the work is not cut into waves that matter).
-        matmul: share of the tensor-core peak that a large product sustains.
-        vector: share of the peak of types without matrix units.
-        attention: share of the peak that a fused attention reaches in its forward.
-        bandwidth: share of the memory bandwidth that a kernel over large tensors reaches.
+        matmul: fraction of the peak of matrix units that a large product sustains.
+        vector: fraction of the peak of number types without matrix units that a large product sustains.
+        transposed: rate of a product in a forward, which reads its weight transposed, relative to ``vector``.
+        converted: rate of a product of 16-bit operands without matrix units, relative to ``vector``.
+        attention: fraction of the peak of matrix units that a fused attention reaches in its forward.
+        vector_attention: the same of number types without matrix units.
+        bandwidth: fraction of the memory bandwidth that a kernel over large tensors reaches.
         launch: seconds in which the host of such devices launches an operator of an eager training step, Python and
             autograd included; hosts of one time are much alike.
-        calibrated: whether published training runs on such chips stand behind the figures.
+        calibrated: whether measured times of chips of this design stand behind the figures.
         cache_bytes: of the last-level cache, in which a kernel finds what the one before it wrote.
     """
 
     multiprocessors: int
     matmul: float
     vector: float = 0.8
+    transposed: float = 1.0
+    converted: float = 1.0
     attention: float = 0.5
+    vector_attention: float = 0.4
     bandwidth: float = 0.8
     launch: float = 60e-6
     calibrated: bool = False
     cache_bytes: float = 0.0
 
 
-_FAMILIES = {
-    "kepler": Silicon(multiprocessors=13, matmul=0.7, vector=0.7),
-    "pascal": Silicon(multiprocessors=56, matmul=0.8, vector=0.85),
-    "volta": Silicon(multiprocessors=80, matmul=0.79, vector=0.97, calibrated=True, cache_bytes=6e6),
-    "turing": Silicon(multiprocessors=68, matmul=0.6, vector=0.95, cache_bytes=5.5e6),
-    "ampere": Silicon(
-        multiprocessors=108,
-        matmul=0.79,
-        vector=0.85,
-        attention=0.45,
-        bandwidth=0.75,
-        calibrated=True,
-        cache_bytes=40e6,
-    ),
-    "ada": Silicon(multiprocessors=128, matmul=0.8, vector=0.8, attention=0.4, cache_bytes=72e6),
-    "hopper": Silicon(
-        multiprocessors=132,
-        matmul=0.73,
-        vector=0.8,
-        attention=0.54,
-        bandwidth=0.7,
-        calibrated=True,
-        cache_bytes=50e6,
-    ),
-    "blackwell": Silicon(
-        multiprocessors=148,
-        matmul=0.7,
-        vector=0.8,
-        attention=0.54,
-        bandwidth=0.7,
-        cache_bytes=126e6,
-    ),
-    "other": Silicon(multiprocessors=1, matmul=0.7, vector=0.8),
-}
-"""Multiprocessors and caches are the makers' figures. ``matmul``, ``bandwidth`` and ``attention`` of Volta, Ampere and
-Hopper are calibrated on published runs (attention: Ampere's is FlashAttention-2's, Hopper's that of cuDNN beneath
-TransformerEngine), ``launch`` on those that do not get faster with less work, ``vector`` of Volta and Turing on the
-layers that Sailor measured in float32 (`benchmarks/published.py`). Blackwell's ``matmul`` is the share that the best
-measured product reaches (1745 of 2250 TFLOP/s, Stas Bekman's tables) times Hopper's ratio of training to that; the
-others' are assumed."""
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """What the chips of one architecture have in common.
 
-# Chips by the beginning of their name in the catalog: family, and what differs from it. Where a best measured product
-# is known, ``matmul`` is 0.86 of its share (assumed); power below the family's lowers it.
-_CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("K80", "kepler", {}),
-    ("P100", "pascal", {}),
-    ("P40", "pascal", {"multiprocessors": 30}),
-    ("GTX1080Ti", "pascal", {"multiprocessors": 28}),
-    ("QuadroP4000", "pascal", {"multiprocessors": 14}),
-    ("V100", "volta", {}),
-    ("TitanV", "volta", {}),
-    # 70 W: calibrated on AMP's runs, whose stack is old too
-    ("T4", "turing", {"multiprocessors": 40, "matmul": 0.2, "vector": 0.5, "bandwidth": 0.55}),
-    # half of the rate of the table where sums are kept in float32 (the notes of gpus.csv)
-    ("TitanRTX", "turing", {"multiprocessors": 72, "matmul": 0.45}),
-    ("QuadroRTX8000", "turing", {"multiprocessors": 72}),
-    ("RTX2080Ti", "turing", {"matmul": 0.45}),
-    ("RTX2080", "turing", {"multiprocessors": 46, "matmul": 0.45}),
-    ("RTX2060", "turing", {"multiprocessors": 30, "matmul": 0.45}),
-    ("A100", "ampere", {}),
-    ("A100-PCIe", "ampere", {"matmul": 0.74}),
-    ("A800", "ampere", {}),
-    ("A30", "ampere", {"multiprocessors": 56, "matmul": 0.65}),
-    ("A10", "ampere", {"multiprocessors": 72, "matmul": 0.6}),
-    ("A10G", "ampere", {"multiprocessors": 80}),
-    ("A40", "ampere", {"multiprocessors": 84}),
-    ("A6000", "ampere", {"multiprocessors": 84}),
-    ("A5000", "ampere", {"multiprocessors": 64}),
-    ("RTX3090", "ampere", {"multiprocessors": 82}),
-    ("RTX4090", "ada", {}),
-    ("RTX6000Ada", "ada", {"multiprocessors": 142, "matmul": 0.55}),
-    ("L40", "ada", {"multiprocessors": 142}),
-    ("L40S", "ada", {"multiprocessors": 142, "matmul": 0.6}),
-    ("L4", "ada", {"multiprocessors": 58, "matmul": 0.45}),
-    ("H100-PCIe", "hopper", {"multiprocessors": 114, "matmul": 0.55}),
-    ("H100-NVL", "hopper", {"matmul": 0.55}),
-    ("H100-SXM5-96GB", "hopper", {"matmul": 0.67}),  # 500 W: calibrated on torchtitan's runs
-    ("H100", "hopper", {}),
-    ("H800", "hopper", {}),
-    ("H20", "hopper", {"multiprocessors": 78, "matmul": 0.9}),
-    ("H200", "hopper", {}),
-    ("GH200", "hopper", {"launch": 67e-6}),  # Grace: calibrated on runs that do not get faster with less work
-    ("B200", "blackwell", {}),
-    ("B300", "blackwell", {}),
-    ("GB200", "blackwell", {}),
-    ("GB300", "blackwell", {}),
-    ("MI250X", "other", {"matmul": 0.5}),
-    ("MI300X", "other", {"matmul": 0.44}),
-    ("MI325X", "other", {"matmul": 0.52}),
-    ("MI355X", "other", {"matmul": 0.54}),
-    ("Gaudi2", "other", {"matmul": 0.83}),
-    ("Gaudi3", "other", {"matmul": 0.64}),
+    Attributes:
+        tensor_joules: energy of one 16-bit operation in the matrix units at the boost clock, of the process in which
+            the chips are made; 0: unknown, and power is taken to be no limit.
+        byte_joules: energy of a byte from memory.
+        wide: whether a scheduler of a multiprocessor issues one instruction a cycle to 32 float32 lanes, so that all
+            other instructions take cycles from them; with 16 lanes every second cycle is left for others.
+        shares_lanes: whether half of the float32 lanes also do the integer arithmetic of addresses.
+        flash: fraction of the peak of matrix units, at the clock that the power allows, that the best attention kernel
+            written for the design reaches in its forward; 0: there is none, and attention is PyTorch's memory-efficient
+            kernel.
+        eager_matmul: rate of PyTorch's own products relative to those of a stack such as Megatron's.
+        eager_flash: the same of attention.
+        bandwidth: fraction of the memory bandwidth, where it is not that of the laws.
+        launch, calibrated: as in `Silicon`.
+    """
+
+    tensor_joules: float = 0.0
+    byte_joules: float = GDDR_JOULES
+    wide: bool = False
+    shares_lanes: bool = False
+    flash: float = 0.0
+    eager_matmul: float = 0.96
+    eager_flash: float = 1.0
+    bandwidth: float | None = None
+    launch: float = 60e-6
+    calibrated: bool = False
+
+
+_HOPPER = Design(
+    tensor_joules=0.8e-12,
+    byte_joules=HBM_JOULES,
+    wide=True,
+    flash=0.67,
+    eager_matmul=0.85,
+    eager_flash=0.46,
+    bandwidth=0.7,
+    calibrated=True,
 )
 
+DESIGNS: Mapping[str, Design] = MappingProxyType(
+    {
+        "kepler": Design(wide=True),
+        "pascal": Design(tensor_joules=3.1e-12, wide=True, calibrated=True),
+        "pascal-100": Design(tensor_joules=3.1e-12, byte_joules=HBM_JOULES),
+        "volta": Design(tensor_joules=2.8e-12, byte_joules=HBM_JOULES, calibrated=True),
+        "turing": Design(tensor_joules=2.8e-12, calibrated=True),
+        "ampere-80": Design(tensor_joules=1.3e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True),
+        "ampere-86": Design(tensor_joules=1.8e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
+        "ada": Design(tensor_joules=1.1e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
+        "hopper": _HOPPER,
+        "grace-hopper": replace(_HOPPER, launch=67e-6),
+        "blackwell": replace(_HOPPER, tensor_joules=0.6e-12, calibrated=False),
+    }
+)
+"""By the column ``architecture`` of the table; a design that is not listed has the defaults.
 
-_EAGER: dict[str, dict[str, Any]] = {
-    "hopper": {"matmul": 0.85, "attention": 0.46},
-    "blackwell": {"matmul": 0.85, "attention": 0.46},
-}
-"""What PyTorch's own kernels reach of the vendor's, by family, where they differ. FlashAttention-2 was written for
-Ampere and leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says
-FlashAttention-3's paper); products run beside FSDP's collectives. Calibrated on runs of MPT and torchtitan; Blackwell's
-are assumed."""
+``tensor_joules`` of Ampere, Hopper and Blackwell agree with the fastest products measured on them (271 of 312 TFLOP/s
+at 400 W, 794 of 989 at 700 W, 1,745 of 2,250 at 1,000 W: Stas Bekman's tables) and with published training runs; those
+of 16 and 12 nm are what foundries give for the steps from 16 to 7 nm (a third to 0.4 of the power), Samsung's 8 nm lies
+between, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is FlashAttention-2's, of Hopper
+that of cuDNN beneath TransformerEngine, both calibrated on published runs; FlashAttention-2 was written for Ampere and
+leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says FlashAttention-3's paper).
+``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan, whose products run beside FSDP's collectives;
+Blackwell's is assumed to be the same. ``launch`` is calibrated on runs that do not get faster with less work."""
 
 
-def silicon_of(device: DeviceType, *, eager: bool = False) -> Silicon:
+@dataclass(frozen=True, kw_only=True)
+class Laws:
+    """Constants of all designs, calibrated on measured blocks of seven cards (``benchmarks/block_times.py``).
+
+    Attributes:
+        sustained: fraction of the peak of matrix units at the clock that the power allows.
+        vector: fraction of the peak of number types without matrix units, at that clock, where 16 lanes share a
+            scheduler.
+        wide: the same where 32 lanes share one.
+        transposed: rate of products that read a weight transposed where lanes are shared with integer arithmetic.
+        converted: rate of products of 16-bit operands in float32 lanes, which convert them on the way.
+        vector_joules: energy of a float32 operation relative to a 16-bit one in matrix units.
+        bandwidth: fraction of the memory bandwidth.
+        memory_efficient: fraction of the peak of matrix units that PyTorch's memory-efficient attention reaches.
+        vector_attention: fraction of the peak that attention without matrix units reaches.
+        idle: fraction of the board's power that the chip takes whatever its clock.
+        joules: factor of the energies of all designs.
+        best: fraction of the fastest measured product that products sustain, for designs of unknown energy (assumed).
+    """
+
+    sustained: float = 0.93
+    vector: float = 1.0
+    wide: float = 0.74
+    transposed: float = 0.82
+    converted: float = 0.87
+    vector_joules: float = 6.0
+    bandwidth: float = 0.8
+    memory_efficient: float = 0.3
+    vector_attention: float = 0.4
+    idle: float = 0.2
+    joules: float = 1.0
+    best: float = 0.86
+
+
+LAWS = Laws()
+
+
+def clock(watts: float, boost_watts: float) -> float:
+    """The clock that *watts* allow to kernels that take *boost_watts* at the boost clock, relative to that clock.
+
+    Power falls with the clock and with the square of the voltage.
+
+    >>> clock(300, 200), round(clock(100, 200), 2), round(clock(50, 200), 2)
+    (1.0, 0.73, 0.47)
+    """
+    if boost_watts <= watts:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        voltage = max(LEAST_VOLTAGE, 1 - VOLTAGE_SLOPE * (1 - middle))
+        low, high = (middle, high) if boost_watts * middle * voltage**2 < watts else (low, middle)
+    return low
+
+
+def silicon_of(device: DeviceType, *, eager: bool = False, laws: Laws | None = None) -> Silicon:
     """How *device* runs kernels, by the name of its type; a type that is not known gets cautious figures. *eager*: with
-    PyTorch's own kernels instead of the vendor's.
+    PyTorch's own kernels instead of a stack's such as Megatron's.
 
     >>> from whale.planner.catalog import device_types
-    >>> silicon_of(device_types()["V100-SXM2-32GB"]).multiprocessors
-    80
+    >>> v100, t4 = (silicon_of(device_types()[name]) for name in ("V100-SXM2-32GB", "T4"))
+    >>> v100.multiprocessors, v100.matmul > 1.5 * t4.matmul  # 300 W against 70 W
+    (80, True)
     """
-    return _silicon_named(ALIASES.get(device.name, device.name), eager)
+    chip = chip_of(device)
+    return Silicon(multiprocessors=1, matmul=0.7) if chip is None else _silicon(chip, device, eager, laws or LAWS)
 
 
-@lru_cache
-def _silicon_named(name: str, eager: bool) -> Silicon:
-    best = max((chip for chip in _CHIPS if name.startswith(chip[0])), key=lambda chip: len(chip[0]), default=None)
-    if best is None:
-        return _FAMILIES["other"]
-    _, family, differences = best
-    found = replace(_FAMILIES[family], **differences)
-    if not eager:
-        return found
-    shares = _EAGER.get(family, {})
-    return replace(found, **{name: getattr(found, name) * share for name, share in shares.items()})
+@lru_cache(maxsize=1024)
+def _silicon(chip: Chip, device: DeviceType, eager: bool, laws: Laws) -> Silicon:
+    design = DESIGNS.get(chip.architecture, Design())
+    rates = dict(device.rates)
+    peak = max(rates.get("float16", 0.0), rates.get("bfloat16", 0.0))
+    joules = design.tensor_joules * laws.joules
+    watts = chip.watts * (1 - laws.idle) - device.memory_bandwidth * design.byte_joules / 2  # memory half busy
+    tensor = clock(watts, peak * joules)
+    lanes = laws.wide if design.wide else laws.vector
+    vector = clock(watts, lanes * device.speed("float32") * joules * laws.vector_joules)
+    matmul = laws.sustained * tensor
+    if not joules:
+        matmul, vector = laws.best * (chip.best_matmul / peak if chip.best_matmul else 0.6), laws.best
+    return Silicon(
+        multiprocessors=chip.multiprocessors or 1,
+        matmul=matmul * (design.eager_matmul if eager else 1.0),
+        vector=lanes * vector,
+        transposed=laws.transposed if design.shares_lanes else 1.0,
+        converted=laws.converted,
+        attention=tensor * (design.flash or laws.memory_efficient) * (design.eager_flash if eager else 1.0),
+        vector_attention=laws.vector_attention * vector,
+        bandwidth=design.bandwidth or laws.bandwidth,
+        launch=design.launch,
+        calibrated=design.calibrated,
+        cache_bytes=chip.cache_bytes,
+    )

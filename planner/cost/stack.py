@@ -58,8 +58,11 @@ class Stack:
         return self.name != "whale" and not self.interleaved
 
     def fuses(self, device: DeviceType, precision: Precision) -> bool:
-        """Whether attention is one kernel on *device*."""
-        return attention_is_fused(device, precision) if self.attention == "auto" else self.attention == "fused"
+        """Whether attention is one kernel on *device*: in Whale's executor it is PyTorch's, in others that of their
+        time."""
+        if self.attention != "auto":
+            return self.attention == "fused"
+        return attention_is_fused(device, precision, eager=self.name == "whale")
 
 
 WHALE = Stack()

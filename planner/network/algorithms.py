@@ -23,7 +23,7 @@ from whale.planner.network.curves import measured_seconds, peak
 from whale.planner.network.links import LinkKind
 from whale.planner.network.topology import Member, Topology
 
-__all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "Group", "Line", "able_nodes", "linked", "quickest"]
+__all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "Group", "Line", "able_nodes", "linked", "fastest"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Algorithm = Literal["none", "ring", "tree", "multicast", "hierarchical", "pairwise", "send", "measured"]
@@ -259,9 +259,9 @@ def _ring(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
     ring = _duration("ring", group, line, latency, traffic / line.rate(part))
     if group.inter is not None or line.curves:
         return ring
-    quick_hops = rounds * (n - 1) * line.hop * LOW_LATENCY_HOP
-    quick = _duration("ring", group, line, group.launch + quick_hops, ring.transfer / LOW_LATENCY_BANDWIDTH)
-    return min(ring, quick, key=lambda duration: duration.seconds)
+    fast_hops = rounds * (n - 1) * line.hop * LOW_LATENCY_HOP
+    fast = _duration("ring", group, line, group.launch + fast_hops, ring.transfer / LOW_LATENCY_BANDWIDTH)
+    return min(ring, fast, key=lambda duration: duration.seconds)
 
 
 def _tree(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
@@ -334,7 +334,7 @@ ALGORITHMS: Mapping[Algorithm, Callable[[Group, Collective, float], Duration | N
 )
 
 
-def quickest(group: Group, kind: Collective, num_bytes: float) -> Duration:
+def fastest(group: Group, kind: Collective, num_bytes: float) -> Duration:
     """The algorithm that a library would choose; none of those that Whale runs on has the hierarchical one."""
     durations = [price(group, kind, num_bytes) for name, price in ALGORITHMS.items() if name != "hierarchical"]
     return min((one for one in durations if one is not None), key=lambda duration: duration.seconds)

@@ -21,8 +21,8 @@ from whale.planner.network.algorithms import (
     Group,
     Line,
     able_nodes,
+    fastest,
     linked,
-    quickest,
 )
 from whale.planner.network.curves import converted, interference, interpolated, measured_seconds, types_of
 from whale.planner.network.topology import Member, Topology
@@ -104,7 +104,7 @@ def collective(
         return FREE
     members, group = _group(topology, tuple(ranks), sharing)
     if algorithm is None:
-        cost = _modelled(quickest(group, kind, num_bytes))
+        cost = _modelled(fastest(group, kind, num_bytes))
         measured = _measured(topology, kind, members, group, num_bytes, sharing, cost) if topology.curves else None
         return measured or cost
     duration = ALGORITHMS[algorithm](group, kind, num_bytes) if algorithm in ALGORITHMS else None
@@ -204,9 +204,9 @@ def _as_if_measured(
         ]
 
         def seconds(size: float, told: float) -> float:
-            mine = quickest(here, kind, size).seconds
-            best = max(min(quickest(one, kind, size).seconds for one in alike) for alike in there)
-            return told * max(1.0, mine / max(best, told)) * quickest(group, kind, size).seconds / mine
+            mine = fastest(here, kind, size).seconds
+            best = max(min(fastest(one, kind, size).seconds for one in alike) for alike in there)
+            return told * max(1.0, mine / max(best, told)) * fastest(group, kind, size).seconds / mine
 
         topology.memo[key] = converted(curve, seconds)
     found: tuple[Sequence[float], Sequence[float]] = topology.memo[key]

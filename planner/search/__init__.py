@@ -5,7 +5,8 @@
 
 from whale.errors import InfeasibleError
 from whale.planner.cost.stage import Memo
-from whale.planner.search.choices import (
+from whale.planner.search.evaluate import evaluate
+from whale.planner.search.problem import (
     Candidate,
     Degrees,
     Dropped,
@@ -16,7 +17,6 @@ from whale.planner.search.choices import (
     SearchSettings,
     StageChoice,
 )
-from whale.planner.search.evaluate import evaluate
 from whale.planner.search.searching import search
 
 __all__ = [

@@ -12,7 +12,7 @@ from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.plan import PlanCost
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
-from whale.planner.search.choices import Candidate, StageChoice
+from whale.planner.search.problem import Candidate, StageChoice
 
 __all__ = ["evaluate", "score"]
 

@@ -6,7 +6,7 @@ A cluster of thousands of devices has more sequences of meshes than can be looke
   few units (16 of one type, 8 each of two, 4 of three), so pipelines are short;
 - *matched*: each stage is of one type, with as many devices as divide the rows of a micro-batch evenly;
 - *replicas*: all stages have the same data degree, and each type its own tensor or expert degree: pipelines of any
-  depth, in which a stage is of one type (deep ones in runs: `whale.planner.search.runs`);
+  depth, in which a stage is of one type (deep ones in runs: `whale.planner.search.partition`);
 - *alike*: all stages have the same mesh, of all types: data slices are uneven, stages equal.
 
 Pure data, tensor and pipeline parallelism are members of these. The families of a number of micro-batches are tried in
@@ -25,11 +25,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from whale.planner.search.costs import Array
-from whale.planner.search.devices import Mesh, Pool
-from whale.planner.search.meshes import Division, Meshes, Pace
-from whale.planner.search.quota import Option, Sequences
-from whale.planner.search.runs import Run, Runs
+from whale.planner.search.mesh_costs import Array
+from whale.planner.search.partition import DeviceCountProgram, GroupedStages, Option, StageGroup
+from whale.planner.search.space import Division, Mesh, Pool
+from whale.planner.search.table import CostTable, Pace
 
 __all__ = ["HELD", "Family", "any_meshes", "families_of", "fit_divisions", "held_together"]
 
@@ -82,7 +81,7 @@ class EvenPace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Meshes to be sequenced.
+    """CostTable to be sequenced.
 
     Attributes:
         name: for people.
@@ -117,7 +116,7 @@ class Family:
         units = [units for units, _ in self.meshes]
         return len(set(units)) == len(units) and all(sum(one) == 1 for one in units)
 
-    def part_held(self, meshes: Meshes, batch: int) -> float:
+    def part_held(self, meshes: CostTable, batch: int) -> float:
         """The part of the layers of some kind that its devices hold together, at most: whatever the stages, the one
         that is r-th from the end has r micro-batches in flight, and they have no more units than there are."""
         rows, extremes = meshes.rows(batch, self.micro_batches), self.extremes
@@ -131,7 +130,7 @@ class Family:
         together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))
         return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
 
-    def even_work(self, meshes: Meshes, batch: int) -> EvenPace:
+    def even_work(self, meshes: CostTable, batch: int) -> EvenPace:
         """Time of equal stages on all devices (each dimension's units at the rate of the best of a few meshes), without
         gradient reductions, which take longer to price."""
         return self._even(meshes.work, meshes.rows(batch, self.micro_batches))
@@ -146,7 +145,7 @@ class Family:
         even = 1 / sum(rate * quota for rate, quota in zip(rates, self.quotas, strict=True))
         return EvenPace(even, even, hop)
 
-    def paces(self, meshes: Meshes, batch: int) -> EvenPace:
+    def paces(self, meshes: CostTable, batch: int) -> EvenPace:
         """Time like `even_work`, with gradient reductions; and a lower bound on the slowest stage, because layers are
         whole."""
         rows = meshes.rows(batch, self.micro_batches)
@@ -173,15 +172,17 @@ class Family:
             least = step
         return least
 
-    def sequences(self, meshes: Meshes, batch: int, schedule: str, pace: EvenPace, within: float) -> Sequences | Runs:
+    def sequences(
+        self, meshes: CostTable, batch: int, schedule: str, pace: EvenPace, within: float
+    ) -> DeviceCountProgram | GroupedStages:
         """Sequences with the fastest slowest stage for some numbers of stages, with steps of at most *within*
         seconds."""
         rows = meshes.rows(batch, self.micro_batches)
         even, slowest, _ = pace
         if self.one_of_each and self.max_stages > DEEP:
-            return Runs(
+            return GroupedStages(
                 [
-                    Run(meshes.costs(mesh, rows, self.micro_batches), self.quotas[_dimension(units)])
+                    StageGroup(meshes.costs(mesh, rows, self.micro_batches), self.quotas[_dimension(units)])
                     for units, mesh in self.meshes
                 ],
                 meshes.chain,
@@ -193,7 +194,7 @@ class Family:
                 max_stages=self.max_stages,
             )
         options = [Option(units, meshes.costs(mesh, rows, self.micro_batches)) for units, mesh in self.meshes]
-        return Sequences(
+        return DeviceCountProgram(
             options,
             self.quotas,
             meshes.chain,
@@ -238,7 +239,7 @@ def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
     return bound
 
 
-def fit_divisions(meshes: Meshes, counts: Sequence[int]) -> list[Division]:
+def fit_divisions(meshes: CostTable, counts: Sequence[int]) -> list[Division]:
     """The tensor and expert degrees for a mesh of these counts: a group lies within a node or takes whole nodes, and is
     of one type, but in small meshes."""
     used = [(pool, count) for pool, count in zip(meshes.pools, counts, strict=True) if count]
@@ -256,7 +257,7 @@ def fit_divisions(meshes: Meshes, counts: Sequence[int]) -> list[Division]:
     ]
 
 
-def families_of(meshes: Meshes, batch: int, micro_batches: int, max_stages: int) -> list[Family]:
+def families_of(meshes: CostTable, batch: int, micro_batches: int, max_stages: int) -> list[Family]:
     """All families for a number of micro-batches."""
     rows = meshes.rows(batch, micro_batches)
     found = [any_meshes(meshes, rows, micro_batches, max_stages)]
@@ -274,7 +275,7 @@ def _unit(pool: Pool, most: int) -> int:
     return min(pool.per_node, 1 << (least - 1).bit_length())
 
 
-def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
+def any_meshes(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family | None:
     """The family *any*."""
     pools = meshes.pools
     most = UNITS.get(len(pools), 2)
@@ -298,7 +299,7 @@ def any_meshes(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -
     return _family("any", meshes, micro_batches, chosen, quotas, deepest)
 
 
-def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Family | None:
+def _matched(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family | None:
     """The family *matched*: stages of one type whose data slices all have the same rows r, which divide a micro-batch
     of R: at tensor or expert degree t a stage takes t R / r devices. So counts need not be searched."""
     pools = meshes.pools
@@ -320,7 +321,7 @@ def _matched(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> 
     return _family("matched", meshes, micro_batches, chosen, quotas, min(max_stages, DEEPEST["matched"]))
 
 
-def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+def _replicas(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
     pools = meshes.pools
     most = max(len(pool.ranks) for pool in pools)
     data_degrees = [degree for degree in _degrees(most) if degree <= rows]
@@ -335,11 +336,11 @@ def _replicas(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) ->
 
 
 def _of_data_degree(
-    meshes: Meshes, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[Division]]
+    meshes: CostTable, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[Division]]
 ) -> Iterator[Family | None]:
     """The meshes of the family *replicas* with a data degree; pools without a tensor degree are omitted.
 
-    Meshes whose devices cannot hold the model, by their number alone, are represented by the nearest one.
+    CostTable whose devices cannot hold the model, by their number alone, are represented by the nearest one.
     """
     pools = meshes.pools
     lines: list[list[tuple[int, Mesh | None]]] = []  # for each pool how many stages it may make, on which mesh
@@ -374,7 +375,7 @@ def _of_data_degree(
         yield _family("replicas", meshes, micro_batches, sized, own, max_stages, num=num)
 
 
-def _alike(meshes: Meshes, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+def _alike(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
     nums = [len(pool.ranks) for pool in meshes.pools]
     if len(nums) < 2:
         return
@@ -401,7 +402,7 @@ def _single(index: int, value: int, length: int) -> tuple[int, ...]:
 
 def _family(
     name: str,
-    meshes: Meshes,
+    meshes: CostTable,
     micro_batches: int,
     chosen: Sequence[Sized],
     quotas: tuple[int, ...],

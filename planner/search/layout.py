@@ -13,16 +13,16 @@ from whale.ir.profile import Affine
 from whale.planner.balance.shares import Worker, fastest_shares
 from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search.choices import Candidate, StageChoice
-from whale.planner.search.devices import Mesh, lay_out
-from whale.planner.search.drafts import Draft
 from whale.planner.search.evaluate import score
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan
+from whale.planner.search.problem import Candidate, StageChoice
+from whale.planner.search.space import Mesh, lay_out
+from whale.planner.search.table import CostTable
 
 __all__ = ["fastest_rows", "laid_out"]
 
 
-def laid_out(meshes: Meshes, draft: Draft, batch: int) -> Candidate:
+def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
     """Place the partial plan on ranks and simulate it."""
     bounds = meshes.chain.bounds
     ends = (*draft.starts[1:], len(meshes.chain))

@@ -14,9 +14,9 @@ from dataclasses import replace
 from math import inf, prod
 from random import Random
 
-from whale.planner.search.devices import Mesh
-from whale.planner.search.drafts import (
-    Draft,
+from whale.planner.search.families import fit_divisions
+from whale.planner.search.partial_plans import (
+    PartialPlan,
     Scored,
     allowed,
     best_timed,
@@ -25,8 +25,8 @@ from whale.planner.search.drafts import (
     quick_cuts,
     seconds_of,
 )
-from whale.planner.search.families import fit_divisions
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.space import Mesh
+from whale.planner.search.table import CostTable
 
 __all__ = ["disturbed", "refined"]
 
@@ -56,13 +56,13 @@ GAIN = 1e-6
 
 
 def refined(
-    meshes: Meshes,
+    meshes: CostTable,
     start: Scored,
     batch: int,
     *,
     micro_batches: Sequence[int],
     max_stages: int,
-    score: Callable[[Draft], Scored],
+    score: Callable[[PartialPlan], Scored],
     tried: Callable[[Scored], None],
     kept: Callable[[Scored], None],
     stop: Callable[[], bool],
@@ -106,7 +106,7 @@ def refined(
 
 
 def disturbed(
-    meshes: Meshes, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[Draft], Scored]
+    meshes: CostTable, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[PartialPlan], Scored]
 ) -> Scored:
     """A partial plan some random moves away, for another descent; unchanged if no move is possible."""
     for _ in range(DISTURBANCES):
@@ -117,7 +117,7 @@ def disturbed(
     return scored
 
 
-def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int) -> Draft | None:
+def _recut(meshes: CostTable, draft: PartialPlan, sequence: tuple[Mesh, ...], batch: int) -> PartialPlan | None:
     """The partial plan on other meshes, if they are possible."""
     if not _is_legal(meshes, sequence, batch, draft.micro_batches):
         return None
@@ -125,24 +125,24 @@ def _recut(meshes: Meshes, draft: Draft, sequence: tuple[Mesh, ...], batch: int)
     return replace(draft, meshes=sequence, starts=cuts[0]) if cuts else None
 
 
-def _is_legal(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
+def _is_legal(meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
     rows = meshes.rows(batch, micro_batches)
     return all(sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows for mesh in set(sequence))
 
 
 def _moves(
-    meshes: Meshes, scored: Scored, batch: int, micro_batches: Sequence[int], max_stages: int
-) -> Iterator[Draft]:
+    meshes: CostTable, scored: Scored, batch: int, micro_batches: Sequence[int], max_stages: int
+) -> Iterator[PartialPlan]:
     draft = scored.draft
     yield from _shifted(meshes, scored, batch)
     hidden = max(1.0, _slowest(meshes, draft, batch) * batch / meshes.rows(batch, draft.micro_batches) / scored.seconds)
 
-    def recut(sequence: tuple[Mesh, ...], count: int) -> Iterator[Draft]:
+    def recut(sequence: tuple[Mesh, ...], count: int) -> Iterator[PartialPlan]:
         if not _is_legal(meshes, sequence, batch, count):
             return
         within = NEAR * hidden * scored.seconds * meshes.rows(batch, count) / batch
         for starts in likely_cuts(meshes, sequence, batch, count, draft.schedule, within=within):
-            yield Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
+            yield PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
 
     place = micro_batches.index(draft.micro_batches)
     fewer, more = micro_batches[max(0, place - 1) : place], micro_batches[place + 1 : place + 2]
@@ -157,7 +157,7 @@ def _moves(
             yield from recut(draft.meshes, count)
 
 
-def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
+def _neighbours(meshes: CostTable, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
     """Other meshes at the bottleneck of the partial plan."""
     draft = scored.draft
     found: list[tuple[Mesh, ...]] = []
@@ -174,7 +174,7 @@ def _neighbours(meshes: Meshes, scored: Scored, max_stages: int) -> list[tuple[M
     return [sequence for sequence in dict.fromkeys(found) if sequence != draft.meshes]
 
 
-def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
+def _slowest(meshes: CostTable, draft: PartialPlan, batch: int) -> float:
     """Seconds of the slowest stage for a micro-batch with what it hands on, as cuts are made by; messages are hidden in
     a step, so that it may be longer than a step's part."""
     rows = meshes.rows(batch, draft.micro_batches)
@@ -185,7 +185,7 @@ def _slowest(meshes: Meshes, draft: Draft, batch: int) -> float:
     return found
 
 
-def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
+def _shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:
     """Cuts at the stages that have most to do moved by one part, but to stages that would have more to do than the step
     takes."""
     draft = scored.draft
@@ -206,7 +206,7 @@ def _shifted(meshes: Meshes, scored: Scored, batch: int) -> Iterator[Draft]:
                     yield replace(draft, starts=starts)
 
 
-def _given_devices(meshes: Meshes, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _given_devices(meshes: CostTable, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A data slice's devices more for a stage, from those left over or from another stage (of those with equal meshes
     the one that has least to do); all that are left over; or of another type instead."""
     draft = scored.draft
@@ -239,7 +239,7 @@ def _even_share(mesh: Mesh, pool: int) -> int:
     return mesh.counts[pool] // 4 // mesh.size * mesh.size
 
 
-def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _other_degrees(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     mesh = draft.meshes[stage]
     for division in fit_divisions(meshes, mesh.counts):
         changed = Mesh(mesh.counts, *division)
@@ -249,7 +249,7 @@ def _other_degrees(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[M
             yield _put(draft.meshes, alike)
 
 
-def _exchanged(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _exchanged(draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A stage in the place of the nearest one of each other mesh, before it and after it, and that in its place."""
     for others in (range(stage - 1, -1, -1), range(stage + 1, len(draft.meshes))):
         nearest = {draft.meshes[other]: other for other in reversed(others)}
@@ -257,7 +257,7 @@ def _exchanged(draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
             yield _put(draft.meshes, {stage: mesh, other: draft.meshes[stage]})
 
 
-def _joined(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _joined(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A stage with the next one as one, at any degree."""
     if stage + 1 == len(draft.meshes):
         return
@@ -267,7 +267,7 @@ def _joined(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ..
         yield (*draft.meshes[:stage], Mesh(counts, *division), *draft.meshes[stage + 2 :])
 
 
-def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _added(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A stage more, of all devices that are left over before or after a stage; or of one type with as many data slices
     as that has, at some places: what later stages have in flight grows with it, and its own the earlier it is."""
     used = [sum(mesh.counts[pool] for mesh in draft.meshes) for pool in range(len(meshes.pools))]
@@ -286,7 +286,7 @@ def _added(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...
             yield (*draft.meshes[:place], mesh, *draft.meshes[place:])
 
 
-def _split(meshes: Meshes, draft: Draft, stage: int) -> Iterator[tuple[Mesh, ...]]:
+def _split(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
     """A stage as two: in halves, or by types."""
     mesh = draft.meshes[stage]
     half = tuple(count // 2 // mesh.size * mesh.size for count in mesh.counts)

@@ -15,11 +15,11 @@ from typing import TypeVar
 from whale.ir.cluster import DeviceType
 from whale.planner.advice import advised, gib
 from whale.planner.cost.stage import CostModel
-from whale.planner.search.choices import SearchSettings
-from whale.planner.search.devices import pools_of, with_more
-from whale.planner.search.drafts import Draft
 from whale.planner.search.layout import laid_out
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan
+from whale.planner.search.problem import SearchSettings
+from whale.planner.search.space import pools_of, with_more
+from whale.planner.search.table import CostTable
 
 __all__ = ["QUICK_LOOK_SECONDS", "Look", "remedies", "shortage"]
 
@@ -38,7 +38,7 @@ Look = Callable[[CostModel, int, SearchSettings], int | None]
 """A short search for a batch: the number of micro-batches of a plan that fits, or None."""
 
 
-def shortage(meshes: Meshes, nearest: Draft, batch: int, weighed: Iterable[tuple[bool, str]]) -> str:
+def shortage(meshes: CostTable, nearest: PartialPlan, batch: int, weighed: Iterable[tuple[bool, str]]) -> str:
     """Error text for the *nearest* plan, with the *weighed* changes and whether each would fit."""
     memory = laid_out(meshes, nearest, batch).prediction.memory
     worst = max(memory, key=lambda one: one.total / one.capacity)

@@ -9,9 +9,9 @@ The space excludes what no executor runs: different pipelines in parallel, shard
 
 Method, for clusters of any size:
 
-1. devices are counted by type (`devices`); the costs of ranges of the chain on a mesh are arrays (`meshes`);
-2. families of meshes (`families`), each a device-count program over the remaining devices of each type (`quota`) or,
-   for deep pipelines, grouped stages (`runs`), for some numbers of micro-batches, in the order of their lower bounds;
+1. devices are counted by type (`space`); the costs of ranges of the chain on a mesh are arrays (`table`);
+2. families of meshes (`families`), each a device-count program over the remaining devices of each type or, for deep
+   pipelines, grouped stages (`partition`), for some numbers of micro-batches, in the order of their lower bounds;
 3. the best sequences get their exact cuts (`whale.planner.balance.cuts`) and are refined at their bottleneck
    (`refine`);
 4. the best partial plans are placed on ranks, with exact rows (`layout`), and simulated (`evaluate`); the simulation of
@@ -46,11 +46,11 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
-from whale.planner.search.chain import Chain
-from whale.planner.search.choices import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
-from whale.planner.search.devices import Mesh, pools_of
-from whale.planner.search.drafts import (
-    Draft,
+from whale.planner.search.effort import QUICK, THOROUGH, Effort
+from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
+from whale.planner.search.layout import laid_out
+from whale.planner.search.partial_plans import (
+    PartialPlan,
     Scored,
     Times,
     allowed,
@@ -59,16 +59,14 @@ from whale.planner.search.drafts import (
     cut_exactly,
     evenest_cuts,
     likely_cuts,
-    score_draft,
+    score_partial,
 )
-from whale.planner.search.effort import QUICK, THOROUGH, Effort
-from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
-from whale.planner.search.layout import laid_out
-from whale.planner.search.meshes import Meshes
-from whale.planner.search.quota import Sequences
+from whale.planner.search.partition import DeviceCountProgram, GroupedStages
+from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
-from whale.planner.search.runs import Runs
+from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.table import CostTable
 
 __all__ = ["search"]
 
@@ -154,7 +152,7 @@ def search(
             f"has {len(cluster.devices)} devices; profile degree 1 too"
         )
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
     found = _Search(
         meshes=meshes,
         batch=batch,
@@ -190,15 +188,15 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Search:
-    meshes: Meshes
+    meshes: CostTable
     batch: int
     settings: SearchSettings
     tell: Callable[[Progress], None]
     stopped: Callable[[], bool]
     began: float = field(default_factory=time.monotonic)
     bound: float = 0.0
-    scores: dict[Draft, Scored] = field(default_factory=dict)
-    best: dict[Draft, Scored] = field(default_factory=dict)
+    scores: dict[PartialPlan, Scored] = field(default_factory=dict)
+    best: dict[PartialPlan, Scored] = field(default_factory=dict)
     nearest: Scored | None = None
     lacking: list[_Lacking] = field(default_factory=list)
     tried: int = 0
@@ -348,7 +346,7 @@ class _Search:
                     self._draft((mesh,), count, schedule)
 
     def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
-        promising: list[tuple[float, Sequences | Runs, int, int]] = []
+        promising: list[tuple[float, DeviceCountProgram | GroupedStages, int, int]] = []
         near, solved = self._best_seconds(), 0
         wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
         waiting = self._waiting(micro_batches, max_stages)
@@ -432,13 +430,13 @@ class _Search:
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
 
     def _scored(self, sequence: tuple[Mesh, ...], starts: tuple[int, ...], count: int, schedule: str) -> Scored:
-        return self._score(Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
+        return self._score(PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
 
-    def _score(self, draft: Draft) -> Scored:
-        """Cached `score_draft`."""
+    def _score(self, draft: PartialPlan) -> Scored:
+        """Cached `score_partial`."""
         if draft not in self.scores:
             self.stages_scored += len(draft.meshes)
-            self.scores[draft] = score_draft(self.meshes, draft, self.batch)
+            self.scores[draft] = score_partial(self.meshes, draft, self.batch)
         return self.scores[draft]
 
     # What is known
@@ -529,7 +527,7 @@ class _Search:
         """The `quick_look` of another search, which ends with the first plan that fits."""
         if settings.micro_batches is not None and batch % settings.micro_batches:
             settings = replace(settings, micro_batches=None)
-        meshes = Meshes(
+        meshes = CostTable(
             prices=replace(prices, batch=batch),
             pools=pools_of(prices.cluster),
             chain=self.meshes.chain,

@@ -14,13 +14,12 @@ from itertools import product
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel, Memo
-from whale.planner.search.chain import Chain
-from whale.planner.search.choices import Candidate, SearchSettings
-from whale.planner.search.devices import Mesh, Pool, pools_of
-from whale.planner.search.drafts import Draft, Scored, best_cuts, best_timed, score_draft
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan, Scored, best_cuts, best_timed, score_partial
+from whale.planner.search.problem import Candidate, SearchSettings
+from whale.planner.search.space import Chain, Mesh, Pool, pools_of
+from whale.planner.search.table import CostTable
 
 __all__ = ["least_after_compiling", "simple_plans"]
 
@@ -55,7 +54,7 @@ def simple_plans(
         known=known,
     )
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=chain)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
     most = min(len(chain), settings.max_stages or len(chain))
     drafts: dict[str, list[Scored]] = {}
     for kind, sequence in _sequences(meshes):
@@ -74,7 +73,7 @@ def least_after_compiling(candidate: Candidate) -> float:
     return prediction.step_seconds - sum(prediction.breakdown.get(part, 0.0) for part in ("reduction", "overhead"))
 
 
-def _sequences(meshes: Meshes) -> Iterator[tuple[str, tuple[Mesh, ...]]]:
+def _sequences(meshes: CostTable) -> Iterator[tuple[str, tuple[Mesh, ...]]]:
     """The meshes of each kind; some come twice."""
     pools = meshes.pools
     every = tuple(len(pool.ranks) for pool in pools)
@@ -122,17 +121,19 @@ def _micro_batches(batch: int, settings: SearchSettings, stages: int) -> list[in
     return [found[round(place * (len(found) - 1) / (MOST_COUNTS - 1))] for place in range(MOST_COUNTS)]
 
 
-def _scored(meshes: Meshes, sequence: tuple[Mesh, ...], batch: int, count: int, schedule: str) -> Scored | None:
+def _scored(meshes: CostTable, sequence: tuple[Mesh, ...], batch: int, count: int, schedule: str) -> Scored | None:
     """The sequence with its best cuts; None where it does not fit."""
     if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
         return None
     starts = (0,) if len(sequence) == 1 else best_cuts(meshes, sequence, batch, count, schedule)
     if starts is None:
         return None
-    return score_draft(meshes, Draft(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule), batch)
+    return score_partial(
+        meshes, PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule), batch
+    )
 
 
-def _best(meshes: Meshes, drafts: Sequence[Scored], batch: int) -> Candidate | None:
+def _best(meshes: CostTable, drafts: Sequence[Scored], batch: int) -> Candidate | None:
     """The fastest of the first few on their ranks."""
     leading = best_timed(drafts, MOST_LAID_OUT)
     found = (laid_out(meshes, one.draft, batch) for one in leading)

@@ -15,7 +15,7 @@ from tests.distributed import zoo
 from tests.distributed.parity import BOUND, UNEVEN_BOUND, Setup, Worlds, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import search_plans
 from whale.detection import detect
 from whale.ir.cluster import Cluster, DeviceType, Link
@@ -82,7 +82,7 @@ def planned_step(world: World, text: str) -> float:
 
 def test_what_the_search_proposes_for_unlike_nodes_runs_with_the_local_gradients(worlds: Worlds) -> None:
     model = decoder(layers=2)
-    trial = ModelTrial(model.to("meta"), tokens(), name="decoder")
+    trial = CandidateCompiler(model.to("meta"), tokens(), name="decoder")
     profile = profile_model(model, tokens(), tensor_degrees=(1, 2), name="decoder")
     fast, slow = (
         DeviceType.of(name, speed={"float32": speed}, memory_bytes=2**34, memory_bandwidth=speed)

@@ -11,7 +11,7 @@ import whale
 from tests.distributed.parity import BOUND, Setup, Worlds, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
 from whale.cli.model_loader import load_model
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import search_plans
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
@@ -54,7 +54,7 @@ def planned_step(world: World, text: str) -> tuple[float, tuple[int, ...]]:
 )
 def test_what_the_search_finds_is_the_local_step(worlds: Worlds, fixed: Fixed) -> None:
     loaded = load_model(SPEC, SIZES, device="meta")
-    trial = ModelTrial(loaded.model, loaded.batch, name="gshard")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="gshard")
     profile = profile_model(
         loaded.model, loaded.batch, tensor_degrees=(1,), expert_degrees=(2, 4), captured=trial.captured
     )

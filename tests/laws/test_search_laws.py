@@ -20,13 +20,12 @@ from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import Candidate, SearchSettings, StageChoice, search
 from whale.planner.search.bound import least_seconds
-from whale.planner.search.chain import Chain
-from whale.planner.search.devices import pools_of
-from whale.planner.search.drafts import pipeline_ends
 from whale.planner.search.evaluate import score
 from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import pipeline_ends
+from whale.planner.search.space import Chain, pools_of
+from whale.planner.search.table import CostTable
 from whale.planner.simulation.simulate import simulate
 
 EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
@@ -108,9 +107,9 @@ def numbers_of_micro_batches(case: Case) -> list[int]:
     return [case.micro_batches] if case.micro_batches else sorted({-(-case.batch // rows) for rows in range(1, 7)})
 
 
-def meshes_of(case: Case) -> Meshes:
+def meshes_of(case: Case) -> CostTable:
     prices = CostModel.of(case.profile, case.cluster, batch=case.batch)
-    return Meshes(prices=prices, pools=pools_of(case.cluster), chain=Chain.of((), len(case.profile.layers), None))
+    return CostTable(prices=prices, pools=pools_of(case.cluster), chain=Chain.of((), len(case.profile.layers), None))
 
 
 def scored(case: Case, members, bounds, degrees, count: int, schedule: str) -> Candidate:  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from whale.ir.cluster import Cluster
 from whale.predict.peak_memory import brief_peak_memory, peak_memory
 from whale.predict.traffic import traffic
 from whale.runtime.failure import Failures
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram
 
 RANKS = 4
@@ -65,7 +65,7 @@ def step(compilation: Compilation, rank: int, group: str) -> Any:
         rank,
         compilation.program(rank),
         tensors={("parameter", name): parameter for name, parameter in held.items()},
-        clock=Clock(0),
+        clock=RNGPosition(0),
         seeded=None,
         bridge_group=lambda ranks: f"{group} {ranks}",
         reduce_group=lambda ranks: group,

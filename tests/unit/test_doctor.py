@@ -89,7 +89,7 @@ def test_a_bad_cluster_file_is_exit_code_3(file: Path) -> None:
     file.write_text(FILE.replace("A100-SXM4-80GB", "A100-80GB"))
     result = run("--cluster", str(file))
     assert result.exit_code == 3
-    assert "unknown device type 'A100-80GB'; did you mean 'A100-SXM4-80GB'" in result.stderr
+    assert "'A100-80GB' is A100-SXM4-80GB or A100-PCIe-80GB; say which" in result.stderr
 
 
 def test_device_types_of_a_profile_are_shown_with_it_and_asked_for_without(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import whale
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.app import app
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import Planned, make_plan, stage_annotations
 from whale.compile.compile import Options, compile_model, compile_traced
 from whale.compile.trace import trace
@@ -202,7 +202,7 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
     staged = Plan.parse(done.stdout)
     assert [one.ranks for one in staged.stages] == [(0,), (1,)]
     assert {key.partition(".")[0] for key in staged.annotations} <= {"embed", "layers", "head"}
-    trial = ModelTrial(build(), tokens(12), name="decoder")
+    trial = CandidateCompiler(build(), tokens(12), name="decoder")
     assert len(trial.compile(staged, Cluster.parse(UNLIKE)).stages) == 2
     for arguments, says in (
         ((), "say --batch"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from whale.cli.model_loader import load_model
 from whale.cli.profile_text import format_profile
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.errors import UsageError
 from whale.graph.capture import capture
 from whale.ir.profile import Communication, LayerVariant, ModelProfile
@@ -353,7 +353,7 @@ def test_a_capture_of_the_model_serves_for_its_profile(name: str, settings: dict
         f"examples/models/{name}.py:{name}", GPT | settings | {"layers": 1, "batch_size": 22}, device="meta"
     )
     loaded.model.to(torch.bfloat16)
-    captured = ModelTrial(loaded.model, loaded.batch, name=name).captured
+    captured = CandidateCompiler(loaded.model, loaded.batch, name=name).captured
     texts = [str(node) for node in captured.graph.nodes] if captured else []
     with patch.object(layers, "capture", side_effect=AssertionError("captured again")):
         shared = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=captured)
@@ -363,6 +363,6 @@ def test_a_capture_of_the_model_serves_for_its_profile(name: str, settings: dict
 
 def test_a_batch_of_too_few_rows_is_captured_again_in_the_models_number_type() -> None:
     loaded = load_model("examples/models/gpt.py:gpt", GPT | {"batch_size": 4}, device="meta")
-    captured = ModelTrial(loaded.model, loaded.batch, name="gpt").captured
+    captured = CandidateCompiler(loaded.model, loaded.batch, name="gpt").captured
     found = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), captured=captured)
     assert (found.precision, found.layers) == ("float32", gpt().layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whale.runtime.random import Clock, SeededDropout
+from whale.runtime.random import RNGPosition, SeededDropout
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
@@ -18,7 +18,7 @@ def test_a_dropout_scales_what_it_keeps_and_remembers_a_byte_an_element(probabil
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y, mask = SeededDropout(probability, 1, Clock(seed=0), with_mask=True)(x)
+        y, mask = SeededDropout(probability, 1, RNGPosition(seed=0), with_mask=True)(x)
     assert [tensor.nbytes for tensor in kept] == [1000]
     scale = 1 / (1 - probability) if probability < 1 else 0.0
     torch.testing.assert_close(y, mask.double() * scale)

@@ -17,7 +17,7 @@ import pytest
 from whale.compile.compilation import Compilation
 from whale.errors import ScheduleError
 from whale.ir.check import CollectiveCall
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import StageCalls, TaskCalls, check_stage, stage_calls
 
 RANKS = 1024
@@ -56,7 +56,7 @@ def calls_of(compilation: Compilation, stage: int, rank: int = 0) -> StageCalls:
         compilation.captured,
         compilation.stages[stage],
         compilation.rows,
-        lambda s, r: compilation.local_programs(s, r, Clock(0)),
+        lambda s, r: compilation.local_programs(s, r, RNGPosition(0)),
         rank,
     )
 
@@ -69,7 +69,7 @@ def test_a_thousand_ranks_are_compiled_in_seconds() -> None:
 
 def test_programs_and_collectives_of_a_thousand_ranks_are_proved_in_ten_seconds(compilation: Compilation) -> None:
     begin = time.process_time()
-    text = compilation.check(77, Clock(0))
+    text = compilation.check(77, RNGPosition(0))
     assert time.process_time() - begin < 10
     assert text.count("all_reduce") > 8 * 6 and "stage 7" in text
 

@@ -14,10 +14,9 @@ from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, StageChoice, evaluate, search
-from whale.planner.search.chain import Chain
-from whale.planner.search.devices import Mesh, lay_out, pools_of
-from whale.planner.search.drafts import Draft, likely_cuts, score_draft
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
+from whale.planner.search.space import Chain, Mesh, lay_out, pools_of
+from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
 
 A100, V100 = device_types()["A100-SXM4-80GB"], device_types()["V100-SXM2-32GB"]
@@ -101,12 +100,12 @@ def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tup
     """With two micro-batches, a first stage does both forwards while it would wait for a backward: it may do more."""
     profile, cluster = chain([UNLIKE, layer({FAST.name: 0.03, SLOW.name: 0.02})], (0, 1) * 5), mixed(3, 3)
     prices = CostModel.of(profile, cluster, batch=rows)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 10, None))
     sequence = (Mesh((counts[0], 0), 1), Mesh((0, counts[1]), 1))
 
     def seconds(start: int) -> float:
-        draft = Draft(meshes=sequence, starts=(0, start), micro_batches=rows // 2, schedule="1f1b")
-        return score_draft(meshes, draft, rows).timed.seconds
+        draft = PartialPlan(meshes=sequence, starts=(0, start), micro_batches=rows // 2, schedule="1f1b")
+        return score_partial(meshes, draft, rows).timed.seconds
 
     cuts = likely_cuts(meshes, sequence, rows, rows // 2, "1f1b")
     assert min(seconds(start) for _, start in cuts) <= min(map(seconds, range(1, 10))) * 1.01

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from whale.cli.model_loader import load_model
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import compile_candidate
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
@@ -34,16 +34,16 @@ class Mesh(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def gpt() -> tuple[ModelTrial, ModelProfile]:
+def gpt() -> tuple[CandidateCompiler, ModelProfile]:
     sizes = {"layers": 4, "hidden": 512, "heads": 8, "seq": 512}
     loaded = load_model(str(EXAMPLES / "gpt.py:gpt"), sizes, batch_size=BATCH, device="meta")
     profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="gpt")
-    return ModelTrial(loaded.model, loaded.batch, name="gpt"), profile
+    return CandidateCompiler(loaded.model, loaded.batch, name="gpt"), profile
 
 
 @pytest.mark.parametrize("gigabits", [10, 400])
 def test_sums_overlap_the_last_backward_in_the_search_as_in_compiled_plans(
-    gpt: tuple[ModelTrial, ModelProfile], gigabits: int
+    gpt: tuple[CandidateCompiler, ModelProfile], gigabits: int
 ) -> None:
     """10% at most and 4% on average; priced after the backward they were a third too dear on slow networks."""
     trial, profile = gpt

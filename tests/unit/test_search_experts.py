@@ -14,7 +14,7 @@ import pytest
 from whale.cli.model_loader import LoadedModel, load_model
 from whale.cli.search_text import in_short
 from whale.commands.automatic import expert_degrees
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import compile_candidate, search_plans
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
@@ -24,10 +24,9 @@ from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, SearchSettings, StageChoice, evaluate, search
 from whale.planner.search.bound import least_seconds
-from whale.planner.search.chain import Chain
-from whale.planner.search.devices import pools_of
 from whale.planner.search.evaluate import score
-from whale.planner.search.meshes import Meshes
+from whale.planner.search.space import Chain, pools_of
+from whale.planner.search.table import CostTable
 from whale.planner.search.to_plan import annotations_of
 from whale.strategies.profile import profile_model
 
@@ -50,8 +49,8 @@ def loaded(name: str) -> LoadedModel:
 
 
 @cache
-def trial(name: str) -> ModelTrial:
-    return ModelTrial(loaded(name).model, loaded(name).batch, name=name)
+def trial(name: str) -> CandidateCompiler:
+    return CandidateCompiler(loaded(name).model, loaded(name).batch, name=name)
 
 
 @cache
@@ -241,7 +240,7 @@ def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, b
     profile = profiled(name)
     cluster = Cluster.homogeneous(4, A100, intra=Link(bandwidth=bandwidth, latency=1e-5))
     prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
-    meshes = Meshes(prices=prices, pools=pools_of(cluster), chain=Chain.of((), len(profile.layers), None))
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of((), len(profile.layers), None))
     for count in (1, 4):
         settings = SearchSettings(precision="fp32", time_limit=300.0, micro_batches=count)
         found = search(profile, cluster, batch=BATCH, settings=settings)
@@ -255,6 +254,6 @@ def test_no_plan_takes_less_than_the_bound_or_what_the_search_finds(name: str, b
 
 def test_a_batch_that_has_rows_for_some_of_the_traces_only_is_captured_again() -> None:
     few = load_model("examples/models/moe.py:moe", SIZES["moe"] | {"batch_size": 13}, device="meta")
-    captured = ModelTrial(few.model, few.batch, name="moe").captured
+    captured = CandidateCompiler(few.model, few.batch, name="moe").captured
     made = profile_model(few.model, few.batch, tensor_degrees=(1,), expert_degrees=(4,), captured=captured)
     assert [[one.expert_degree for one in kind.expert_variants] for kind in made.kinds] == [[], [4], []]

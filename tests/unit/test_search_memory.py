@@ -15,7 +15,7 @@ from tests.small_models import decoder, tokens
 from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.commands.automatic import expert_degrees, tensor_degrees
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import compile_candidate
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
@@ -92,7 +92,7 @@ def test_bytes_of_the_search_are_those_of_the_compiled_plan(
 ) -> None:
     loaded = load_model(f"examples/models/{name}.py:{name}", SIZES | settings, device="meta")
     loaded.model.to(dtype)
-    trial = ModelTrial(loaded.model, loaded.batch, name=name, optimizer=optimizer)
+    trial = CandidateCompiler(loaded.model, loaded.batch, name=name, optimizer=optimizer)
     profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4), captured=trial.captured)
     precision = BY_DTYPE[str(dtype).removeprefix("torch.")]
     for layout in layouts:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
-from whale.commands.candidates import ModelTrial
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import make_plan
 from whale.commands.searching import Searched, search_plans
 from whale.compile.compile import Options
@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples/models"
 PROCESSOR = DeviceType.of("cpu", speed={"float32": 1e11}, memory_bytes=2**36, memory_bandwidth=1e10)
 
 
-def plan_of(trial: ModelTrial, cluster: Cluster, *axes: PlanAxis) -> Plan:
+def plan_of(trial: CandidateCompiler, cluster: Cluster, *axes: PlanAxis) -> Plan:
     """One stage on all devices, with these axes over the whole model."""
     return Plan(
         model=trial.identity,
@@ -44,7 +44,7 @@ def plan_of(trial: ModelTrial, cluster: Cluster, *axes: PlanAxis) -> Plan:
     )
 
 
-def collectives(trial: ModelTrial, device: DeviceType) -> Counter[str]:
+def collectives(trial: CandidateCompiler, device: DeviceType) -> Counter[str]:
     """Calls of a rank of a tensor group of four such devices in a micro-batch."""
     cluster = Cluster.homogeneous(4, device, intra=device.intra_node or Link(bandwidth=1e9, latency=5e-5))
     plan = plan_of(trial, cluster, PlanAxis(name="split", size=4, role="split"))
@@ -55,25 +55,25 @@ def collectives(trial: ModelTrial, device: DeviceType) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def trial() -> ModelTrial:
+def trial() -> CandidateCompiler:
     sizes = {"layers": 2, "hidden": 768, "heads": 12, "seq": 1024, "vocab": 50304}
     loaded = load_model(str(EXAMPLES / "gpt.py:gpt"), sizes, batch_size=8, device="meta")
-    return ModelTrial(loaded.model, loaded.batch, name="gpt")
+    return CandidateCompiler(loaded.model, loaded.batch, name="gpt")
 
 
-def test_on_accelerators_sums_stay_in_parts_between_products(trial: ModelTrial) -> None:
+def test_on_accelerators_sums_stay_in_parts_between_products(trial: CandidateCompiler) -> None:
     found = collectives(trial, device_types()["A100-SXM4-80GB"])
     assert found["reduce_scatter"] >= 8 and found["all_gather"] >= 8
     assert not found["all_reduce"]
 
 
-def test_on_processors_they_are_summed_everywhere(trial: ModelTrial) -> None:
+def test_on_processors_they_are_summed_everywhere(trial: CandidateCompiler) -> None:
     found = collectives(trial, PROCESSOR)
     assert found["all_reduce"] >= 8
     assert not found["reduce_scatter"]
 
 
-def test_a_plan_is_predicted_as_it_is_tried(trial: ModelTrial) -> None:
+def test_a_plan_is_predicted_as_it_is_tried(trial: CandidateCompiler) -> None:
     a100 = device_types()["A100-SXM4-80GB"]
     cluster = Cluster.homogeneous(4, a100, intra=a100.intra_node)
     sizes = {"layers": 2, "hidden": 768, "heads": 12, "seq": 1024, "vocab": 50304}
@@ -94,7 +94,7 @@ def test_a_model_in_float64_is_priced_as_such() -> None:
         speed = {"float32": 4e9, "float64": float64}
         cluster = Cluster.homogeneous(1, DeviceType.of("card", speed=speed, memory_bytes=2**36, memory_bandwidth=1e13))
         model, batch = decoder(width=64).to(dtype), tokens()
-        trial = ModelTrial(model, batch, name="decoder")
+        trial = CandidateCompiler(model, batch, name="decoder")
         return trial.predict(plan_of(trial, cluster), profile_model(model, batch, name="decoder"), cluster)[
             0
         ].step_seconds
@@ -117,12 +117,12 @@ class Normalised(nn.Module):
         return x.square().sum()
 
 
-def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None:
+def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: CandidateCompiler) -> None:
     """On a slow network, where a pipeline of many micro-batches would be the fastest plan."""
     assert not trial.uncut(2)
     with torch.device("meta"):
         model, batch = Normalised(), {"x": torch.zeros(64, 256)}
-    own = ModelTrial(model, batch, name="normalised")
+    own = CandidateCompiler(model, batch, name="normalised")
     assert "computes a row of the batch from other rows" in own.uncut(2)
     profile = profile_model(model, batch, name="normalised", captured=own.captured)
     nodes = [(f"node{index}", PROCESSOR) for index in range(4)]
@@ -138,7 +138,7 @@ def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: ModelTrial) -> None
 def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled_pipelines() -> None:
     with torch.device("meta"):
         model = decoder(layers=4)
-    own = ModelTrial(model, tokens(16), name="decoder")
+    own = CandidateCompiler(model, tokens(16), name="decoder")
     profile = profile_model(model, tokens(16), tensor_degrees=(1,), name="decoder", captured=own.captured)
     halves = Fixed(starts=(0, 3))  # the embedding and two layers; two layers and the head
 
@@ -164,7 +164,8 @@ def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled
     assert most("zero_bubble_2p") > most("1f1b")
     tight = choices(most("zero_bubble_2p") - 1, "1f1b", "zero_bubble_2p")
     assert tight.best.plan.schedule == "1f1b"
-    assert {one.plan.schedule for one in tight.refused} == {"zero_bubble_2p"} and "needs" in tight.refused[0].reason
+    refused = {one.plan.schedule: one.reason for one in tight.refused}  # plans of one stage too, which need more
+    assert "needs" in refused["zero_bubble_2p"]
 
 
 def test_without_a_model_only_schedules_that_have_a_price_are_searched() -> None:
@@ -177,7 +178,7 @@ def test_without_a_model_only_schedules_that_have_a_price_are_searched() -> None
 def test_groups_that_sum_gradients_at_once_share_the_adapters_of_their_nodes() -> None:
     with torch.device("meta"):
         model = decoder(layers=1)
-    own = ModelTrial(model, tokens(8), name="decoder")
+    own = CandidateCompiler(model, tokens(8), name="decoder")
     profile = profile_model(model, tokens(8), tensor_degrees=(1, 2), name="decoder", captured=own.captured)
     gpu = device_types()["A100-SXM4-80GB"]
     nodes = [(f"node{index // 4}", gpu) for index in range(8)]

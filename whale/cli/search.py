@@ -27,7 +27,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from whale.commands.candidates import ModelTrial
+    from whale.commands.candidates import CandidateCompiler
     from whale.commands.searching import Searched
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
@@ -173,7 +173,7 @@ def _answer(
     run: _Run,
     cases: Sequence[_Case],
     chosen: _Case | None,
-    trial: ModelTrial | None,
+    trial: CandidateCompiler | None,
     output: Path | None,
     record: Path | None,
     as_json: bool,
@@ -226,7 +226,7 @@ class _Model:
     """A captured model: its profile, what it is tried on, and what is decided already."""
 
     profile: ModelProfile
-    trial: ModelTrial
+    trial: CandidateCompiler
     fixed: Fixed
     assumptions: tuple[str, ...]
 
@@ -242,7 +242,7 @@ class _Model:
     ) -> _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         from whale.commands.automatic import expert_degrees, tensor_degrees
-        from whale.commands.candidates import ModelTrial, scopes_by, take_scopes
+        from whale.commands.candidates import CandidateCompiler, scopes_by, take_scopes
         from whale.graph.capture import batch_rows
         from whale.planner.search.constraints import fixed_by
         from whale.strategies.profile import profile_model
@@ -256,7 +256,7 @@ class _Model:
             raise UsageError(f"--annotate is for a model without annotations, but {loaded.name} has some; keep one")
         scopes = scopes or scopes_by(loaded.model, _texts(annotations))
         note(f"capturing {loaded.name}")
-        trial = ModelTrial(
+        trial = CandidateCompiler(
             loaded.model,
             loaded.batch,
             name=loaded.name,
@@ -322,7 +322,7 @@ class _Run:
     interruption: Interruption
     assumptions: tuple[str, ...]
 
-    def searched(self, case: _Case, trial: ModelTrial | None = None, *, known: Memo | None = None) -> Searched:
+    def searched(self, case: _Case, trial: CandidateCompiler | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
         from whale.commands.searching import search_plans
 

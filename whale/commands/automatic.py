@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from whale.commands.candidates import ModelTrial, take_scopes
+from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.searching import search_plans
 from whale.compile.compile import Options
 from whale.compile.trace import precision_of
@@ -74,7 +74,7 @@ def automatic_plan(
         rows = batch_rows(batch)
         if rows is None:
             raise UsageError("plan='auto' divides the rows of the batch, but the example batch has no tensor with rows")
-        trial = ModelTrial(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
+        trial = CandidateCompiler(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
         profile = profile_model(
             model,
             batch,

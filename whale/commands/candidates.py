@@ -30,10 +30,10 @@ from whale.predict.costs import Costs
 from whale.predict.peak_memory import Device, Known, brief_peak_memory
 from whale.predict.prediction import predict
 
-__all__ = ["ModelTrial", "scopes_by", "take_scopes"]
+__all__ = ["CandidateCompiler", "scopes_by", "take_scopes"]
 
 
-class ModelTrial:
+class CandidateCompiler:
     """A model to compile for plans that have annotations. Its own annotations are removed before (`take_scopes`).
 
     Args:

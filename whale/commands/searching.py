@@ -28,9 +28,9 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.schedules.orders import FITTED
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
-from whale.planner.search.choices import PRICED
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
+from whale.planner.search.problem import PRICED
 from whale.planner.search.simple import least_after_compiling, simple_plans
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
@@ -63,7 +63,7 @@ MOST_WEIGHED = 4096
 
 
 class Trial(Protocol):
-    """A candidate compiler; `whale.commands.candidates.ModelTrial` is one."""
+    """A candidate compiler; `whale.commands.candidates.CandidateCompiler` is one."""
 
     identity: ModelIdentity
     dtype: str

@@ -19,7 +19,7 @@ from whale.ir.program import Program, Reduce
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
 from whale.runtime.module import CompiledStep
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage, bound
 
@@ -32,8 +32,8 @@ def assemble(
     program: Program,
     *,
     tensors: Mapping[tuple[str, str], Tensor],
-    clock: Clock,
-    seeded: Clock | None,
+    clock: RNGPosition,
+    seeded: RNGPosition | None,
     bridge_group: Callable[[tuple[int, ...]], Any],
     reduce_group: Callable[[tuple[int, ...]], Any],
     failures: Failures,

@@ -25,7 +25,7 @@ from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, proj
 from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.assignment.assign import Assignment
 from whale.runtime.module import Shard
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis
 from whale.strategies.dry_run import calls_as_text, check_stage, stage_calls
@@ -65,7 +65,7 @@ class Compilation:
     bucket_parameters: tuple[tuple[str, ...], ...]
     report: Report
     rank_specs: tuple[StageSpec, ...] = field(default=())
-    _lowered: dict[tuple[int, int, Clock | None], list[LocalProgram]] = field(default_factory=dict)
+    _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
@@ -101,7 +101,7 @@ class Compilation:
         """The most micro-batches in flight on each stage."""
         return peak_in_flight(self.order)
 
-    def local_programs(self, stage: PlacedStage, rank: int, clock: Clock | None) -> list[LocalProgram]:
+    def local_programs(self, stage: PlacedStage, rank: int, clock: RNGPosition | None) -> list[LocalProgram]:
         """The local programs of *rank* in a stage for each micro-batch; graphs are shared between micro-batches of
         equal size."""
         key = (stage.index, rank, clock)
@@ -115,7 +115,7 @@ class Compilation:
                 found.append(at_micro_batch(base, stage, rank, index))
         return self._lowered[key]
 
-    def check(self, rank: int, clock: Clock | None) -> str:
+    def check(self, rank: int, clock: RNGPosition | None) -> str:
         """Prove that the programs of all ranks match, and the collectives inside them.
 
         *rank* is this rank: its programs are lowered here, and cached. Returns the digests on which all ranks must

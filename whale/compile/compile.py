@@ -23,7 +23,7 @@ from whale.graph.capture_checks import where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, operands, resolve
 from whale.ir.cluster import Cluster
-from whale.ir.placement import FANOUT, REPLICATE, Placement
+from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.plan import Plan
 from whale.ir.program import StageSpec
 from whale.ir.schedule import Task
@@ -34,9 +34,9 @@ from whale.planner.schedules.orders import schedule_order
 from whale.planner.simulation.simulate import check_workload, hop_seconds, task_seconds
 from whale.runtime.module import Shard
 from whale.strategies.analysis import Analysis
+from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, place_stage
-from whale.strategies.sharding import GLOO, Prices
 
 __all__ = ["Options", "compile_model", "compile_traced", "local_tensors"]
 
@@ -210,7 +210,7 @@ def _place_stages(
             if form is not None:
                 fixed[value] = tuple(placement_of(analysis, value, f) for f in form)
             elif value in shared and not _same_meshes(assignment, shared[value]):
-                fixed[value] = (REPLICATE,) + (FANOUT,) * len(spot.device.axes)
+                fixed[value] = (REPLICATE,) + (REPLICATE_PARTIAL,) * len(spot.device.axes)
             elif value in fixed_shared:
                 fixed[value] = fixed_shared[value]
         problem = StageProblem(

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import ErrorDetails
 
 from whale.errors import InputFileError, UsageError
+from whale.ir.device_names import matching_types
 from whale.ir.document import Document, Format, parse_document, read_document
 from whale.ir.record import in_words
 from whale.ir.units import PATTERNS, Quantity, parse_quantity
@@ -380,9 +381,10 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
     devices: list[Device] = []
     names: set[str] = set()
     for index, entry in enumerate(file.nodes):
-        type_ = types.get(entry.device)
-        if type_ is None:
-            raise document.error(_unknown_type(entry.device, types), ("nodes", index, "device"))
+        named = matching_types(entry.device, {name: type_.memory_bytes for name, type_ in types.items()})
+        if len(named) != 1:
+            raise document.error(_no_type(entry.device, named, types), ("nodes", index, "device"))
+        type_ = types[named[0]]
         intra = _link(entry.links.intra_node or file.links.intra_node) or type_.intra_node
         inter = _link(entry.links.inter_node or file.links.inter_node)
         for needed, link, kind in ((entry.devices > 1, intra, "intra_node"), (num_nodes > 1, inter, "inter_node")):
@@ -414,7 +416,10 @@ def _link(given: _Link | None) -> Link | None:
     return None if given is None else Link(**given.model_dump())
 
 
-def _unknown_type(name: str, types: Mapping[str, DeviceType]) -> str:
+def _no_type(name: str, named: Sequence[str], types: Mapping[str, DeviceType]) -> str:
+    """Why a name is not that of one device type."""
+    if named:
+        return f"{name!r} is {', '.join(named[:-1])} or {named[-1]}; say which"
     near = [known for known in types if known.lower().startswith(name.lower())][:6]
     near = near or difflib.get_close_matches(name, types, n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}? Otherwise define" if near else "define"

@@ -2,16 +2,16 @@
 
 A placement is a *pair* (value, gradient), because the two differ in two of the four cases:
 
-==============  ==================  ==================
-placement       value               gradient
-==============  ==================  ==================
-``REPLICATE``   whole on each rank  whole on each rank
-``FANOUT``      whole on each rank  a term of a sum
-``Shard``       a part              a part
-``PARTIAL``     a term of a sum     whole on each rank
-==============  ==================  ==================
+=====================  ==================  ==================
+placement              value               gradient
+=====================  ==================  ==================
+``REPLICATE``          whole on each rank  whole on each rank
+``REPLICATE_PARTIAL``  whole on each rank  a term of a sum
+``Shard``              a part              a part
+``PARTIAL``            a term of a sum     whole on each rank
+=====================  ==================  ==================
 
-``FANOUT`` (replicated with partial gradient) is the placement of a replicated value that each rank uses for another
+``REPLICATE_PARTIAL`` is the placement of a replicated value, with partial gradient, that each rank uses for another
 part of the work: Megatron's *f* operator, and the gradient all-reduce of data parallelism, are its bridge. This module
 knows sizes and positions only: no torch, no process groups, no graph.
 """
@@ -52,7 +52,7 @@ class Placement:
 _GRADIENT: dict[str, Literal["R", "S", "P"]] = {"R": "R", "R*": "P", "S": "S", "P": "R"}
 
 REPLICATE = Placement("R")
-FANOUT = Placement("R*")
+REPLICATE_PARTIAL = Placement("R*")
 PARTIAL = Placement("P")
 
 

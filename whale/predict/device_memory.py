@@ -17,7 +17,7 @@ from whale.ir.workload import DeviceMemory
 from whale.planner.cost.memory import framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import Device, PeakMemory
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import like_ranks
 
 __all__ = ["device_memory", "peak_memories"]
@@ -29,7 +29,7 @@ def peak_memories(
     schedule: str,
     optimizer: Optimizer,
     device: Device,
-    clock: Clock | None,
+    clock: RNGPosition | None,
     memory_of: Callable[..., PeakMemory],
 ) -> dict[int, PeakMemory]:
     """Bytes of every rank that works, by *memory_of*; one dry run for ranks with equal fingerprints."""

@@ -19,7 +19,7 @@ from whale.compile.compilation import Compilation
 from whale.graph.values import value_name, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.program import Program
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalGraph, LocalProgram
 
 __all__ = ["Fingerprint", "fingerprint"]
@@ -51,7 +51,7 @@ class Fingerprint:
     groups: tuple[tuple[int, ...], ...]
 
 
-def fingerprint(compilation: Compilation, rank: int, program: Program, clock: Clock | None) -> Fingerprint:
+def fingerprint(compilation: Compilation, rank: int, program: Program, clock: RNGPosition | None) -> Fingerprint:
     """Return the fingerprint of *rank* when it runs *program*."""
     known = _Numbers()
     stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]

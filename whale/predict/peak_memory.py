@@ -33,7 +33,7 @@ from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Fingerprint, fingerprint
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import TaskCalls, WithoutData
 from whale.strategies.fused import accelerated
 
@@ -88,7 +88,7 @@ def peak_memory(
     schedule: str,
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
-    clock: Clock | None = None,
+    clock: RNGPosition | None = None,
 ) -> PeakMemory:
     """Peak memory of *rank* in a step, including the optimizer's update.
 
@@ -116,7 +116,7 @@ def brief_peak_memory(
     schedule: str,
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
-    clock: Clock | None = None,
+    clock: RNGPosition | None = None,
     known: Known | None = None,
 ) -> PeakMemory:
     """Peak memory like `peak_memory`, from a single micro-batch, in a fraction of the time.
@@ -261,7 +261,7 @@ class _Done:
 class _Trial:
     """One rank's step on fake tensors."""
 
-    def __init__(self, compilation: Compilation, rank: int, device: Device, clock: Clock | None) -> None:
+    def __init__(self, compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None) -> None:
         self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
         self.place = torch.device("meta" if device == "cuda" else "cpu")
         self.live = _Living()
@@ -318,7 +318,7 @@ class _Trial:
             self.rank,
             program,
             tensors=self.tensors,
-            clock=self.clock or Clock(0),
+            clock=self.clock or RNGPosition(0),
             seeded=self.clock,
             bridge_group=lambda ranks: alone("", ranks, self.noting.called) if len(ranks) > 1 else None,
             reduce_group=lambda ranks: object(),

@@ -23,7 +23,7 @@ from whale.predict.device_memory import device_memory, peak_memories
 from whale.predict.layer_parts import stage_layers
 from whale.predict.peak_memory import PeakMemory, peak_memory
 from whale.predict.workload import workload_of
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 
 __all__ = ["Predicted", "predict"]
 
@@ -42,7 +42,7 @@ def predict(
     costs: Costs,
     *,
     schedule: str,
-    clock: Clock | None = None,
+    clock: RNGPosition | None = None,
     memory_of: Callable[..., PeakMemory] = peak_memory,
 ) -> Predicted:
     """Predict the compiled step on the cluster of *costs*.

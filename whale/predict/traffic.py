@@ -18,7 +18,7 @@ import torch
 from whale.compile.compilation import Compilation
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Send, box_size
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import dry_run
 
 __all__ = ["Message", "bucket_bytes", "call_bytes", "traffic"]
@@ -57,7 +57,7 @@ class Message:
         return self.count * share * self.tensor_bytes
 
 
-def traffic(compilation: Compilation, rank: int, clock: Clock | None = None) -> tuple[Message, ...]:
+def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = None) -> tuple[Message, ...]:
     """The messages of *rank* in a training step, grouped, in order of appearance.
 
     *clock* is the RNG position of random operators, if any.

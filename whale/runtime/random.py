@@ -15,7 +15,7 @@ from torch import Tensor, nn
 _MASK = (1 << 63) - 1
 
 
-class Clock:
+class RNGPosition:
     """The RNG position: current step and micro-batch; shared by all seeded operators of a model."""
 
     def __init__(self, seed: int) -> None:
@@ -47,7 +47,7 @@ def position_key(operator: int, part: tuple[tuple[int, int], ...]) -> int:
 class SeededDropout(nn.Module):
     """Dropout with its own generator; the second result, if requested, is the mask."""
 
-    def __init__(self, probability: float, key: int, clock: Clock, with_mask: bool) -> None:
+    def __init__(self, probability: float, key: int, clock: RNGPosition, with_mask: bool) -> None:
         super().__init__()
         self.probability, self.key, self.clock, self.with_mask = probability, key, clock, with_mask
         self._generator: torch.Generator | None = None
@@ -69,7 +69,7 @@ class SeededDropout(nn.Module):
 class SeededCall(nn.Module):
     """Any other random operator, run with the default generator, which is seeded for it and restored afterwards."""
 
-    def __init__(self, target: Callable[..., Any], key: int, clock: Clock) -> None:
+    def __init__(self, target: Callable[..., Any], key: int, clock: RNGPosition) -> None:
         super().__init__()
         self.target, self.key, self.clock = target, key, clock
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.runtime.collectives import CollectiveModule, Group
-from whale.runtime.random import Clock
+from whale.runtime.random import RNGPosition
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
 """For each dim of a tensor, half-open ranges in order."""
@@ -153,7 +153,7 @@ class LocalStage:
         mutated: tuple[str, ...],
         tensors: Mapping[tuple[str, str], Tensor],
         parameters: Sequence[nn.Parameter],
-        clock: Clock,
+        clock: RNGPosition,
     ) -> None:
         self.programs, self.outputs, self.mutated, self.clock = programs, outputs, mutated, clock
         self.parameters = tuple(parameters)

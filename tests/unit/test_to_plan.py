@@ -9,7 +9,7 @@ import pytest
 import whale
 from tests.small_models import decoder, tokens
 from whale.annotations import Annotation, module_scopes
-from whale.commands.candidates import ModelTrial, scopes_by
+from whale.commands.candidates import CandidateCompiler, scopes_by
 from whale.compile.compile import Options, compile_model
 from whale.errors import UsageError
 from whale.graph.capture import capture
@@ -47,8 +47,8 @@ def plan_for(stages: list[StageChoice], annotations: dict[str, tuple[str, ...]],
 
 
 @pytest.fixture(scope="module")
-def trial() -> ModelTrial:
-    return ModelTrial(decoder().to("meta"), tokens(), name="decoder")
+def trial() -> CandidateCompiler:
+    return CandidateCompiler(decoder().to("meta"), tokens(), name="decoder")
 
 
 CHOSEN: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -66,7 +66,7 @@ CHOSEN: dict[str, tuple[tuple[int, int, int], ...]] = {
 
 
 @pytest.mark.parametrize("given", CHOSEN.values(), ids=CHOSEN.keys())
-def test_the_annotations_of_a_plan_make_its_stages(trial: ModelTrial, given: Any) -> None:
+def test_the_annotations_of_a_plan_make_its_stages(trial: CandidateCompiler, given: Any) -> None:
     stages = stages_of(*given)
     anchors = [PATHS[stage.first] for stage in stages]
     annotations = annotations_of(stages, anchors, trial.places(anchors) if len(stages) > 1 else [])

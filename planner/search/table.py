@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.planner.cost.overlap import Beside
-from whale.planner.cost.stage import CostModel, TensorGroup
-from whale.planner.search.chain import Chain
-from whale.planner.search.costs import Array, Integers, MeshCosts, SliceCosts, added_by_sums
-from whale.planner.search.devices import Mesh, Pool, lay_out, slices_of
+from whale.planner.cost.stage import TensorGroup
+from whale.planner.search.mesh_costs import Array, Integers, MeshCosts, ReplicaCosts, added_by_sums
+from whale.planner.search.space import Division, Mesh, MeshSpace, lay_out, replicas_of
 
-__all__ = ["MOST_SAMPLED", "Array", "Division", "Meshes", "Pace"]
+__all__ = ["MOST_SAMPLED", "Array", "CostTable", "Pace"]
 
 MOST_PLACED = 64
 """Devices of a sequence up to which it is found out which stages lie in one node."""
@@ -35,21 +34,9 @@ MOST_SAMPLED = 64
 EXACT_ROWS = 4
 """Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
 
-NEARBY_ROWS = 1_024
-"""Numbers of rows of a micro-batch of which one is chosen, where several are possible."""
-FACTORS = (1, 2, 3, 4, 6, 8)
-"""Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
-
-Division = tuple[int, int]
-"""The tensor and the expert degree of a data slice, one of which is 1."""
 
 Sample = tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]
 """Tensor groups with their number, and ranks of a data group."""
-
-
-def _lies_well(degree: int, pool: Pool) -> bool:
-    """Whether a group of the given size lies within a node or takes whole ones."""
-    return degree <= pool.per_node or degree % pool.per_node == 0
 
 
 class Pace(NamedTuple):
@@ -61,15 +48,12 @@ class Pace(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meshes:
+class CostTable(MeshSpace):
     """Costs of meshes, each computed once. Up to ``exact_rows`` rows times are not interpolated."""
 
-    prices: CostModel
-    pools: tuple[Pool, ...]
-    chain: Chain
     exact_rows: int = EXACT_ROWS
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
-    _slices: dict[Any, SliceCosts] = field(default_factory=dict, init=False)
+    _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
     _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
@@ -82,78 +66,7 @@ class Meshes:
     _work: dict[Any, Pace] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
     _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    _rows: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     _parameters: dict[tuple[int, int], tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
-
-    # Rows of a micro-batch
-
-    def rows(self, batch: int, micro_batches: int) -> int:
-        """Rows of a micro-batch; the last one has fewer where their number does not divide the batch.
-
-        Then there is a choice: those that most data degrees of a pool's devices divide, or are divided by.
-        """
-        if batch % micro_batches == 0:
-            return batch // micro_batches
-        if (batch, micro_batches) not in self._rows:
-            least, most = -(-batch // micro_batches), (batch - 1) // (micro_batches - 1)
-            most = min(most, least + NEARBY_ROWS)
-            found = max(range(least, most + 1), key=lambda rows: (sum(self._matches(rows)), -rows), default=least)
-            self._rows[batch, micro_batches] = found
-        return self._rows[batch, micro_batches]
-
-    def matching_micro_batches(self, batch: int) -> list[int]:
-        """Numbers of micro-batches whose rows every pool can divide evenly at some tensor degree."""
-        nums = {len(pool.ranks) // degree for pool in self.pools for degree in self.degrees(pool)}
-        found = set()
-        for rows in sorted({num * factor for num in nums for factor in FACTORS}):
-            if 0 < rows <= batch and all(self._matches(rows)) and self.rows(batch, -(-batch // rows)) == rows:
-                found.add(-(-batch // rows))
-        return sorted(found)
-
-    def _matches(self, rows: int) -> list[int]:
-        """Number of tensor degrees at which the devices of each pool divide the given rows evenly."""
-        found = []
-        for pool in self.pools:
-            slices = [len(pool.ranks) // degree for degree in self.degrees(pool)]
-            found.append(sum(num > 0 and (rows % num == 0 or num % rows == 0) for num in slices))
-        return found
-
-    # Meshes
-
-    def degrees(self, pool: Pool) -> tuple[int, ...]:
-        """Tensor degrees of groups of a pool's devices: within a node or of whole nodes, where times are known."""
-        return self._degrees[pool.type.name]
-
-    def divisions(self, pool: Pool) -> tuple[Division, ...]:
-        """Ways to form data slices of a pool's devices, by tensor and by expert degree; such as `degrees`."""
-        usual = self.degrees(pool)
-        return tuple(
-            (tensor, expert)
-            for tensor, expert in self.all_divisions
-            if (tensor in usual if expert == 1 else _lies_well(expert, pool))
-        )
-
-    @cached_property
-    def all_divisions(self) -> tuple[Division, ...]:
-        """All that there are for groups of any devices, those by tensor degree first."""
-        prices = self.prices
-        return (*((one, 1) for one in prices.tensor_degrees), *((1, one) for one in prices.expert_degrees))
-
-    @cached_property
-    def largest_node(self) -> int:
-        """Devices of the node that has most."""
-        return max(len(node.ranks) for node in self.prices.cluster.nodes)
-
-    @cached_property
-    def _degrees(self) -> dict[str, tuple[int, ...]]:
-        return {
-            pool.type.name: tuple(
-                degree
-                for degree in self.prices.tensor_degrees
-                if _lies_well(degree, pool) and self.prices.knows(pool.type, degree, pool.per_node)
-            )
-            for pool in self.pools
-        }
 
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         """Costs of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
@@ -165,7 +78,8 @@ class Meshes:
     def _worked_out(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         groups, data_group = self.sample(mesh)
         slices = tuple(
-            self.slice_costs(group, count, micro_batches) for group, count in self._shared(groups, rows, micro_batches)
+            self.replica_costs(group, count, micro_batches)
+            for group, count in self._shared(groups, rows, micro_batches)
         )
         message, summed = self._sums(mesh, data_group)
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
@@ -207,8 +121,8 @@ class Meshes:
         fit."""
         groups, _ = self.sample(mesh)
 
-        def of(group: TensorGroup, count: int) -> SliceCosts:
-            return self.slice_costs(group, count, micro_batches)
+        def of(group: TensorGroup, count: int) -> ReplicaCosts:
+            return self.replica_costs(group, count, micro_batches)
 
         def seconds(group: TensorGroup, count: int) -> float:
             return sum(of(group, count).seconds(*part)) if count else 0.0
@@ -272,7 +186,7 @@ class Meshes:
         used = [pool for pool, count in enumerate(mesh.counts) if count]
         return len(used) == 1 and 2 * mesh.counts[used[0]] <= self.pools[used[0]].per_node
 
-    def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[SliceCosts, float, float]]:
+    def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[ReplicaCosts, float, float]]:
         """The kinds of data slices of a mesh, and which rows of a micro-batch those of a kind have: first and last."""
         slices, (groups, _) = self.costs(mesh, rows, micro_batches).slices, self.sample(mesh)
         shares = [max(1, one.rows) * num for one, (_, num) in zip(slices, groups, strict=True)]
@@ -324,7 +238,7 @@ class Meshes:
         slowest[2] = tables[:, 2].max(axis=0)
         return slowest
 
-    def slice_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> SliceCosts:
+    def replica_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> ReplicaCosts:
         """Costs of a replica with the given rows of a micro-batch."""
         key = (group.kind, rows, self.prices.adding(micro_batches))
         if key not in self._slices:
@@ -334,7 +248,7 @@ class Meshes:
             starts, last_layers = self._ends
             hop = np.concatenate([[0.0], table[5][last_layers], [0.0]])
             near = self._nears(group, rows)
-            self._slices[key] = SliceCosts(
+            self._slices[key] = ReplicaCosts(
                 group=group,
                 rows=rows,
                 of_kinds=table[:3],
@@ -435,7 +349,7 @@ class Meshes:
             counted: dict[TensorGroup, int] = {}
             data_group: list[int] = []
             taken = [0] * len(self.pools)
-            for part in slices_of(mesh):
+            for part in replicas_of(mesh):
                 ranks = [
                     rank for pool, count in zip(self.pools, part.counts, strict=True) for rank in pool.ranks[:count]
                 ]

@@ -1,7 +1,7 @@
 """Costs of ranges of the chain on a replica and on a mesh, as arrays over the parts of the chain.
 
 Sums up to each part, so that a stage of parts [first, last) costs sum[last] - sum[first]. It knows no devices: the
-figures are made by `whale.planner.search.meshes`.
+figures are made by `whale.planner.search.table`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from whale.planner.balance.cuts import Group
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import TensorGroup
-from whale.planner.search.devices import Mesh
+from whale.planner.search.space import Mesh
 
-__all__ = ["Array", "Integers", "MeshCosts", "SliceCosts", "added_by_sums"]
+__all__ = ["Array", "Integers", "MeshCosts", "ReplicaCosts", "added_by_sums"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -29,7 +29,7 @@ BARRED_SECONDS = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SliceCosts:
+class ReplicaCosts:
     """Costs of parts of the chain on a tensor group, for the given rows of a micro-batch.
 
     Attributes:
@@ -144,7 +144,7 @@ class MeshCosts:
 
     mesh: Mesh
     allowed: Integers
-    slices: tuple[SliceCosts, ...]
+    slices: tuple[ReplicaCosts, ...]
     forward: Array
     backward: Array
     update: Array

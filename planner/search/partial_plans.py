@@ -11,23 +11,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from math import inf
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
+from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError
 from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search.costs import Array, Integers
-from whale.planner.search.devices import Mesh
-from whale.planner.search.meshes import Meshes
-from whale.planner.simulation.recurrence import SETTLING, Slot, slots_of
+from whale.planner.search.space import Mesh
+from whale.planner.search.table import CostTable
+from whale.planner.search.timing import pipeline_bound, pipeline_ends
 
 __all__ = [
-    "Draft",
+    "PartialPlan",
     "Scored",
     "Times",
     "allowed",
@@ -37,10 +34,8 @@ __all__ = [
     "evenest_cuts",
     "exact_cuts",
     "likely_cuts",
-    "pipeline_bound",
-    "pipeline_ends",
     "quick_cuts",
-    "score_draft",
+    "score_partial",
     "seconds_of",
 ]
 
@@ -58,7 +53,7 @@ PRECISION = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class PartialPlan:
     """A partial plan: all decisions except ranks and rows.
 
     Attributes:
@@ -114,7 +109,7 @@ class Scored:
         overhead: seconds of the step that belong to no stage, part of ``seconds``.
     """
 
-    draft: Draft
+    draft: PartialPlan
     times: Times
     seconds: float
     fullness: float
@@ -139,7 +134,7 @@ class Scored:
         return replace(self, seconds=max(self.seconds, step + self.overhead), exact=True)
 
 
-def score_draft(meshes: Meshes, draft: Draft, batch: int) -> Scored:
+def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     """Score a partial plan by `pipeline_bound`, a fast approximation of `Scored.timed`."""
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
@@ -174,7 +169,7 @@ def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
 
 
 def best_timed(
-    drafts: Iterable[Scored], count: int, key: Callable[[Draft], Hashable] = lambda draft: draft.meshes
+    drafts: Iterable[Scored], count: int, key: Callable[[PartialPlan], Hashable] = lambda draft: draft.meshes
 ) -> list[Scored]:
     """The best partial plans that fit, one for each *key*, timed in the order of their bounds, until no other could be
     among them, or many in a row were not."""
@@ -199,147 +194,11 @@ def seconds_of(scored: Scored) -> float:
     return scored.seconds
 
 
-def pipeline_ends(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hops: Sequence[float],
-    micro_batches: int,
-    schedule: str,
-    *,
-    last_share: float = 1.0,
-) -> list[float]:
-    """When each stage is done with its last backward.
-
-    Args:
-        forward, backward: seconds of each stage for a micro-batch.
-        hops: seconds from each stage to the next, and back.
-        micro_batches: of the step.
-        schedule: ``1f1b`` or ``gpipe``.
-        last_share: rows of the last micro-batch, as a share of those of the others.
-
-    >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
-    [15.0, 13.0]
-    """
-    each, turns = max(forward) + max(backward), 1
-    if schedule != "gpipe":
-        windows = _Windows(forward, backward, hops)
-        slowest = np.unravel_index(windows.period.argmax(), windows.period.shape)
-        each, turns = float(windows.period[slowest]), int(windows.stages[slowest])
-    # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
-    enough = min(micro_batches, len(forward) + SETTLING)
-    enough += (micro_batches - enough) % turns
-    ends = _ends(forward, backward, hops, enough, schedule, last_share)
-    return [end + (micro_batches - enough) * each for end in ends]
-
-
-def _ends(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hops: Sequence[float],
-    micro_batches: int,
-    schedule: str,
-    last_share: float,
-) -> list[float]:
-    depth = len(forward)
-    ahead, back = [0.0, *hops[:-1]], [*hops[:-1], 0.0]
-    free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
-    for slot in _slots(depth, micro_batches, schedule):
-        before = free.copy()
-        for stage in slot.forwards:
-            ready, begin = before[stage - 1] + ahead[stage], before[stage]
-            spent = forward[stage] * last_share if stage == slot.last_forward else forward[stage]
-            free[stage] = (ready if ready > begin else begin) + spent
-        for stage in slot.backwards:
-            ready, begin = before[stage + 1] + back[stage], before[stage]
-            spent = backward[stage] * last_share if stage == slot.last_backward else backward[stage]
-            free[stage] = (ready if ready > begin else begin) + spent
-    return free[:-1]
-
-
-@lru_cache(maxsize=64)
-def _slots(num_stages: int, micro_batches: int, schedule: str) -> tuple[Slot, ...]:
-    return tuple(slots_of(num_stages, micro_batches, schedule))
-
-
-class _Windows:
-    """All runs of neighbouring stages s to e of ``1f1b``, as arrays [s, e].
-
-    A micro-batch goes down through such a run; stage e then does the backward whose turn it is, which goes up again,
-    and stage s takes the next forward: as many micro-batches later as the run has stages. So each micro-batch takes at
-    least ``period``, what is computed and sent on the way over the number of stages. Every cycle of waits is of such
-    ones, and so the largest of them is what each micro-batch takes once the pipeline is full.
-    """
-
-    def __init__(self, forward: Sequence[float], backward: Sequence[float], hops: Sequence[float]) -> None:
-        twice = 2 * np.array(hops)
-        upto = np.add(forward, backward) + twice
-        upto = np.concatenate([[0.0], upto.cumsum()])
-        self.around = upto[1:] - twice - upto[:-1, None]
-        self.stages, self.possible = _windows_of(len(forward))
-
-    @property
-    def period(self) -> Array:
-        """Lower bound on the time of each micro-batch, for each run of stages."""
-        return np.where(self.possible, self.around / self.stages, 0.0)
-
-
-@lru_cache(maxsize=256)
-def _windows_of(depth: int) -> tuple[Integers, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """How many stages each run of such a pipeline has, and which runs there are."""
-    places = np.arange(depth)
-    return np.maximum(places - places[:, None] + 1, 1), places[:, None] <= places
-
-
-@lru_cache(maxsize=256)
-def _turns(depth: int, micro_batches: int) -> tuple[Integers, Integers, Integers]:
-    """By the last stage of a run the forwards before its first backward, but one; for each run, how often all others
-    fill it, and how many are left."""
-    filling = np.arange(depth - 1, -1, -1)
-    times, rest = np.divmod(np.maximum(micro_batches - 1 - filling, 0), _windows_of(depth)[0])
-    return np.minimum(filling, micro_batches - 1), times, rest
-
-
-def pipeline_bound(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    hops: Sequence[float],
-    once: Sequence[float],
-    micro_batches: int,
-    schedule: str,
-    *,
-    last_share: float = 1.0,
-) -> float:
-    """A time before which a step cannot end. Arguments are those of `pipeline_ends`, and what comes *once* a step.
-
-    A stage is busy with all micro-batches, after the forwards of the stages before it and before their backwards. Under
-    ``1f1b`` micro-batches go around `_Windows`, all but those with which the pipeline is filled.
-
-    >>> pipeline_bound([1, 1], [2, 2], [0, 0], [0, 0], 4, "1f1b")
-    15.0
-    """
-    ahead_each, each = np.array(forward), np.add(forward, backward)
-    ahead, back = np.zeros(len(forward)), np.zeros(len(forward))
-    (ahead_each + hops)[:-1].cumsum(out=ahead[1:])
-    (last_share * np.array(backward) + hops)[:-1].cumsum(out=back[1:])
-    busy = (micro_batches - 1 + last_share) * each
-    ends = np.maximum.accumulate(once - back)  # of any stage before, beyond the backwards on the way to it
-    least = float((ahead + busy + back + ends).max())
-    if schedule == "1f1b" and len(forward) > 1:
-        windows = _Windows(forward, backward, hops)
-        filling, times, rest = _turns(len(forward), micro_batches)
-        through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
-        whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each)
-        whole += times * windows.around  # and what is left over at either end
-        whole += rest * np.where(times, np.maximum(each[:, None], each), each)
-        least = max(least, float(whole.max(where=windows.possible, initial=0.0)))
-    return least
-
-
 # --- cuts -------------------------------------------------------------------------------------------------------------
 
 
 def best_cuts(
-    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+    meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
     """The first parts of stages on these meshes with the least step time within memory, by `exact_cuts`, or by
     `quick_cuts` if these do not fit or pipelines are deep; None if nothing fits or the chain is too short."""
@@ -348,7 +207,7 @@ def best_cuts(
 
 
 def exact_cuts(
-    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+    meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
     """Cuts like `best_cuts`, by `whale.planner.balance.cuts.fastest_cut`; None if that does not fit, for deep
     pipelines, and if there is nothing to cut."""
@@ -358,12 +217,12 @@ def exact_cuts(
         starts = fastest_cut(_problem(meshes, sequence, batch, micro_batches, schedule)).starts
     except InfeasibleError:  # fits, but not where the slice with least room for anything counts for everything
         return None
-    draft = Draft(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
+    draft = PartialPlan(meshes=tuple(sequence), starts=starts, micro_batches=micro_batches, schedule=schedule)
     return starts if allowed(meshes, sequence, starts) and _fullness(meshes, draft, batch) <= 1 + 1e-6 else None
 
 
 def likely_cuts(
-    meshes: Meshes,
+    meshes: CostTable,
     sequence: Sequence[Mesh],
     batch: int,
     micro_batches: int,
@@ -380,7 +239,7 @@ def likely_cuts(
     return found
 
 
-def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
+def _fullness(meshes: CostTable, draft: PartialPlan, batch: int) -> float:
     """Fraction of memory that the fullest device takes, because cuts do not count all of a stage's memory."""
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
@@ -391,7 +250,7 @@ def _fullness(meshes: Meshes, draft: Draft, batch: int) -> float:
 
 
 def quick_cuts(
-    meshes: Meshes,
+    meshes: CostTable,
     sequence: Sequence[Mesh],
     batch: int,
     micro_batches: int,
@@ -458,7 +317,7 @@ def quick_cuts(
     return list(dict.fromkeys((found, tuple(starts))))
 
 
-def cut_exactly(meshes: Meshes, scored: Scored, batch: int, score: Callable[[Draft], Scored]) -> Scored:
+def cut_exactly(meshes: CostTable, scored: Scored, batch: int, score: Callable[[PartialPlan], Scored]) -> Scored:
     """The partial plan with its exact cuts, timed, if they are better than its own."""
     draft = scored.draft
     starts = exact_cuts(meshes, draft.meshes, batch, draft.micro_batches, draft.schedule)
@@ -470,13 +329,13 @@ def cut_exactly(meshes: Meshes, scored: Scored, batch: int, score: Callable[[Dra
     return exact.timed if exact.timed.seconds < scored.seconds else scored
 
 
-def allowed(meshes: Meshes, sequence: Sequence[Mesh], starts: Sequence[int]) -> bool:
+def allowed(meshes: CostTable, sequence: Sequence[Mesh], starts: Sequence[int]) -> bool:
     """Whether what is decided allows these cuts."""
     ends = (*starts[1:], len(meshes.chain))
     return all(first >= meshes.chain.allows(mesh)[end] for mesh, first, end in zip(sequence, starts, ends, strict=True))
 
 
-def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> CutProblem:
+def _problem(meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str) -> CutProblem:
     rows, depth = meshes.rows(batch, micro_batches), len(sequence)
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     groups = {mesh: own.group(micro_batches) for mesh, own in costs.items()}
@@ -494,7 +353,7 @@ def _problem(meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches
 
 
 def evenest_cuts(
-    meshes: Meshes, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
+    meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
     """The cuts that fill memory most evenly, whether they fit or not; None if the chain is too short, or not to be cut
     so."""

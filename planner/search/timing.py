@@ -1,0 +1,157 @@
+"""The time of a pipeline step from the times of its stages: a recurrence, and a closed form below it.
+
+The recurrence goes through the tasks in the order of the simulator, with one time for each stage and without the
+differences between its replicas: O(stages^2), over as many micro-batches as fill the pipeline and some more. The closed
+form, in numpy, is the longest of the cycles of waits through neighbouring stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from whale.planner.simulation.recurrence import SETTLING, Slot, slots_of
+
+__all__ = ["pipeline_bound", "pipeline_ends"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def pipeline_ends(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[float],
+    micro_batches: int,
+    schedule: str,
+    *,
+    last_share: float = 1.0,
+) -> list[float]:
+    """When each stage is done with its last backward.
+
+    Args:
+        forward, backward: seconds of each stage for a micro-batch.
+        hops: seconds from each stage to the next, and back.
+        micro_batches: of the step.
+        schedule: ``1f1b`` or ``gpipe``.
+        last_share: rows of the last micro-batch, as a share of those of the others.
+
+    >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
+    [15.0, 13.0]
+    """
+    each, turns = max(forward) + max(backward), 1
+    if schedule != "gpipe":
+        windows = _Windows(forward, backward, hops)
+        slowest = np.unravel_index(windows.period.argmax(), windows.period.shape)
+        each, turns = float(windows.period[slowest]), int(windows.stages[slowest])
+    # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
+    enough = min(micro_batches, len(forward) + SETTLING)
+    enough += (micro_batches - enough) % turns
+    ends = _ends(forward, backward, hops, enough, schedule, last_share)
+    return [end + (micro_batches - enough) * each for end in ends]
+
+
+def _ends(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[float],
+    micro_batches: int,
+    schedule: str,
+    last_share: float,
+) -> list[float]:
+    depth = len(forward)
+    ahead, back = [0.0, *hops[:-1]], [*hops[:-1], 0.0]
+    free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
+    for slot in _slots(depth, micro_batches, schedule):
+        before = free.copy()
+        for stage in slot.forwards:
+            ready, begin = before[stage - 1] + ahead[stage], before[stage]
+            spent = forward[stage] * last_share if stage == slot.last_forward else forward[stage]
+            free[stage] = (ready if ready > begin else begin) + spent
+        for stage in slot.backwards:
+            ready, begin = before[stage + 1] + back[stage], before[stage]
+            spent = backward[stage] * last_share if stage == slot.last_backward else backward[stage]
+            free[stage] = (ready if ready > begin else begin) + spent
+    return free[:-1]
+
+
+@lru_cache(maxsize=64)
+def _slots(num_stages: int, micro_batches: int, schedule: str) -> tuple[Slot, ...]:
+    return tuple(slots_of(num_stages, micro_batches, schedule))
+
+
+class _Windows:
+    """All runs of neighbouring stages s to e of ``1f1b``, as arrays [s, e].
+
+    A micro-batch goes down through such a run; stage e then does the backward whose turn it is, which goes up again,
+    and stage s takes the next forward: as many micro-batches later as the run has stages. So each micro-batch takes at
+    least ``period``, what is computed and sent on the way over the number of stages. Every cycle of waits is of such
+    ones, and so the largest of them is what each micro-batch takes once the pipeline is full.
+    """
+
+    def __init__(self, forward: Sequence[float], backward: Sequence[float], hops: Sequence[float]) -> None:
+        twice = 2 * np.array(hops)
+        upto = np.add(forward, backward) + twice
+        upto = np.concatenate([[0.0], upto.cumsum()])
+        self.around = upto[1:] - twice - upto[:-1, None]
+        self.stages, self.possible = _windows_of(len(forward))
+
+    @property
+    def period(self) -> Array:
+        """Lower bound on the time of each micro-batch, for each run of stages."""
+        return np.where(self.possible, self.around / self.stages, 0.0)
+
+
+@lru_cache(maxsize=256)
+def _windows_of(depth: int) -> tuple[Integers, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """How many stages each run of such a pipeline has, and which runs there are."""
+    places = np.arange(depth)
+    return np.maximum(places - places[:, None] + 1, 1), places[:, None] <= places
+
+
+@lru_cache(maxsize=256)
+def _turns(depth: int, micro_batches: int) -> tuple[Integers, Integers, Integers]:
+    """By the last stage of a run the forwards before its first backward, but one; for each run, how often all others
+    fill it, and how many are left."""
+    filling = np.arange(depth - 1, -1, -1)
+    times, rest = np.divmod(np.maximum(micro_batches - 1 - filling, 0), _windows_of(depth)[0])
+    return np.minimum(filling, micro_batches - 1), times, rest
+
+
+def pipeline_bound(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[float],
+    once: Sequence[float],
+    micro_batches: int,
+    schedule: str,
+    *,
+    last_share: float = 1.0,
+) -> float:
+    """A time before which a step cannot end. Arguments are those of `pipeline_ends`, and what comes *once* a step.
+
+    A stage is busy with all micro-batches, after the forwards of the stages before it and before their backwards. Under
+    ``1f1b`` micro-batches go around `_Windows`, all but those with which the pipeline is filled.
+
+    >>> pipeline_bound([1, 1], [2, 2], [0, 0], [0, 0], 4, "1f1b")
+    15.0
+    """
+    ahead_each, each = np.array(forward), np.add(forward, backward)
+    ahead, back = np.zeros(len(forward)), np.zeros(len(forward))
+    (ahead_each + hops)[:-1].cumsum(out=ahead[1:])
+    (last_share * np.array(backward) + hops)[:-1].cumsum(out=back[1:])
+    busy = (micro_batches - 1 + last_share) * each
+    ends = np.maximum.accumulate(once - back)  # of any stage before, beyond the backwards on the way to it
+    least = float((ahead + busy + back + ends).max())
+    if schedule == "1f1b" and len(forward) > 1:
+        windows = _Windows(forward, backward, hops)
+        filling, times, rest = _turns(len(forward), micro_batches)
+        through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
+        whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each)
+        whole += times * windows.around  # and what is left over at either end
+        whole += rest * np.where(times, np.maximum(each[:, None], each), each)
+        least = max(least, float(whole.max(where=windows.possible, initial=0.0)))
+    return least
