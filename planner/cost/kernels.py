@@ -72,6 +72,9 @@ shortest of them."""
 _TILE_START_K = 112
 """A tile's start and end cost as much as so many steps of its inner dimension."""
 
+_VECTOR = ("float32", "float64")
+"""Number types without matrix units."""
+
 _LEAST_SIZE = 1e-9
 """Of a dimension that has nothing in it."""
 
@@ -186,7 +189,7 @@ class KernelsAsRun:
         if len(own := self._others):
             rate, dtype = precision.rate(device, "convolutions")
             compute[own] = flops[own] / (
-                rate * (silicon.vector if dtype == "float32" else CONVOLUTION_SHARE * silicon.matmul)
+                rate * (silicon.vector if dtype in _VECTOR else CONVOLUTION_SHARE * silicon.matmul)
             )
             if dtype == "tfloat32":  # tensor cores want channels last, images in float32 are kept channels first
                 compute[own] += 2 * moved[own] / bandwidth
@@ -202,7 +205,7 @@ class KernelsAsRun:
         rates = [precision.rate(device), precision.rate(device, "attention")]
         vector = silicon.vector * (silicon.converted if precision.element_bytes < 4 else 1.0)
         vector *= 1.0 if backward else silicon.transposed
-        outside, inside = (rate * (vector if dtype == "float32" else silicon.matmul) for rate, dtype in rates)
+        outside, inside = (rate * (vector if dtype in _VECTOR else silicon.matmul) for rate, dtype in rates)
         found = matmul_seconds(batch, m, n, k, np.where(self._in_core, inside, outside), silicon.multiprocessors)
         if "float8" in (dtype for _, dtype in rates):
             is_cast = np.where(self._in_core, rates[1][1] == "float8", rates[0][1] == "float8")
@@ -214,7 +217,7 @@ class KernelsAsRun:
         self, device: DeviceType, silicon: Silicon, rows: Array, precision: Precision, flops: Array, backward: bool
     ) -> Array:
         rate, dtype = precision.rate(device, "attention")
-        share = silicon.vector_attention if dtype == "float32" else silicon.attention
+        share = silicon.vector_attention if dtype in _VECTOR else silicon.attention
         head = np.maximum(self._heads(rows), _LEAST_SIZE)
         half = np.where(self._is_causal, 0.5, 1.0)  # what is masked is skipped
         slowdown = 1.25 if backward else 1.0  # its backward is less efficient than its forward

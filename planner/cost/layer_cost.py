@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,10 @@ from whale.planner.cost.precision import Precision
 from whale.planner.cost.stack import WHALE, Stack
 
 __all__ = ["Degrees", "LayerCosts", "LayerMemo"]
+
+SUSTAINED = {"T4": 0.5}
+"""Share of the rate of single blocks that whole steps sustain, by type of device: boards without a fan of their own
+clock down when they are hot. Calibrated on AMP's runs, which take twice what blocks that were timed alone tell."""
 
 MOST_USUAL_ROWS = 4096
 """Up to so many powers of two are priced together; a search asks for most of them."""
@@ -105,7 +109,8 @@ class LayerCosts:
                 accumulate=self.stack.zero < 2,
                 num_micro_batches=micro_batches,
             )
-            known.update(((*key, count), one) for count, one in zip(wanted, found, strict=True))
+            share = SUSTAINED.get(type_.name, 1.0)
+            known.update(((*key, count), _sustained(one, share)) for count, one in zip(wanted, found, strict=True))
         return known[*key, rows]
 
     def seconds_of_part(
@@ -256,6 +261,20 @@ class LayerCosts:
         if self.runs:
             return self.precision.element_bytes
         return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, self.stack.zero)
+
+
+def _sustained(one: LayerSeconds, share: float) -> LayerSeconds:
+    """Times at a share of the rate, unless they were measured or are the host's."""
+    if one.measured or share == 1:
+        return one
+    return replace(
+        one,
+        forward=max(one.forward, (one.forward - one.forward_slack) / share),
+        backward=max(one.backward, (one.backward - one.backward_slack) / share),
+        weights=one.weights / share,
+        forward_slack=max(0.0, one.forward - (one.forward - one.forward_slack) / share),
+        backward_slack=max(0.0, one.backward - (one.backward - one.backward_slack) / share),
+    )
 
 
 def _blend(one: LayerSeconds, other: LayerSeconds, share: float, rest: float) -> LayerSeconds:

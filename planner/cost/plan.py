@@ -82,7 +82,7 @@ class PlanStage:
 SCATTERED_BEFORE = 0.3
 """Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
 
-SHARDED_SLOWDOWN = 0.7
+SHARDED_SLOWDOWN = 0.8
 """How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
 the shorter of them."""
 
@@ -215,7 +215,14 @@ class PlanCost:
             flops=3 * batch * self.prices.flops,
             memory=sorted(self.memory(), key=lambda device: device.rank),
             measured=all(price.measured for own in self.costs for price in own),
+            launched=self._launched,
         )
+
+    @property
+    def _launched(self) -> float:
+        """The part of the tasks' time that the host's launches decide."""
+        costs = [cost for own in self.costs for cost in own]
+        return sum(cost.launched for cost in costs) / max(1e-12, sum(cost.forward + cost.backward for cost in costs))
 
     @cached_property
     def _devices(self) -> list[tuple[int, ...]]:

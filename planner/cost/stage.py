@@ -49,6 +49,7 @@ class StageCost(NamedTuple):
         kept: bytes of a micro-batch from forward to backward; ``working``: beside them while a layer runs.
         update: seconds of the optimizer, once a step.
         measured: whether all times were measured.
+        launched: seconds among ``forward`` + ``backward`` of layers that wait for the host's launches.
     """
 
     forward: float
@@ -59,6 +60,7 @@ class StageCost(NamedTuple):
     working: float
     update: float
     measured: bool
+    launched: float = 0.0
 
 
 NOTHING = StageCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, True)
@@ -369,6 +371,8 @@ class CostModel(LayerCosts):
             working=max(self.working(kind, type_, degrees, rows) for type_ in group.types),
             update=max(one.update for one in once),
             measured=slowest.measured,
+            launched=(slowest.forward if slowest.forward_slack else 0.0)
+            + (slowest.backward if slowest.backward_slack else 0.0),
         )
 
     def stage(
@@ -388,6 +392,7 @@ class CostModel(LayerCosts):
             working=max(price.working for _, price in found),
             update=sum(count * price.update for count, price in found),
             measured=all(price.measured for _, price in found),
+            launched=sum(count * price.launched for count, price in found),
         )
 
     def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
