@@ -137,7 +137,7 @@ def seconds_of(runs: Sequence[Run]) -> Array:
 
 
 def sensitivities(runs: Sequence[Run], at: Array) -> Array:
-    """Of every run's seconds to every constant, both in logarithms."""
+    """Derivatives of every run's seconds with respect to every constant, both in logarithms."""
     found = []
     for one in CONSTANTS:
         with constants_at({one.name: one.get() * np.exp(STEP)}):

@@ -2,7 +2,7 @@
 
 A data sheet gives peak rates, board power, multiprocessors and caches (``planner/data/gpus.csv``). This file says what
 kernels reach of the peaks: a fraction that the design of the chip sets, at a clock that the board's power allows. The
-constants belong to designs and to laws, none to a single chip, so a chip that nobody measured is predicted from its
+constants belong to designs and to laws, none to a single chip, so a chip without measurements is predicted from its
 data sheet.
 """
 
@@ -61,14 +61,14 @@ class Silicon:
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What the chips of one architecture have in common.
+    """Properties that the chips of one architecture share.
 
     Attributes:
         tensor_joules: energy of one 16-bit operation in the matrix units at the boost clock, of the process in which
             the chips are made; 0: unknown, and power is taken to be no limit.
         byte_joules: energy of a byte from memory.
-        wide: whether a scheduler of a multiprocessor issues one instruction a cycle to 32 float32 lanes, so that all
-            other instructions take cycles from them; with 16 lanes every second cycle is left for others.
+        wide: whether a multiprocessor has 128 float32 lanes, which its shared memory feeds with the 128 bytes a cycle
+            that it has in designs of 64 lanes too.
         shares_lanes: whether half of the float32 lanes also do the integer arithmetic of addresses.
         flash: fraction of the peak of matrix units, at the clock that the power allows, that the best attention kernel
             written for the design reaches in its forward; 0: there is none, and attention is PyTorch's memory-efficient
@@ -137,9 +137,9 @@ class Laws:
 
     Attributes:
         sustained: fraction of the peak of matrix units at the clock that the power allows.
-        vector: fraction of the peak of number types without matrix units, at that clock, where 16 lanes share a
-            scheduler.
-        wide: the same where 32 lanes share one.
+        vector: fraction of the peak of number types without matrix units, at that clock, with 64 lanes to a
+            multiprocessor.
+        wide: the same with 128.
         transposed: rate of products that read a weight transposed where lanes are shared with integer arithmetic.
         converted: rate of products of 16-bit operands in float32 lanes, which convert them on the way.
         vector_joules: energy of a float32 operation relative to a 16-bit one in matrix units.
@@ -156,7 +156,7 @@ class Laws:
     wide: float = 0.74
     transposed: float = 0.82
     converted: float = 0.87
-    vector_joules: float = 6.2
+    vector_joules: float = 6.4
     bandwidth: float = 0.8
     memory_efficient: float = 0.3
     vector_attention: float = 0.4

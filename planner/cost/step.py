@@ -29,17 +29,17 @@ CROWDED, CROWDED_ERROR = 0.95, 0.08
 device waits, and by how much more a step may then be off: published runs at the limit take up to 25% longer."""
 
 UNLIKE = sqrt(2)
-"""How many times as far off a step of unlike devices may be: they err apart (assumed)."""
+"""Factor on the interval of a step on mixed devices, whose errors are independent (assumed)."""
 
 UNKNOWN_CHIP = 1.5
 """How much wider the interval is where nothing measured stands behind a chip's figures (assumed)."""
 
 LOOP_SECONDS = 3e-3
-"""What the loop around a step takes on the host of an accelerator: reading the loss, starting the next step. From
-Sailor's runs of 1 and 32 micro-batches on A100. On processors there is nothing to wait for."""
+"""Seconds of the loop around a step on the host of an accelerator: reading the loss, starting the next step. From
+Sailor's runs of 1 and 32 micro-batches on A100. Processors do not wait."""
 
 AGREED_BYTES = 16
-"""Of the all-reduce by which Whale's ranks compare their batches before a step."""
+"""Bytes of the all-reduce by which Whale's ranks compare their batches before a step."""
 
 GPU_OVERLAP_SLOWDOWN = 0.126
 """How much longer computation takes while a collective runs beside it (Galvatron's coefficient for A100)."""
