@@ -105,8 +105,8 @@ _HOPPER = Design(
 DESIGNS: Mapping[str, Design] = MappingProxyType(
     {
         "kepler": Design(wide=True),
-        "pascal": Design(tensor_joules=3.1e-12, wide=True, calibrated=True),
-        "pascal-100": Design(tensor_joules=3.1e-12, byte_joules=HBM_JOULES),
+        "pascal": Design(tensor_joules=3.7e-12, wide=True, calibrated=True),
+        "pascal-100": Design(tensor_joules=3.7e-12, byte_joules=HBM_JOULES),
         "volta": Design(tensor_joules=2.8e-12, byte_joules=HBM_JOULES, calibrated=True),
         "turing": Design(tensor_joules=2.8e-12, calibrated=True),
         "ampere-80": Design(tensor_joules=1.3e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True),
@@ -121,8 +121,8 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
 
 ``tensor_joules`` of Ampere, Hopper and Blackwell agree with the fastest products measured on them (271 of 312 TFLOP/s
 at 400 W, 794 of 989 at 700 W, 1,745 of 2,250 at 1,000 W: Stas Bekman's tables) and with published training runs; those
-of 16 and 12 nm are what foundries give for the steps from 16 to 7 nm (a third to 0.4 of the power), Samsung's 8 nm lies
-between, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is FlashAttention-2's, of Hopper
+of 16 and 12 nm follow from what TSMC says of its processes (12 nm takes a quarter less power than 16, 7 nm 0.4 of it),
+Samsung's 8 nm lies between, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is FlashAttention-2's, of Hopper
 that of cuDNN beneath TransformerEngine, both calibrated on published runs; FlashAttention-2 was written for Ampere and
 leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says FlashAttention-3's paper).
 ``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan, whose products run beside FSDP's collectives;
