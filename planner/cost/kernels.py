@@ -28,24 +28,24 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
 KERNEL_SECONDS = 3e-6
-"""What a kernel takes at least on the device, start and end of its grid included (typical of CUDA; recalled)."""
+"""Least time of a kernel on the device, including start and end of its grid (typical of CUDA; recalled)."""
 
 CAST_BYTES = 2
 """Bytes that casts to float8 move for each element that a product reads: 2 read and 1 written, and 1 for the transpose,
 of each of input, weight and gradient once for the two products that read it."""
 
 CONVOLUTION_SHARE = 0.6
-"""What convolutions on tensor cores reach of a matrix product's rate (assumed; ResNet-50 comes out near what NVIDIA
-reports of V100 and A100)."""
+"""Rate of convolutions on tensor cores relative to matrix products (assumed; ResNet-50 then takes about what NVIDIA
+reports for V100 and A100)."""
 
 CACHE_SPEEDUP = 3.0
 """How much faster the last-level cache is than the memory (A100: about 5 TB/s against 1.6; recalled). A kernel that
 moves more than the cache holds evicts what it has yet to read: of one that moves twice as much, nothing is a hit."""
 
 SOFTMAX_KEYS, SOFTMAX_SLOWDOWN = 1024, 0.6
-"""A warp of Megatron's fused softmax holds a whole row of scores: above so many keys it runs out of registers, and
-gets slower by this power of the keys. Calibrated on the A100 and V100 rows of published_calibration.csv with 1,024 and
-2,048 keys."""
+"""A warp of Megatron's fused softmax has a whole row of scores in registers. Above this number of keys it runs out of
+registers, and gets slower by this power of the keys. Calibrated on the A100 and V100 rows of published_calibration.csv
+with 1,024 and 2,048 keys."""
 
 _POINTWISE = frozenset(
     f"aten.{name}"
@@ -70,13 +70,13 @@ _CUTS, _LEAST_CUT = (1, 2, 4, 8), 256
 shortest of them."""
 
 _TILE_START_K = 112
-"""A tile's start and end cost as much as so many steps of its inner dimension."""
+"""Cost of a tile's start and end, in steps of its inner dimension."""
 
 _VECTOR = ("float32", "float64")
 """Number types without matrix units."""
 
 _LEAST_SIZE = 1e-9
-"""Of a dimension that has nothing in it."""
+"""Size used for an empty dimension."""
 
 
 def element_bytes(operator: str, precision: Precision) -> int:
@@ -114,7 +114,7 @@ class _Amounts:
         return self.elements(rows) * element_bytes + self.bytes(rows)
 
     def fixed(self, element_bytes: Array) -> Array:
-        """What there is without rows: weights."""
+        """The part that does not depend on rows: weights."""
         found: Array = self.elements.fixed * element_bytes + self.bytes.fixed
         return found
 
@@ -162,7 +162,7 @@ class KernelsAsRun:
         backward: bool = False,
         eager: bool = False,
     ) -> Array:
-        """Seconds of one of each (first axis) for so many rows (second axis), launches of the host apart.
+        """Seconds of one of each (first axis) for given rows (second axis), without launches of the host.
 
         Sequence parallelism divides what the tensor degree does not. Expert parallelism divides the weights of experts,
         not the rows: a device's experts get those of all others.
@@ -235,7 +235,7 @@ def _flags(values: Iterable[bool]) -> Flags:
 
 
 def _places(values: Iterable[bool]) -> Places:
-    """Where they are true."""
+    """Indices of true values."""
     return np.flatnonzero(list(values))
 
 
@@ -384,8 +384,9 @@ def _alike(one: Kernel, other: Kernel) -> bool:
 
 
 def _fused(run: Sequence[Kernel]) -> Iterable[Kernel]:
-    """One kernel for a run: it reads all that they read and writes what the last writes, but for what one of them
-    writes and another reads. Without the graph between them that is an estimate; it moves no less than the largest."""
+    """One fused kernel for a run of kernels: it reads all of their inputs and writes the last output, except tensors
+    that pass between them. This is an estimate without the graph between them; it moves at least as much as the
+    largest."""
     if len(run) < 2:
         yield from run
         return

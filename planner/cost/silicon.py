@@ -21,9 +21,9 @@ __all__ = ["DESIGNS", "LAWS", "Design", "Laws", "Silicon", "clock", "silicon_of"
 GDDR_JOULES, HBM_JOULES = 60e-12, 31e-12
 """Energy of a byte from memory: 7.5 pJ a bit of GDDR6 (Micron), 3.9 pJ a bit of HBM2 (O'Connor et al., MICRO 2017)."""
 
-LEAST_VOLTAGE, VOLTAGE_SLOPE = 0.7, 0.6
-"""Voltage relative to that of the boost clock: it falls with the clock by this slope down to a floor (assumed; results
-hardly depend on it)."""
+LEAST_VOLTAGE, VOLTAGE_SLOPE = 0.7, 1.0
+"""Voltage relative to that of the boost clock: it falls with the clock by this slope down to a floor (assumed: power
+goes with the cube of the clock, as whole runs on H100 of 500 W and 700 W tell)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Silicon:
     attention: float = 0.5
     vector_attention: float = 0.4
     bandwidth: float = 0.8
-    launch: float = 60e-6
+    launch: float = 64e-6
     calibrated: bool = False
     cache_bytes: float = 0.0
 
@@ -87,18 +87,18 @@ class Design:
     eager_matmul: float = 0.96
     eager_flash: float = 1.0
     bandwidth: float | None = None
-    launch: float = 60e-6
+    launch: float = 64e-6
     calibrated: bool = False
 
 
 _HOPPER = Design(
-    tensor_joules=0.8e-12,
+    tensor_joules=0.95e-12,
     byte_joules=HBM_JOULES,
     wide=True,
-    flash=0.67,
-    eager_matmul=0.85,
-    eager_flash=0.46,
-    bandwidth=0.7,
+    flash=0.6,
+    eager_matmul=0.84,
+    eager_flash=0.58,
+    bandwidth=0.73,
     calibrated=True,
 )
 
@@ -107,24 +107,26 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         "kepler": Design(wide=True),
         "pascal": Design(tensor_joules=3.7e-12, wide=True, calibrated=True),
         "pascal-100": Design(tensor_joules=3.7e-12, byte_joules=HBM_JOULES),
-        "volta": Design(tensor_joules=2.8e-12, byte_joules=HBM_JOULES, calibrated=True),
-        "turing": Design(tensor_joules=2.8e-12, calibrated=True),
-        "ampere-80": Design(tensor_joules=1.3e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True),
-        "ampere-86": Design(tensor_joules=1.8e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
-        "ada": Design(tensor_joules=1.1e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
+        "volta": Design(tensor_joules=3.3e-12, byte_joules=HBM_JOULES, calibrated=True),
+        "turing": Design(tensor_joules=2.85e-12, calibrated=True),
+        "ampere-80": Design(
+            tensor_joules=1.48e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True
+        ),
+        "ampere-86": Design(tensor_joules=1.9e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
+        "ada": Design(tensor_joules=1.33e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
         "hopper": _HOPPER,
-        "grace-hopper": replace(_HOPPER, launch=67e-6),
-        "blackwell": replace(_HOPPER, tensor_joules=0.6e-12, calibrated=False),
+        "grace-hopper": _HOPPER,
+        "blackwell": replace(_HOPPER, tensor_joules=0.7e-12, calibrated=False),
     }
 )
 """By the column ``architecture`` of the table; a design that is not listed has the defaults.
 
 ``tensor_joules`` of Ampere, Hopper and Blackwell agree with the fastest products measured on them (271 of 312 TFLOP/s
-at 400 W, 794 of 989 at 700 W, 1,745 of 2,250 at 1,000 W: Stas Bekman's tables) and with published training runs; those
-of 16 and 12 nm follow from what TSMC says of its processes (12 nm takes a quarter less power than 16, 7 nm 0.4 of it),
-Samsung's 8 nm lies between, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is FlashAttention-2's, of Hopper
-that of cuDNN beneath TransformerEngine, both calibrated on published runs; FlashAttention-2 was written for Ampere and
-leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says FlashAttention-3's paper).
+at 400 W, 794 of 989 at 700 W, 1,745 of 2,250 at 1,000 W: Stas Bekman's tables) and with published training runs. Those
+of 12 nm are calibrated on published runs and the measured blocks; 16 nm takes a quarter more power than 12, says TSMC,
+Samsung's 8 nm lies between 12 and 7, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is
+FlashAttention-2's, of Hopper that of cuDNN beneath TransformerEngine, both calibrated on published runs;
+FlashAttention-2 was written for Ampere and leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says FlashAttention-3's paper).
 ``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan, whose products run beside FSDP's collectives;
 Blackwell's is assumed to be the same. ``launch`` is calibrated on runs that do not get faster with less work."""
 
@@ -154,7 +156,7 @@ class Laws:
     wide: float = 0.74
     transposed: float = 0.82
     converted: float = 0.87
-    vector_joules: float = 6.0
+    vector_joules: float = 6.2
     bandwidth: float = 0.8
     memory_efficient: float = 0.3
     vector_attention: float = 0.4
