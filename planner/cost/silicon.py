@@ -126,9 +126,10 @@ at 400 W, 794 of 989 at 700 W, 1,745 of 2,250 at 1,000 W: Stas Bekman's tables) 
 of 12 nm are calibrated on published runs and the measured blocks; 16 nm takes a quarter more power than 12, says TSMC,
 Samsung's 8 nm lies between 12 and 7, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is
 FlashAttention-2's, of Hopper that of cuDNN beneath TransformerEngine, both calibrated on published runs;
-FlashAttention-2 was written for Ampere and leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says FlashAttention-3's paper).
-``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan, whose products run beside FSDP's collectives;
-Blackwell's is assumed to be the same. ``launch`` is calibrated on runs that do not get faster with less work."""
+FlashAttention-2 was written for Ampere and leaves Hopper's asynchronous copies and products unused (35% of the peak in
+its forward, says FlashAttention-3's paper). ``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan,
+whose products run beside FSDP's collectives; Blackwell's is assumed to be the same. ``launch`` is calibrated on runs
+that do not get faster with less work."""
 
 
 @dataclass(frozen=True, kw_only=True)
