@@ -201,7 +201,10 @@ def best_cuts(
     meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int, schedule: str
 ) -> tuple[int, ...] | None:
     """The first parts of stages on these meshes with the least step time within memory, by `exact_cuts`, or by
-    `quick_cuts` if these do not fit or pipelines are deep; None if nothing fits or the chain is too short."""
+    `quick_cuts` if these do not fit or pipelines are deep; None if nothing fits or the chain is too short. One stage
+    has the whole chain, even if it does not fit."""
+    if len(sequence) == 1:
+        return (0,) if allowed(meshes, sequence, (0,)) else None
     quick = next(iter(quick_cuts(meshes, sequence, batch, micro_batches, schedule)), None)
     return quick and (exact_cuts(meshes, sequence, batch, micro_batches, schedule) or quick)
 

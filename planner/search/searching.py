@@ -53,7 +53,6 @@ from whale.planner.search.partial_plans import (
     PartialPlan,
     Scored,
     Times,
-    allowed,
     best_cuts,
     best_timed,
     cut_exactly,
@@ -420,8 +419,7 @@ class _Search:
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
         if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
             return
-        whole = (0,) if len(sequence) == 1 and allowed(self.meshes, sequence, (0,)) else None
-        starts = whole or best_cuts(self.meshes, sequence, self.batch, count, schedule)
+        starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
         scored = starts and self._scored(sequence, starts, count, schedule)
         if scored:
             self._note(scored)

@@ -125,7 +125,7 @@ def _scored(meshes: CostTable, sequence: tuple[Mesh, ...], batch: int, count: in
     """The sequence with its best cuts; None where it does not fit."""
     if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
         return None
-    starts = (0,) if len(sequence) == 1 else best_cuts(meshes, sequence, batch, count, schedule)
+    starts = best_cuts(meshes, sequence, batch, count, schedule)
     if starts is None:
         return None
     return score_partial(

@@ -341,4 +341,4 @@ def test_the_time_limit_counts_from_the_start_of_the_process(folder: Path, monke
 def test_a_schedule_that_is_none_is_refused_before_the_model_is_loaded(folder: Path) -> None:
     command = ["search", "--model", str(folder / "nothing.py:model"), "--cluster", str(folder / "cluster.toml")]
     done = CliRunner().invoke(app, [*command, "--batch", "8", "--schedule", "1f2b"])
-    assert done.exit_code == 2 and "knows the schedules gpipe, 1f1b, " in done.stderr and "'1f2b'" in done.stderr
+    assert done.exit_code == 2 and "with the schedules gpipe, 1f1b, " in done.stderr and "'1f2b'" in done.stderr

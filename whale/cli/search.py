@@ -241,15 +241,9 @@ class _Model:
         annotations: Sequence[str],
     ) -> _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
-        from whale.commands.automatic import expert_degrees, tensor_degrees
+        from whale.commands.automatic import search_inputs
         from whale.commands.candidates import CandidateCompiler, scopes_by, take_scopes
-        from whale.graph.capture import batch_rows
-        from whale.planner.search.constraints import fixed_by
-        from whale.strategies.profile import profile_model
 
-        rows = batch_rows(loaded.batch)
-        if rows is None:
-            raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
         precision = in_precision(loaded, precision)
         scopes = take_scopes(loaded.model)
         if scopes and annotations:
@@ -263,26 +257,12 @@ class _Model:
             optimizer=optimizer,
             precision="tf32" if precision == "tf32" else None,
         )
-        if profile is None:
-            degrees = tensor_degrees(cluster, loaded.model, optimizer=optimizer, scopes=scopes)
-            profile = profile_model(
-                loaded.model,
-                loaded.batch,
-                tensor_degrees=degrees,
-                expert_degrees=expert_degrees(cluster, scopes),
-                name=loaded.name,
-                captured=trial.captured,
-            )
-        elif profile.model_hash not in ("", trial.identity.hash):
-            raise UsageError(
-                f"the profile is of {profile.name} with hash {profile.model_hash[:19]}..., but {loaded.name} has "
-                f"{trial.identity.hash[:19]}...: its code, or sizes such as widths, differ; profile this model"
-            )
+        inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile)
         return cls(
-            profile=profile,
+            profile=inputs.profile,
             trial=trial,
-            fixed=fixed_by(scopes, profile.paths, profile.experts),
-            assumptions=said_of_model(loaded, precision, rows=rows),
+            fixed=inputs.fixed,
+            assumptions=said_of_model(loaded, precision, rows=inputs.rows),
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,15 +20,16 @@ from whale.errors import UsageError
 from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.profile import ModelProfile
 from whale.ir.strategy import ScopePath
 from whale.planner.cost.optimizers import Optimizer, costs_of
-from whale.planner.search import SearchSettings
+from whale.planner.search import Fixed, SearchSettings
 from whale.planner.search.constraints import fixed_by
 from whale.runtime.launch import World
 from whale.runtime.store import from_first
 from whale.strategies.profile import profile_model
 
-__all__ = ["automatic_plan", "expert_degrees", "tensor_degrees"]
+__all__ = ["SearchInputs", "automatic_plan", "expert_degrees", "search_inputs", "tensor_degrees"]
 
 ROOM = 0.8
 """Fraction of a device's memory that a module with its states may take; accumulated gradients and drivers need the
@@ -71,28 +73,77 @@ def automatic_plan(
 
     def made() -> str:
         name = type(model).__name__
-        rows = batch_rows(batch)
-        if rows is None:
-            raise UsageError("plan='auto' divides the rows of the batch, but the example batch has no tensor with rows")
         trial = CandidateCompiler(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
-        profile = profile_model(
-            model,
-            batch,
-            tensor_degrees=tensor_degrees(cluster, model, scopes=scopes),
-            expert_degrees=expert_degrees(cluster, scopes),
-            loss_fn=loss_fn,
-            name=name,
-            captured=trial.captured,
-        ).model_copy(update={"model_hash": trial.identity.hash})
+        inputs = search_inputs(trial, batch, cluster, scopes=scopes, loss_fn=loss_fn)
         settings = SearchSettings(
             precision=precision_of(model),
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
-            fixed=fixed_by(scopes, profile.paths, profile.experts),
+            fixed=inputs.fixed,
         )
-        return search_plans(profile, cluster, batch=rows, settings=settings, trial=trial).best.plan.dumps()
+        found = search_plans(inputs.profile, cluster, batch=inputs.rows, settings=settings, trial=trial)
+        return found.best.plan.dumps()
 
     return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchInputs:
+    """The profile and the constraints of a captured model, for a search.
+
+    Attributes:
+        profile: of its layers.
+        fixed: the constraints that its annotations are.
+        rows: of the global batch.
+    """
+
+    profile: ModelProfile
+    fixed: Fixed
+    rows: int
+
+
+def search_inputs(
+    trial: CandidateCompiler,
+    batch: Any,
+    cluster: Cluster,
+    *,
+    scopes: Mapping[str, ScopePath],
+    profile: ModelProfile | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> SearchInputs:
+    """Profile a captured model for a search on *cluster*, unless a *profile* is given, and read its annotations.
+
+    Args:
+        trial: the captured model.
+        batch: an example of the global batch.
+        cluster: whose nodes tell the degrees that are profiled.
+        scopes: of annotated modules, which were taken off.
+        profile: measured or made earlier, of this model.
+        loss_fn: for a model that does not return its loss.
+
+    Raises:
+        UsageError: the batch has no rows, or the profile is of another model.
+    """
+    name, hash_ = trial.identity.name, trial.identity.hash
+    rows = batch_rows(batch)
+    if rows is None:
+        raise UsageError(f"a search divides the rows of the batch, but the batch of {name} has no tensor with rows")
+    if profile is None:
+        profile = profile_model(
+            trial.model,
+            batch,
+            tensor_degrees=tensor_degrees(cluster, trial.model, optimizer=trial.optimizer, scopes=scopes),
+            expert_degrees=expert_degrees(cluster, scopes),
+            loss_fn=loss_fn,
+            name=name,
+            captured=trial.captured,
+        ).model_copy(update={"model_hash": hash_})
+    elif profile.model_hash not in ("", hash_):
+        raise UsageError(
+            f"the profile is of {profile.name} with hash {profile.model_hash[:19]}..., but {name} has {hash_[:19]}...: "
+            "its code, or sizes such as widths, differ; profile this model"
+        )
+    return SearchInputs(profile=profile, fixed=fixed_by(scopes, profile.paths, profile.experts), rows=rows)
 
 
 def tensor_degrees(
