@@ -49,7 +49,7 @@ class Point:
 
 
 def predicted(runs: list[Run]) -> list[Point]:
-    """What is predicted of runs. Memory that an allocator reports is compared without what driver and NCCL take."""
+    """Predictions of runs. Memory that an allocator reports is compared without driver and NCCL."""
     return [_point(run) for run in runs]
 
 
@@ -133,7 +133,7 @@ def _ways(text: str) -> tuple[str, bool]:
 def activation_bytes(
     models: Models, row: dict[str, str], settings: dict[str, int], recompute: str, sequence: bool
 ) -> float:
-    """What the blocks of the first stage keep at the peak."""
+    """Saved activations of the first stage's blocks at the peak."""
     from whale.planner.cost.memory import kept_bytes
     from whale.planner.cost.precision import precision_named
 

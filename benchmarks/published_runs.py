@@ -52,8 +52,8 @@ NETWORKS = (
     ("AWS 50 Gbps", 50e9 / 8, 1),
     ("Slingshot", 100e9, 4),
 )
-"""What a row says of the network between nodes, bytes per second of a node, adapters. Unstated for the A100s of
-torchtitan: 8 x 200 Gbit/s."""
+"""Network between nodes of a row: bytes per second of a node, adapters. Assumed for the A100s of torchtitan, which does
+not state it: 8 x 200 Gbit/s."""
 
 
 # --- the rows of published_calibration.csv ----------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Run:
     configuration: Configuration
 
     def predict(self) -> Estimate:
-        """What the planner says of it."""
+        """The planner's estimate of the run."""
         return estimate(self.profile, self.cluster, self.configuration)
 
 

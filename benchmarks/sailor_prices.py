@@ -17,7 +17,11 @@ from whale.ir.cluster import DeviceType
 from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.memory import StateBytes
 from whale.planner.cost.precision import precision_named
+from whale.planner.cost.stack import Stack
 from whale.planner.cost.stage import CostModel, Hop, TensorGroup
+
+STACK = Stack(name="megatron", interleaved=True)
+"""Sums of gradients after the last backward, in one message, and messages that are hidden where they can be."""
 
 UNKNOWN_SECONDS = 1e3
 """Cost of a layer on rows that were not measured: larger than any plan."""
@@ -37,7 +41,7 @@ class SailorPrices(CostModel):
     def overhead_bytes(self) -> dict[str, float]:
         return {device.type.name: PROCESS_BYTES[True] for device in self.cluster.devices}
 
-    def state(self, parameters: float, frozen: float = 0.0) -> StateBytes:
+    def state(self, parameters: float, frozen: float = 0.0, *, shards: int = 1, zero: int = 0) -> StateBytes:
         each = parameters * STATE_BYTES / 3
         return StateBytes(parameters=each, gradients=each, optimizer=each)
 
@@ -49,10 +53,9 @@ class SailorPrices(CostModel):
         seconds = self.rules.message(ends[0], ends[1], max(1.0, whole))
         return Hop(0.0, max(1, num_bytes) / seconds)
 
-    def _seconds(
-        self, kind: int, type_: DeviceType, degrees: tuple[int, int], rows: int, micro_batches: int
+    def seconds(
+        self, kind: int, type_: DeviceType, degrees: tuple[int, int], rows: float, micro_batches: int, shards: int = 1
     ) -> LayerSeconds:
-        forward, backward, update = (
-            UNKNOWN_SECONDS if isinf(value) else value for value in self.rules.times(kind, type_.name, degrees[0], rows)
-        )
+        times = self.rules.times(kind, type_.name, degrees[0], round(rows))
+        forward, backward, update = (UNKNOWN_SECONDS if isinf(value) else value for value in times)
         return LayerSeconds(forward=forward, backward=backward, weights=backward / 2, update=update, measured=True)

@@ -9,9 +9,9 @@ plans, and local changes of the found plan: a cut moved, a degree changed, stage
 other micro-batches. A rival is compiled and simulated exactly as the candidates of the search are; of each kind those
 are compiled that the search's cost model ranks first, as many as there is time for.
 
-A crash is an error that Whale did not write. A refusal is wrong if a rival can be run. A plan wins by the part of the
-found plan's step that it saves. Memory is compared too: by how much the compiled plan of a candidate of the search
-needs more on its fullest device than the search said.
+A crash is an error that Whale did not write. An error that says that nothing fits is wrong if a rival can be run. A
+plan wins by the fraction of the searched plan's step that it saves. Memory is compared too: the excess of a compiled
+candidate's fullest device over the search's prediction.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def _compiled(
 
 
 def _worth(rivals: Sequence[Rival]) -> Iterator[Rival]:
-    """Of each simple kind the best by score; then the best of random plans and of local changes."""
+    """The best rival of each simple kind by score; then the best of random plans and of local changes."""
 
     def seconds(rival: Rival) -> tuple[bool, float]:
         prediction = rival.candidate.prediction
@@ -321,7 +321,7 @@ def _worth(rivals: Sequence[Rival]) -> Iterator[Rival]:
 
 @dataclass(frozen=True)
 class _Makers:
-    """What makes candidates of meshes: balanced cuts, rows by speed, and their score."""
+    """Maker of candidates from meshes: balanced cuts, rows by speed, and their score."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -416,7 +416,7 @@ class _Makers:
         return [range(*pair) for pair in pairwise(reversed(ends))]
 
     def few_counts(self, depth: int) -> list[int]:
-        """Numbers of micro-batches that suit a pipeline of so many stages."""
+        """Numbers of micro-batches that suit a pipeline of a given depth."""
         if depth == 1:
             return list(self.micro_batches[:4])
         wanted = sorted(self.micro_batches, key=lambda count: abs(count - 3 * depth))
@@ -564,7 +564,8 @@ def _changes(
             yield "fewer", [*meshes[:index], mesh._replace(ranks=mesh.ranks[:-size]), *meshes[index + 1 :]], cuts, count
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- the report
+# --------------------------------------------------------------------------------------------------------
 
 
 def _line(result: Mapping[str, Any]) -> str:

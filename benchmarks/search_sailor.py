@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 
-from sailor_prices import SailorPrices
+from sailor_prices import STACK, SailorPrices
 from sailor_scores import Physical, Score, Slice, Stage, Strict
 from search_bound import linear_bound
 
@@ -108,10 +108,11 @@ def main() -> None:
         settings = SearchSettings(time_limit=options.seconds, top=TOP)
         strict, physical = (rules(profile=profile, cluster=cluster, batch=BATCH) for rules in (Strict, Physical))
         theirs = search(profile, cluster, batch=BATCH, settings=settings, prices=SailorPrices.by(strict))
-        own = search(profile, cluster, batch=BATCH, settings=settings)
+        prices = CostModel.of(profile, cluster, batch=BATCH, stack=STACK)
+        own = search(profile, cluster, batch=BATCH, settings=settings, prices=prices)
         their_bound = linear_bound(SailorPrices.by(strict), BATCH, COUNTS, known=theirs.best.prediction.step_seconds)
         own_bound = linear_bound(
-            CostModel.of(profile, cluster, batch=BATCH),
+            prices,
             BATCH,
             COUNTS,
             known=own.best.prediction.step_seconds,

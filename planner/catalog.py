@@ -73,6 +73,7 @@ def device_types() -> Mapping[str, DeviceType]:
     found: dict[str, DeviceType] = {}
     for row in read_table("gpus.csv"):
         speed = {
+            "float64": row["fp64_tflops"],
             "float32": row["fp32_tflops"],
             "tfloat32": row["tf32_tflops_dense"],
             "float16": row["fp16_bf16_tensor_tflops_dense"],

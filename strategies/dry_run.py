@@ -158,7 +158,10 @@ class WithoutData(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator on shapes, for modes that watch its results besides."""
         if _takes_device(func):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if _have_data(args) or _have_data(kwargs.values()):

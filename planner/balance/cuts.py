@@ -22,6 +22,7 @@ import numpy as np
 
 from whale.errors import InfeasibleError, UsageError
 from whale.planner.advice import advised, gib
+from whale.planner.schedules.in_flight import in_flight
 
 __all__ = [
     "Cut",
@@ -125,7 +126,7 @@ class CutProblem:
     def held(self) -> tuple[int, ...]:
         """Micro-batches in flight at each stage."""
         count = len(self.groups)
-        return self.in_flight or tuple(min(count - stage, self.micro_batches) for stage in range(count))
+        return self.in_flight or tuple(in_flight("1f1b", count, stage, self.micro_batches) for stage in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,24 +28,24 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
 KERNEL_SECONDS = 3e-6
-"""What a kernel takes at least on the device, start and end of its grid included (typical of CUDA; recalled)."""
+"""Least time of a kernel on the device, including start and end of its grid (typical of CUDA; recalled)."""
 
 CAST_BYTES = 2
 """Bytes that casts to float8 move for each element that a product reads: 2 read and 1 written, and 1 for the transpose,
 of each of input, weight and gradient once for the two products that read it."""
 
 CONVOLUTION_SHARE = 0.6
-"""What convolutions on tensor cores reach of a matrix product's rate (assumed; ResNet-50 comes out near what NVIDIA
-reports of V100 and A100)."""
+"""Rate of convolutions on tensor cores relative to matrix products (assumed; ResNet-50 then takes about what NVIDIA
+reports for V100 and A100)."""
 
 CACHE_SPEEDUP = 3.0
 """How much faster the last-level cache is than the memory (A100: about 5 TB/s against 1.6; recalled). A kernel that
 moves more than the cache holds evicts what it has yet to read: of one that moves twice as much, nothing is a hit."""
 
 SOFTMAX_KEYS, SOFTMAX_SLOWDOWN = 1024, 0.6
-"""A warp of Megatron's fused softmax holds a whole row of scores: above so many keys it runs out of registers, and
-gets slower by this power of the keys. Calibrated on the A100 and V100 rows of published_calibration.csv with 1,024 and
-2,048 keys."""
+"""A warp of Megatron's fused softmax has a whole row of scores in registers. Above this number of keys it runs out of
+registers, and gets slower by this power of the keys. Calibrated on the A100 and V100 rows of published_calibration.csv
+with 1,024 and 2,048 keys."""
 
 _POINTWISE = frozenset(
     f"aten.{name}"
@@ -70,10 +70,13 @@ _CUTS, _LEAST_CUT = (1, 2, 4, 8), 256
 shortest of them."""
 
 _TILE_START_K = 112
-"""A tile's start and end cost as much as so many steps of its inner dimension."""
+"""Cost of a tile's start and end, in steps of its inner dimension."""
+
+_VECTOR = ("float32", "float64")
+"""Number types without matrix units."""
 
 _LEAST_SIZE = 1e-9
-"""Of a dimension that has nothing in it."""
+"""Size used for an empty dimension."""
 
 
 def element_bytes(operator: str, precision: Precision) -> int:
@@ -111,7 +114,7 @@ class _Amounts:
         return self.elements(rows) * element_bytes + self.bytes(rows)
 
     def fixed(self, element_bytes: Array) -> Array:
-        """What there is without rows: weights."""
+        """The part that does not depend on rows: weights."""
         found: Array = self.elements.fixed * element_bytes + self.bytes.fixed
         return found
 
@@ -159,7 +162,7 @@ class KernelsAsRun:
         backward: bool = False,
         eager: bool = False,
     ) -> Array:
-        """Seconds of one of each (first axis) for so many rows (second axis), launches of the host apart.
+        """Seconds of one of each (first axis) for given rows (second axis), without launches of the host.
 
         Sequence parallelism divides what the tensor degree does not. Expert parallelism divides the weights of experts,
         not the rows: a device's experts get those of all others.
@@ -186,7 +189,7 @@ class KernelsAsRun:
         if len(own := self._others):
             rate, dtype = precision.rate(device, "convolutions")
             compute[own] = flops[own] / (
-                rate * (silicon.vector if dtype == "float32" else CONVOLUTION_SHARE * silicon.matmul)
+                rate * (silicon.vector if dtype in _VECTOR else CONVOLUTION_SHARE * silicon.matmul)
             )
             if dtype == "tfloat32":  # tensor cores want channels last, images in float32 are kept channels first
                 compute[own] += 2 * moved[own] / bandwidth
@@ -202,7 +205,7 @@ class KernelsAsRun:
         rates = [precision.rate(device), precision.rate(device, "attention")]
         vector = silicon.vector * (silicon.converted if precision.element_bytes < 4 else 1.0)
         vector *= 1.0 if backward else silicon.transposed
-        outside, inside = (rate * (vector if dtype == "float32" else silicon.matmul) for rate, dtype in rates)
+        outside, inside = (rate * (vector if dtype in _VECTOR else silicon.matmul) for rate, dtype in rates)
         found = matmul_seconds(batch, m, n, k, np.where(self._in_core, inside, outside), silicon.multiprocessors)
         if "float8" in (dtype for _, dtype in rates):
             is_cast = np.where(self._in_core, rates[1][1] == "float8", rates[0][1] == "float8")
@@ -214,7 +217,7 @@ class KernelsAsRun:
         self, device: DeviceType, silicon: Silicon, rows: Array, precision: Precision, flops: Array, backward: bool
     ) -> Array:
         rate, dtype = precision.rate(device, "attention")
-        share = silicon.vector_attention if dtype == "float32" else silicon.attention
+        share = silicon.vector_attention if dtype in _VECTOR else silicon.attention
         head = np.maximum(self._heads(rows), _LEAST_SIZE)
         half = np.where(self._is_causal, 0.5, 1.0)  # what is masked is skipped
         slowdown = 1.25 if backward else 1.0  # its backward is less efficient than its forward
@@ -232,7 +235,7 @@ def _flags(values: Iterable[bool]) -> Flags:
 
 
 def _places(values: Iterable[bool]) -> Places:
-    """Where they are true."""
+    """Indices of true values."""
     return np.flatnonzero(list(values))
 
 
@@ -381,8 +384,9 @@ def _alike(one: Kernel, other: Kernel) -> bool:
 
 
 def _fused(run: Sequence[Kernel]) -> Iterable[Kernel]:
-    """One kernel for a run: it reads all that they read and writes what the last writes, but for what one of them
-    writes and another reads. Without the graph between them that is an estimate; it moves no less than the largest."""
+    """One fused kernel for a run of kernels: it reads all of their inputs and writes the last output, except tensors
+    that pass between them. This is an estimate without the graph between them; it moves at least as much as the
+    largest."""
     if len(run) < 2:
         yield from run
         return

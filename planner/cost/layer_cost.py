@@ -1,4 +1,4 @@
-"""What one layer costs on one device: seconds and bytes, by device type, degrees, rows, precision and stack.
+"""Cost of one layer on one device: seconds and bytes, by device type, degrees, rows, precision and stack.
 
 The only place that turns a layer of the profile into prices. The search asks for the degrees that the profile has, the
 prediction of a compiled plan for any fraction of a layer. It knows neither groups nor links.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,8 +32,12 @@ from whale.planner.cost.stack import WHALE, Stack
 
 __all__ = ["Degrees", "LayerCosts", "LayerMemo"]
 
+SUSTAINED = {"T4": 0.5}
+"""Share of the rate of single blocks that whole steps sustain, by type of device: boards without a fan of their own
+clock down when they are hot. Calibrated on AMP's runs, which take twice what blocks that were timed alone tell."""
+
 MOST_USUAL_ROWS = 4096
-"""Up to so many powers of two are priced together; a search asks for most of them."""
+"""Limit of the powers of two of rows that are priced together; a search asks for most of them."""
 
 Degrees = tuple[int, int]
 """The tensor and the expert degree of a device's part of a layer."""
@@ -105,7 +109,8 @@ class LayerCosts:
                 accumulate=self.stack.zero < 2,
                 num_micro_batches=micro_batches,
             )
-            known.update(((*key, count), one) for count, one in zip(wanted, found, strict=True))
+            share = SUSTAINED.get(type_.name, 1.0)
+            known.update(((*key, count), _sustained(one, share)) for count, one in zip(wanted, found, strict=True))
         return known[*key, rows]
 
     def seconds_of_part(
@@ -214,7 +219,7 @@ class LayerCosts:
         return self.memo.amounts[key]
 
     def output_bytes(self, layer: int, rows: float) -> float:
-        """What a layer (a position in the chain) hands to the next for so many rows."""
+        """Output bytes of a layer (a position in the chain) for the given rows."""
         kind = self.profile.kinds[self.profile.layers[layer]]
         return kind.output.total(rows, self.precision.element_bytes)
 
@@ -244,18 +249,32 @@ class LayerCosts:
         return variant_of(kind, degree, expert).buffers if kind.variants else 0.0
 
     def state(self, parameters: float, frozen: float = 0.0, *, shards: int = 1, zero: int = 0) -> StateBytes:
-        """Bytes of weights, gradients and optimizer states of so many parameters, of which *shards* devices divide what
-        *zero* says, and of so many that are not trained."""
+        """Bytes of weights, gradients and optimizer states of a number of parameters, of which *shards* devices divide
+        the part of *zero*, and of a number that are not trained."""
         if self.runs:
             return run_state_bytes(parameters, frozen=frozen, precision=self.precision, optimizer=self.optimizer)
         return state_bytes(parameters, precision=self.precision, zero=zero, shards=shards)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a gradient when it is summed; float16 ones are as they are, whatever holds them (Megatron)."""
+        """Bytes per element of a gradient in a reduction; float16 gradients are reduced in float16 (Megatron)."""
         if self.runs:
             return self.precision.element_bytes
         return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, self.stack.zero)
+
+
+def _sustained(one: LayerSeconds, share: float) -> LayerSeconds:
+    """Times at a share of the rate, unless they were measured or are the host's."""
+    if one.measured or share == 1:
+        return one
+    return replace(
+        one,
+        forward=max(one.forward, (one.forward - one.forward_slack) / share),
+        backward=max(one.backward, (one.backward - one.backward_slack) / share),
+        weights=one.weights / share,
+        forward_slack=max(0.0, one.forward - (one.forward - one.forward_slack) / share),
+        backward_slack=max(0.0, one.backward - (one.backward - one.backward_slack) / share),
+    )
 
 
 def _blend(one: LayerSeconds, other: LayerSeconds, share: float, rest: float) -> LayerSeconds:

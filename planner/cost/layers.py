@@ -35,8 +35,8 @@ __all__ = [
 
 Recompute = Literal["none", "selective", "full"]
 
-COLLECTIVE_LAUNCH_SECONDS = 50e-6
-"""What the host takes to launch a collective inside a layer."""
+COLLECTIVE_LAUNCH_SECONDS = 35e-6
+"""Seconds of the host to launch a collective inside a layer."""
 
 LOCKSTEP_SLOWDOWN = 1.4
 """How much longer launches take in a tensor group of more than four devices: it spans both sockets of a host, and waits
@@ -119,7 +119,8 @@ def layer_seconds_by_rows(
     parallelism cuts rows). Together they take little more to work out than one.
 
     Args:
-        kind: of the layer, with kernels or measured times; the latter win where they are of this device type.
+        kind: of the layer, with kernels or measured times; measured times have priority if they are of this device
+            type.
         device: on which one shard of the layer runs.
         rows: of the micro-batches.
         tensor_degree: devices over which its matrices are split.
@@ -177,7 +178,7 @@ def layer_seconds_by_rows(
         if kind.measured and not variant.forward and not variant.backward:
             raise UsageError(_unmeasured(kind, device))
         found = modelled(variant)
-    elif variant.expert_degree > 1:  # nobody has measured that
+    elif variant.expert_degree > 1:  # never measured
         found = list(map(_by_the_model, found, modelled(variant_of(kind, 1)), modelled(variant)))
     return [
         replace(
@@ -207,7 +208,7 @@ class _Priced:
     expert_degree: int
 
     def seconds(self, recompute: Recompute, added_bytes: float, updated_bytes: float) -> list[LayerSeconds]:
-        """What it takes, for each number of rows: *added_bytes* are moved by each backward, *updated_bytes* once."""
+        """Seconds for each number of rows; each backward moves *added_bytes*, the update *updated_bytes* once."""
         variant, silicon = self.variant, silicon_of(self.device)
         bandwidth = self.device.memory_bandwidth * silicon.bandwidth
         forward, forward_host, _ = self._of(variant.forward)
@@ -253,7 +254,7 @@ class _Priced:
         return _in_all(spent), launches, _in_all(spent[runs.of_weights] if backward else spent[:0])
 
     def _recomputed(self) -> tuple[Kernel, ...]:
-        """What selective recomputation repeats."""
+        """Kernels that selective recomputation repeats."""
         forward = self.variant.forward
         chosen = [kernel for kernel in forward if (kernel.kind == "memory" if self.fused else _in_core(kernel))]
         if self.eager and self.fused:
@@ -332,7 +333,7 @@ def _collectives(communications: Iterable[Communication], rows: float, precision
 
 
 def _nearest_times(kind: LayerKind, device: DeviceType, tensor_degree: int) -> MeasuredTimes | None:
-    """Those of this type of device, at the degree or the one next to it."""
+    """Measured times of this device type, at the degree or the nearest one."""
     known = [times for times in kind.measured if times.device_type == device.name]
     return min(known, key=lambda t: (abs(t.tensor_degree - tensor_degree), t.tensor_degree), default=None)
 
@@ -357,8 +358,7 @@ def _measured_seconds(
 
 
 def _by_the_model(measured: LayerSeconds, whole: LayerSeconds, split: LayerSeconds) -> LayerSeconds:
-    """What was measured of a layer with whole experts as it should be with experts that are split: as many times longer
-    as by the model of both."""
+    """Measured times of a layer with whole experts, scaled to split experts by the ratio of the modelled times."""
 
     def as_many(name: str) -> float:
         known: float = getattr(whole, name)

@@ -1,4 +1,4 @@
-"""What a pipeline of stages costs, each on its own devices: the workload of its step, its memory, its prediction.
+"""Cost of a plan: the workload of its step, its memory and its prediction, for stages on their own devices.
 
 The one evaluation of plans: the search scores its candidates here, and ``whale estimate`` the uniform plan that its
 degrees name. Replicas of a stage whose devices, places in their nodes, rows and neighbours are alike are one *kind*,
@@ -82,7 +82,7 @@ class PlanStage:
 SCATTERED_BEFORE = 0.3
 """Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
 
-SHARDED_SLOWDOWN = 0.7
+SHARDED_SLOWDOWN = 0.8
 """How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
 the shorter of them."""
 
@@ -215,7 +215,14 @@ class PlanCost:
             flops=3 * batch * self.prices.flops,
             memory=sorted(self.memory(), key=lambda device: device.rank),
             measured=all(price.measured for own in self.costs for price in own),
+            launched=self._launched,
         )
+
+    @property
+    def _launched(self) -> float:
+        """The part of the tasks' time that the host's launches decide."""
+        costs = [cost for own in self.costs for cost in own]
+        return sum(cost.launched for cost in costs) / max(1e-12, sum(cost.forward + cost.backward for cost in costs))
 
     @cached_property
     def _devices(self) -> list[tuple[int, ...]]:
@@ -263,8 +270,8 @@ class PlanCost:
         )
 
     def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
-        """What kinds of replicas hand to each other. Of a replica that sends to several of a kind, or receives from
-        several, all go through its one link: the busier end counts."""
+        """Transfers between kinds of replicas. A replica that sends to several of a kind, or receives from
+        several, uses one link for all: the busier end counts."""
         boundaries: list[Boundary] = []
         links: dict[tuple[int, int], LinkTime] = {}
         for boundary, pairs in enumerate(self.pairs):
@@ -460,7 +467,7 @@ class PlanCost:
         return most
 
     def memory(self) -> Iterator[DeviceMemory]:
-        """Of the smallest device of each kind of replica."""
+        """Memory of the smallest device of each kind of replica."""
         prices, zero = self.prices, self.prices.stack.zero
         renews = zero >= 2 and len(self.stages) > 1  # weights and gradients are whole, but made anew in each step
         for own in self._devices:
@@ -518,7 +525,7 @@ class PlanCost:
 
     @cached_property
     def _sets(self) -> tuple[frozenset[int], ...]:
-        """Of each stage the set of ranks that runs it, as a number."""
+        """For each stage the set of ranks that runs it, as a number."""
         return tuple(frozenset(own[:1]) for own in _on_same_ranks(self.stages))
 
     def _messages(self, index: int, kind: _Kind) -> float:
@@ -579,7 +586,7 @@ def _with_gathers(
 
 
 def _pairs(cluster: Cluster, here: PlanStage, there: PlanStage) -> Iterator[_Pair]:
-    """Who hands rows to whom: replicas have their rows in order, as ranges of the micro-batch."""
+    """Pairs of replicas with p2p transfers: replicas have their rows in order, as ranges of the micro-batch."""
     source = target = 0
     left, wanted = here.rows[0], there.rows[0]
     while True:

@@ -2,7 +2,7 @@
 
 A data sheet gives peak rates, board power, multiprocessors and caches (``planner/data/gpus.csv``). This file says what
 kernels reach of the peaks: a fraction that the design of the chip sets, at a clock that the board's power allows. The
-constants belong to designs and to laws, none to a single chip, so a chip that nobody measured is predicted from its
+constants belong to designs and to laws, none to a single chip, so a chip without measurements is predicted from its
 data sheet.
 """
 
@@ -21,9 +21,9 @@ __all__ = ["DESIGNS", "LAWS", "Design", "Laws", "Silicon", "clock", "silicon_of"
 GDDR_JOULES, HBM_JOULES = 60e-12, 31e-12
 """Energy of a byte from memory: 7.5 pJ a bit of GDDR6 (Micron), 3.9 pJ a bit of HBM2 (O'Connor et al., MICRO 2017)."""
 
-LEAST_VOLTAGE, VOLTAGE_SLOPE = 0.7, 0.6
-"""Voltage relative to that of the boost clock: it falls with the clock by this slope down to a floor (assumed; results
-hardly depend on it)."""
+LEAST_VOLTAGE, VOLTAGE_SLOPE = 0.7, 1.0
+"""Voltage relative to that of the boost clock: it falls with the clock by this slope down to a floor (assumed: power
+goes with the cube of the clock, as whole runs on H100 of 500 W and 700 W tell)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +54,21 @@ class Silicon:
     attention: float = 0.5
     vector_attention: float = 0.4
     bandwidth: float = 0.8
-    launch: float = 60e-6
+    launch: float = 64e-6
     calibrated: bool = False
     cache_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What the chips of one architecture have in common.
+    """Properties that the chips of one architecture share.
 
     Attributes:
         tensor_joules: energy of one 16-bit operation in the matrix units at the boost clock, of the process in which
             the chips are made; 0: unknown, and power is taken to be no limit.
         byte_joules: energy of a byte from memory.
-        wide: whether a scheduler of a multiprocessor issues one instruction a cycle to 32 float32 lanes, so that all
-            other instructions take cycles from them; with 16 lanes every second cycle is left for others.
+        wide: whether a multiprocessor has 128 float32 lanes, which its shared memory feeds with the 128 bytes a cycle
+            that it has in designs of 64 lanes too.
         shares_lanes: whether half of the float32 lanes also do the integer arithmetic of addresses.
         flash: fraction of the peak of matrix units, at the clock that the power allows, that the best attention kernel
             written for the design reaches in its forward; 0: there is none, and attention is PyTorch's memory-efficient
@@ -87,18 +87,18 @@ class Design:
     eager_matmul: float = 0.96
     eager_flash: float = 1.0
     bandwidth: float | None = None
-    launch: float = 60e-6
+    launch: float = 64e-6
     calibrated: bool = False
 
 
 _HOPPER = Design(
-    tensor_joules=0.8e-12,
+    tensor_joules=0.95e-12,
     byte_joules=HBM_JOULES,
     wide=True,
-    flash=0.67,
-    eager_matmul=0.85,
-    eager_flash=0.46,
-    bandwidth=0.7,
+    flash=0.6,
+    eager_matmul=0.84,
+    eager_flash=0.58,
+    bandwidth=0.73,
     calibrated=True,
 )
 
@@ -107,14 +107,16 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         "kepler": Design(wide=True),
         "pascal": Design(tensor_joules=3.1e-12, wide=True, calibrated=True),
         "pascal-100": Design(tensor_joules=3.1e-12, byte_joules=HBM_JOULES),
-        "volta": Design(tensor_joules=2.8e-12, byte_joules=HBM_JOULES, calibrated=True),
-        "turing": Design(tensor_joules=2.8e-12, calibrated=True),
-        "ampere-80": Design(tensor_joules=1.3e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True),
-        "ampere-86": Design(tensor_joules=1.8e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
-        "ada": Design(tensor_joules=1.1e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
+        "volta": Design(tensor_joules=3.3e-12, byte_joules=HBM_JOULES, calibrated=True),
+        "turing": Design(tensor_joules=2.85e-12, calibrated=True),
+        "ampere-80": Design(
+            tensor_joules=1.48e-12, byte_joules=HBM_JOULES, flash=0.53, bandwidth=0.75, calibrated=True
+        ),
+        "ampere-86": Design(tensor_joules=1.9e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
+        "ada": Design(tensor_joules=1.33e-12, wide=True, shares_lanes=True, flash=0.53, calibrated=True),
         "hopper": _HOPPER,
-        "grace-hopper": replace(_HOPPER, launch=67e-6),
-        "blackwell": replace(_HOPPER, tensor_joules=0.6e-12, calibrated=False),
+        "grace-hopper": _HOPPER,
+        "blackwell": replace(_HOPPER, tensor_joules=0.7e-12, calibrated=False),
     }
 )
 """By the column ``architecture`` of the table; a design that is not listed has the defaults.
@@ -135,9 +137,9 @@ class Laws:
 
     Attributes:
         sustained: fraction of the peak of matrix units at the clock that the power allows.
-        vector: fraction of the peak of number types without matrix units, at that clock, where 16 lanes share a
-            scheduler.
-        wide: the same where 32 lanes share one.
+        vector: fraction of the peak of number types without matrix units, at that clock, with 64 lanes to a
+            multiprocessor.
+        wide: the same with 128.
         transposed: rate of products that read a weight transposed where lanes are shared with integer arithmetic.
         converted: rate of products of 16-bit operands in float32 lanes, which convert them on the way.
         vector_joules: energy of a float32 operation relative to a 16-bit one in matrix units.
@@ -154,7 +156,7 @@ class Laws:
     wide: float = 0.74
     transposed: float = 0.82
     converted: float = 0.87
-    vector_joules: float = 6.0
+    vector_joules: float = 6.2
     bandwidth: float = 0.8
     memory_efficient: float = 0.3
     vector_attention: float = 0.4

@@ -1,4 +1,4 @@
-"""What a stage costs on the devices of a replica: layers, collectives, messages, sums of gradients, memory.
+"""Cost of a stage on the devices of a replica: layers, collectives, messages, gradient reductions, memory.
 
 The only place that knows links, reductions and what a device holds. A replica is as slow as its slowest device, and
 everything that makes replicas cost alike (device types, where they lie in their nodes, the nodes' links) is the key
@@ -36,7 +36,7 @@ BACKWARD_OVERLAP = 0.4
 of the input is reduced while they run): calibrated on layer_times.csv."""
 
 Shape = tuple[tuple[int, int, int, int], ...]
-"""Where a group lies: kind of node, its devices and adapters there, and how many such nodes follow each other."""
+"""Location of a group: kind of node, its devices and adapters there, and the number of such consecutive nodes."""
 
 
 class StageCost(NamedTuple):
@@ -49,6 +49,7 @@ class StageCost(NamedTuple):
         kept: bytes of a micro-batch from forward to backward; ``working``: beside them while a layer runs.
         update: seconds of the optimizer, once a step.
         measured: whether all times were measured.
+        launched: seconds among ``forward`` + ``backward`` of layers that wait for the host's launches.
     """
 
     forward: float
@@ -59,13 +60,14 @@ class StageCost(NamedTuple):
     working: float
     update: float
     measured: bool
+    launched: float = 0.0
 
 
 NOTHING = StageCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, True)
 
 
 class Hop(NamedTuple):
-    """What a message between two tensor groups takes: seconds besides its bytes, and bytes per second."""
+    """Cost of a message between two tensor groups: seconds besides its bytes, and bytes per second."""
 
     latency: float
     bandwidth: float
@@ -127,7 +129,7 @@ class TensorGroup:
 
 
 class Memo(LayerMemo):
-    """What was priced already, for one profile, precision, stack and optimizer; others empty it.
+    """Cache of costs for one profile, precision, stack and optimizer; others empty it.
 
     Keys say all that a price depends on, so it may be handed from a search to the next one on other machines.
     """
@@ -208,7 +210,7 @@ class CostModel(LayerCosts):
 
     @cached_property
     def overhead_bytes(self) -> dict[str, float]:
-        """What is taken on a device of each type before any layer, by the name of the type."""
+        """Bytes on a device of each type before any layer, by the name of the type."""
         num = len(self.cluster.devices)
         given = self.batch * self.profile.row_bytes if self.runs else 0.0
         return {type_.name: framework_bytes(type_, num) + given for type_ in self.num_of_types}
@@ -234,7 +236,7 @@ class CostModel(LayerCosts):
         return 1 + self.wasted
 
     def knows(self, type_: DeviceType, degree: int, per_node: int) -> bool:
-        """Whether layers have times on groups of so many devices of a type, of which a node has *per_node*.
+        """Whether layers have times on groups of *degree* devices of a type, of which a node has *per_node*.
 
         Times that hold the collectives of their group tell nothing of other groups, nor of one that spans nodes.
         """
@@ -287,7 +289,7 @@ class CostModel(LayerCosts):
         return self._groups[kind]
 
     def shape(self, ranks: Sequence[int]) -> Shape:
-        """Where ranks lie, for a key. Linear in the ranks."""
+        """Key for the location of ranks. Linear in the ranks."""
         kinds, places, parts = self._kinds_of_nodes, self._places, self._parts
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
@@ -316,14 +318,14 @@ class CostModel(LayerCosts):
 
     @cached_property
     def _places(self) -> list[tuple[int, int]]:
-        """Of each rank the index of its node and its position there."""
+        """For each rank the index of its node and its position there."""
         return [(index, place) for index, node in enumerate(self.cluster.nodes) for place in range(len(node.ranks))]
 
     @cached_property
     def _kinds_of_nodes(self) -> list[int]:
-        """Of each node a number: nodes of the same number have the same links and devices."""
+        """A number for each node: nodes with the same number have the same links and devices."""
         found: list[int] = []
-        numbers: dict[Any, int] = {}  # by types that are the same objects, which are told apart more quickly
+        numbers: dict[Any, int] = {}  # by identity of types, which is faster
         for node in self.cluster.nodes:
             types = tuple(self.cluster.devices[rank].type for rank in node.ranks)
             look = (node.intra, node.inter, tuple(map(id, types)))
@@ -350,7 +352,7 @@ class CostModel(LayerCosts):
         return found
 
     def _price(self, kind: int, group: TensorGroup, rows: float, micro_batches: int, shards: int) -> StageCost:
-        """Of *rows* rows on each device."""
+        """Cost of *rows* rows on each device."""
         degrees = group.tensor, group.expert
         spent = [self.seconds(kind, type_, degrees, rows, micro_batches, shards) for type_ in group.types]
         slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
@@ -369,6 +371,8 @@ class CostModel(LayerCosts):
             working=max(self.working(kind, type_, degrees, rows) for type_ in group.types),
             update=max(one.update for one in once),
             measured=slowest.measured,
+            launched=(slowest.forward if slowest.forward_slack else 0.0)
+            + (slowest.backward if slowest.backward_slack else 0.0),
         )
 
     def stage(
@@ -388,6 +392,7 @@ class CostModel(LayerCosts):
             working=max(price.working for _, price in found),
             update=sum(count * price.update for count, price in found),
             measured=all(price.measured for _, price in found),
+            launched=sum(count * price.launched for count, price in found),
         )
 
     def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
@@ -439,14 +444,14 @@ class CostModel(LayerCosts):
         return whole + self.state(experts, shards=max(1, shards // expert), zero=zero)
 
     def step_bytes(self, parameters: float) -> float:
-        """What the optimizer's step takes besides, where it goes through lists of parameters."""
+        """Temporary bytes of the optimizer's step, if it is multi-tensor."""
         if not self.runs or any(type_.is_processor for type_ in self.num_of_types):
             return 0.0
         return costs_of(self.optimizer).in_lists * parameters * self.precision.element_bytes
 
     def handed_bytes(self, layer: int, rows: float) -> float:
-        """What a stage that ends with a layer holds of a micro-batch because it hands it on: nothing in stacks like
-        Megatron's, which let it go."""
+        """Bytes of a micro-batch's output that a stage ending with a layer stores: none in stacks like Megatron's,
+        which free it."""
         return self.output_bytes(layer, rows) if self.runs else 0.0
 
     def over(self, kind: str, ranks: Sequence[int], num_alike: int, num_bytes: float) -> float:
@@ -464,8 +469,8 @@ class CostModel(LayerCosts):
         return num_bytes / message * self.over("all_reduce", ranks, degree, message)
 
     def message_bytes(self, num_bytes: float, degree: int) -> float:
-        """Bytes of a message in which so many bytes of gradients are summed: a bucket, or a parameter that is larger;
-        in other stacks all of them."""
+        """Bytes of a message of a gradient reduction: a bucket, or a larger parameter; in other stacks all
+        gradients."""
         return min(num_bytes, max(BUCKET_BYTES, self._largest_bytes / degree)) if self.runs else num_bytes
 
     def beside(self, ranks: Sequence[int], num_alike: int, num_bytes: float) -> Beside:
@@ -486,8 +491,8 @@ class CostModel(LayerCosts):
 
     @cached_property
     def _largest_bytes(self) -> float:
-        """Of the gradients of the largest parameter of a layer, each of which is a message of its own: on average over
-        the bytes of the model. All gradients of a layer where that is not known."""
+        """Bytes of the gradients of a layer's largest parameter, each of which is a message of its own: on average over
+        the bytes of the model. All gradients of a layer if that is not known."""
         sizes = []
         for index, num in Counter(self.profile.layers).items():
             kind, whole = self.profile.kinds[index], sum(self.parameters_of(index, self.tensor_degrees[0]))
@@ -520,8 +525,8 @@ class CostModel(LayerCosts):
         return round(whole / (min(source, target) if self.runs or self.stack.scatters else positions))
 
     def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
-        """What *num_bytes* (`handed`) from a device of the group *source* to one of *target* take, all pairs sending at
-        once; not as Whale runs it, ``into`` (the target's) then gathers *whole*."""
+        """Seconds of *num_bytes* (`handed`) from a device of the group *source* to one of *target*, all pairs sending
+        at once; in stacks other than Whale's, ``into`` (the target's) then gathers *whole*."""
         a, b = source[0], target[0]
         node = self.cluster.node_of(a)
         same = self.cluster.node_of(b) is node

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.mesh_costs import Integers, MeshCosts
 from whale.planner.search.space import Chain, Mesh
 
@@ -167,13 +168,9 @@ class DeviceCountProgram:
         wanted = ends[None, :] - self.bounds[:, None] * (1 + 1e-9)
         return np.searchsorted(sums, wanted.ravel(), side="left").reshape(wanted.shape).astype(np.int32)
 
-    def _held(self, depth: int) -> int:
-        """Micro-batches in flight at a stage, by its distance from the end."""
-        return self.micro_batches if self.schedule == "gpipe" else min(depth, self.micro_batches)
-
     def _tight(self, max_stages: int) -> Integers:
         """The options whose memory may hold less than they can do in time, with as much in flight as there can be."""
-        held = self._held(max_stages)
+        held = in_flight(self.schedule, max_stages, 0, self.micro_batches)
         memory = np.stack([option.costs.reach(held) for option in self.options])
         return np.flatnonzero((memory > self.by_time[:, -1]).any(axis=1))
 
@@ -182,7 +179,7 @@ class DeviceCountProgram:
         nowhere, first = len(self.chain) + 1, by_time
         found = np.full((*by_time.shape[:2], nowhere + 1), nowhere, dtype=np.int32)
         if len(self.tight):
-            held = self._held(depth)
+            held = in_flight(self.schedule, depth, 0, self.micro_batches)
             memory = np.stack([self.options[place].costs.reach(held) for place in self.tight]).astype(np.int32)
             first = by_time.copy()
             first[self.tight] = np.maximum(by_time[self.tight], memory[:, None, :])
@@ -280,8 +277,8 @@ class GroupedStages:
         max_stages: int,
     ) -> None:
         self.chain, self.micro_batches, self.max_stages = chain, micro_batches, max_stages
-        self.most_held = micro_batches if schedule == "gpipe" else min(max_stages, micro_batches)
-        self.gpipe = schedule == "gpipe"
+        self.schedule = schedule
+        self.most_held = in_flight(schedule, max_stages, 0, micro_batches)
         self.paces = {run.costs.mesh: run.costs.pace_lists(micro_batches) for run in runs}
         most = HIGHEST * least
         if micro_batches > 1:
@@ -342,7 +339,7 @@ class GroupedStages:
             for _ in range(min(num, self.max_stages - len(found))):
                 first = bisect_left(sums, ends[end] - bound)
                 if first < hardest[end]:
-                    held = self.most_held if self.gpipe else min(len(found) + 1, self.micro_batches)
+                    held = in_flight(self.schedule, len(found) + 1, 0, self.micro_batches)
                     first = max(first, costs.reach_list(held)[end])
                 if first >= end:
                     break

@@ -8,6 +8,8 @@ from benchmarks.sailor_scores import Physical, Slice, Stage, Strict, uniform
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import Affine, Amount, LayerKind, LayerVariant, LinkCurve, MeasuredTimes, ModelProfile, Saved
 from whale.planner.catalog import device_types_with
+from whale.planner.cost.stack import Stack
+from whale.planner.cost.stage import CostModel
 from whale.planner.profile_import import import_sailor
 from whale.planner.search import SearchSettings, search
 
@@ -136,7 +138,9 @@ def test_a_plan_of_mixed_devices_takes_what_its_last_micro_batch_needs() -> None
 def test_the_search_beats_what_is_published_for_a_mixed_cluster() -> None:
     """Sailor's own plan makes 0.361 steps a second, the best of plans like it with uneven micro-batches 0.406."""
     rules = clusters(80, 240)
-    found = search(rules.profile, rules.cluster, batch=1024, settings=SearchSettings(time_limit=60.0))
+    stack = Stack(name="megatron", interleaved=True)  # what ran there: sums after the last backward, scattered messages
+    prices = CostModel.of(rules.profile, rules.cluster, batch=1024, stack=stack)
+    found = search(rules.profile, rules.cluster, batch=1024, settings=SearchSettings(time_limit=60.0), prices=prices)
     best = found.best
     assert best.micro_batches == 13  # of 80 rows, as all devices divide them, and a last one of 64
     chain = tuple(

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
@@ -143,8 +142,8 @@ def brief_peak_memory(
 
 def _without_data(device: Device) -> AbstractContextManager[Any]:
     """Run operators on shapes only: those of processors with fake tensors, which show what a processor's kernels save;
-    those of accelerators with substitutes for fused kernels (`accelerated`), in a tenth of the time."""
-    return WithoutData() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
+    those of accelerators in the mode that counts (`_Living`), with substitutes for fused kernels (`accelerated`)."""
+    return nullcontext() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +263,7 @@ class _Trial:
     def __init__(self, compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None) -> None:
         self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
         self.place = torch.device("meta" if device == "cuda" else "cpu")
-        self.live = _Living()
+        self.live = _Living(device)
         self.parameters: dict[str, nn.Parameter] = {}
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.batch: dict[str, Any] = {}
@@ -397,11 +396,13 @@ class _Noting(tuple[Any, ...]):
         self.noted[key] = max(self.noted[key], size)
 
 
-class _Living(TorchDispatchMode):
-    """Counts live storages by category: registered ones, and those that operators allocate."""
+class _Living(WithoutData):
+    """Counts live storages by category: registered ones, and those that operators allocate, on shapes alone unless the
+    tensors are fake."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
+        self._fake = device == "cpu"
         self.now = self.task_peak = 0
         self.by_purpose: Counter[str] = Counter()
         self.at_peak: Counter[str] = Counter()
@@ -453,7 +454,7 @@ class _Living(TorchDispatchMode):
         return tensor.untyped_storage()._cdata == self._newest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {})) if self._fake else self.run(func, args, kwargs or {})
         if func is not torch.ops.prim.device.default:
             for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):

@@ -8,7 +8,7 @@ simulator's input.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -61,7 +61,7 @@ def workload_of(
         schedule=schedule,
         stages=tuple(works),
         boundaries=boundaries,
-        reductions=_reductions(compilation, costs, backwards),
+        reductions=_reductions(compilation, costs, layers, backwards),
         links=_links(costs, boundaries),
         update=tuple(update),
         overhead=step_overhead(types, agreed),
@@ -274,18 +274,16 @@ def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]
 
 
 def _reductions(
-    compilation: Compilation, costs: Costs, backwards: Mapping[tuple[int, int], Backward]
+    compilation: Compilation,
+    costs: Costs,
+    layers: Sequence[StageLayers],
+    backwards: Mapping[tuple[int, int], Backward],
 ) -> tuple[Reduction, ...]:
-    """The buckets of gradients. A bucket is ready when its fraction of the stage's gradients, by bytes, is."""
-    sizes = bucket_bytes(compilation)
-    groups = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
-    for spec, size in zip(compilation.reduces, sizes, strict=True):
-        groups[spec.ranks, spec.stages] += size
-    done = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
+    """The buckets of gradients, in the order in which they are launched."""
     found = []
-    for spec, size in zip(compilation.reduces, sizes, strict=True):
-        key = (spec.ranks, spec.stages)
-        done[key] += size
+    for spec, size, ready in zip(
+        compilation.reduces, bucket_bytes(compilation), _ready(compilation, costs, layers), strict=True
+    ):
         cost = costs.collective_cost("all_reduce", spec.ranks, size, _num_alike(compilation, spec))
         found.append(
             Reduction(
@@ -293,12 +291,63 @@ def _reductions(
                 stages=spec.stages,
                 bytes=size,
                 seconds=cost.seconds,
-                ready=1.0 if len(spec.stages) > 1 else min(1.0, done[key] / max(1, groups[key])),
+                ready=ready,
                 slowdown=_slowdowns(costs, spec, cost.beside, backwards),
                 stretch=cost.beside.stretch if cost.beside is not None else 0.0,
             )
         )
     return tuple(found)
+
+
+def _ready(compilation: Compilation, costs: Costs, layers: Sequence[StageLayers]) -> list[float]:
+    """For each bucket the fraction of the last backward after which it is ready: when the backwards of its layers, and
+    in a layer as large a part as that of its parameters that came before, are done. Parameters of no layer are ready
+    with those before them, and those that stages share at the end."""
+    layer_of = _layers_of(costs.profile.paths)
+    both = list(zip(compilation.reduces, compilation.bucket_parameters, strict=True))
+    num = Counter((spec.ranks, spec.stages, layer_of(name)) for spec, names in both for name in names)
+    done: Counter[Any] = Counter()
+    before: dict[Any, dict[int, tuple[float, float]]] = {}
+    last: dict[Any, float] = defaultdict(float)
+    found = []
+    for spec, names in both:
+        group, stage = (spec.ranks, spec.stages), layers[spec.stages[0]]
+        parts = (spec.stages[0], costs.cluster.devices[spec.ranks[0]].type.name, stage.parts[spec.ranks[0]])
+        if parts not in before:
+            before[parts] = _backwards_before(costs, stage, spec.ranks[0])
+        known = before[parts] if len(spec.stages) == 1 else {}
+        done.update((*group, layer_of(name)) for name in names)
+        for layer in {layer_of(name) for name in names}:
+            start, share = known.get(layer, (0.0, 0.0))
+            last[group] = max(last[group], start + share * done[*group, layer] / num[*group, layer])
+        found.append(min(1.0, last[group]) if known else 1.0)
+    return found
+
+
+def _layers_of(paths: Sequence[str]) -> Callable[[str], int]:
+    """The layer of a parameter, the one with the longest path that it begins with; -1 for none."""
+    positions = {path: layer for layer, path in reversed(list(enumerate(paths))) if path}
+
+    @cache
+    def layer_of(name: str) -> int:
+        while name and name not in positions:
+            name = name.rpartition(".")[0]
+        return positions.get(name, -1)
+
+    return layer_of
+
+
+def _backwards_before(costs: Costs, stage: StageLayers, rank: int) -> dict[int, tuple[float, float]]:
+    """By layer the fraction of a rank's backward of a stage that comes before the layer's own, and its own fraction."""
+    spent = {
+        layer: costs.layer(costs.profile.layers[layer], rank, part).backward
+        for layer, part in zip(stage.layers, stage.parts[rank], strict=True)
+    }
+    total, done, found = sum(spent.values()), 0.0, {}
+    for layer in reversed(stage.layers):
+        found[layer] = (done / total, spent[layer] / total) if total else (1.0, 0.0)
+        done += spent[layer]
+    return found
 
 
 def _num_alike(compilation: Compilation, spec: ReduceSpec) -> int:
