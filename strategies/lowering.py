@@ -106,6 +106,22 @@ class _Lowering:
         """The places of the operators in the whole graph."""
         return {node: i for i, node in enumerate(self.captured.graph.nodes)}
 
+    def _wait_for_gradients(self) -> None:
+        """Let an output depend on everything whose gradient other ranks sum with this one, which has no rows: some
+        operators, such as attention with a mask, return no gradients where there is nothing to compute."""
+        main, trained = self.emitters[MICRO_BATCH], [needs_grad(value) for value in self.stage.sent]
+        trained += [True] * (self.stage.loss is not None)
+        if not any(trained):
+            return
+        place = trained.index(True)
+        for node in [node for node in main.graph.nodes if node.op == "call_module"]:
+            module = getattr(main.root, str(node.target))
+            if isinstance(module, Bridge) and module.conversion.backward_collective:
+                flat = main.graph.call_function(aten.reshape.default, (node, [-1]))
+                nothing = main.graph.call_function(aten.slice.Tensor, (flat, 0, 0, 0))
+                total = main.graph.call_function(aten.sum.default, (nothing,))
+                main.outputs[place] = main.graph.call_function(aten.add.Tensor, (main.outputs[place], total))
+
     # The walk
 
     def run(self) -> LocalProgram:
@@ -120,6 +136,8 @@ class _Lowering:
             main.outputs.append(self.read(value, want))
         if self.stage.loss is not None:
             main.outputs.append(self.read(self.stage.loss, self.stage.loss_placements))
+        if _nothing(self.stage, self.coordinates) is not None:
+            self._wait_for_gradients()
         for value in self.stage.mutated.values():
             main.outputs.append(self.read(value, self.whole))
         group_once(main.graph)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import inf
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out
-from whale.planner.search.partial_plans import PartialPlan, Scored, best_cuts, best_timed, score_partial
+from whale.planner.search.partial_plans import PartialPlan, Scored, allowed, best_cuts, best_timed, score_partial
 from whale.planner.search.problem import Candidate, SearchSettings
 from whale.planner.search.space import Chain, Mesh, Pool, pools_of
 from whale.planner.search.table import CostTable
@@ -28,6 +29,9 @@ LONGEST_LINE = 16
 
 MOST_COUNTS = 12
 """Numbers of micro-batches that are tried for each mesh: the smallest for one stage, spread for pipelines."""
+
+MOST_FULL = 4
+"""Times the memory of a device that rows by speed may need of it, where others hold less of a share of theirs."""
 
 MOST_LAID_OUT = 3
 """Plans of a kind that are laid out until one fits on its ranks."""
@@ -122,20 +126,27 @@ def _micro_batches(batch: int, settings: SearchSettings, stages: int) -> list[in
 
 
 def _scored(meshes: CostTable, sequence: tuple[Mesh, ...], batch: int, count: int, schedule: str) -> Scored | None:
-    """The sequence with its best cuts; None where it does not fit."""
+    """The sequence with its best cuts; None where it does not fit. One stage may fit with other rows than by speed."""
     if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
         return None
-    starts = best_cuts(meshes, sequence, batch, count, schedule)
-    if starts is None:
+    starts = (0,) if len(sequence) == 1 else best_cuts(meshes, sequence, batch, count, schedule)
+    if starts is None or not allowed(meshes, sequence, starts):
         return None
-    return score_partial(
-        meshes, PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule), batch
-    )
+    plan = PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule)
+    return score_partial(meshes, plan, batch)
 
 
 def _best(meshes: CostTable, drafts: Sequence[Scored], batch: int) -> Candidate | None:
-    """The fastest of the first few on their ranks."""
+    """The fastest of the first few that fit on their ranks: by speed, or with other rows where types are mixed."""
     leading = best_timed(drafts, MOST_LAID_OUT)
-    found = (laid_out(meshes, one.draft, batch) for one in leading)
+    limit = leading[0].seconds if leading else inf
+    unsure = [one for one in drafts if 1 < one.fullness < MOST_FULL and one.seconds < limit and _is_mixed(one)]
+    nearest = sorted(unsure, key=lambda one: one.fullness)[:MOST_LAID_OUT]
+    found = (laid_out(meshes, one.draft, batch) for one in (*nearest, *leading))
     fitting = (one for one in found if one.prediction.fits)
     return min(fitting, key=lambda one: one.prediction.step_seconds, default=None)
+
+
+def _is_mixed(scored: Scored) -> bool:
+    """Whether its first stage has devices of several types."""
+    return sum(map(bool, scored.draft.meshes[0].counts)) > 1

@@ -1,0 +1,115 @@
+"""Tests of which plans a search compiles, and which wins: with a model that compiles to what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.chains import card, chain, layer, machines
+from whale.commands.searching import search_plans
+from whale.errors import InfeasibleError
+from whale.ir.cluster import Cluster, Link
+from whale.ir.plan import ModelIdentity, Plan
+from whale.ir.profile import ModelProfile
+from whale.ir.workload import Prediction, Workload
+from whale.planner.search import SearchSettings
+from whale.planner.search.simple import simple_plans
+
+SLOW = Link(bandwidth=1e8, latency=1e-3)
+LAYERS = [0] * 8
+
+
+@dataclass
+class Model:
+    """Compiles every plan to the search's prediction, changed by a rule."""
+
+    change: Callable[[Plan, Prediction], Prediction]
+    identity: ModelIdentity = field(default_factory=lambda: ModelIdentity(name="model", hash="sha256:0"))
+    dtype: str = "float32"
+    compiled: int = 0
+
+    def uncut(self, micro_batches: int) -> str:
+        return ""
+
+    def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
+        return [(path, index) for index, path in enumerate(anchors)]
+
+    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
+        self.compiled += 1
+        assert plan.prediction is not None and plan.workload is not None
+        return self.change(plan, plan.prediction), plan.workload
+
+
+def profile(**sizes: float) -> ModelProfile:
+    kinds = [layer({"cpu-fast": 1e-2, "cpu-slow": 2e-2}, **sizes)]  # type: ignore[arg-type]
+    return chain(kinds, LAYERS).model_copy(update={"paths": tuple(f"layers.{index}" for index in range(len(LAYERS)))})
+
+
+def searched(model: Model, given: ModelProfile, cluster: Cluster, **settings: Any) -> Any:
+    return search_plans(given, cluster, batch=16, settings=SearchSettings(**settings), trial=model)
+
+
+def faster(num_stages: int, factor: float) -> Callable[[Plan, Prediction], Prediction]:
+    """Plans of *num_stages* stages take a part, *factor*, of what the search said."""
+
+    def change(plan: Plan, prediction: Prediction) -> Prediction:
+        part = factor if len(plan.stages) == num_stages else 1.0
+        return prediction.model_copy(update={"step_seconds": prediction.step_seconds * part})
+
+    return change
+
+
+def larger(cluster: Cluster, factor: float) -> Callable[[Plan, Prediction], Prediction]:
+    """Every plan takes *factor* times the memory that the search said."""
+
+    def change(plan: Plan, prediction: Prediction) -> Prediction:
+        memory = tuple(
+            one.model_copy(update={"buffers": one.buffers + round(one.total * (factor - 1))})
+            for one in prediction.memory
+        )
+        fits = all(one.total <= cluster.devices[one.rank].memory_bytes for one in memory)
+        return prediction.model_copy(update={"memory": memory, "fits": fits})
+
+    return change
+
+
+def test_one_stage_wins_where_its_sums_run_beside_the_backward() -> None:
+    """The search prices the sums as exposed, and prefers a pipeline by far."""
+    cluster = machines([card("fast")] * 4, SLOW)
+    given = profile(parameters=3e5)
+    pipeline = searched(Model(faster(1, 1.0)), given, cluster).best
+    assert len(pipeline.plan.stages) > 1
+    alone = min(
+        (one for one in simple_plans(given, cluster, batch=16, settings=SearchSettings()) if len(one.stages) == 1),
+        key=lambda one: one.prediction.step_seconds,
+    )
+    needed = 0.98 * pipeline.prediction.step_seconds / alone.prediction.step_seconds
+    found = searched(Model(faster(1, needed)), given, cluster, top=1).best
+    assert found.compiled and len(found.plan.stages) == 1
+
+
+def test_simple_plans_are_not_compiled_where_they_could_not_be_better() -> None:
+    cluster = machines([card("fast")] * 4, SLOW)
+    model = Model(faster(1, 1.0))
+    searched(model, profile(parameters=1e8), cluster)
+    assert model.compiled <= 8  # five of the search, and pipelines of a stage a device
+
+
+@pytest.mark.parametrize("factor", [1.01, 1.1, 1.3])
+def test_where_no_plan_fits_once_compiled_others_are_tried_until_one_does(factor: float) -> None:
+    """Memory that the search lacks is found by compiling, and searched with."""
+    given = profile(parameters=2e8, kept=2e8)
+    roomy = machines([card("fast"), card("slow")] * 2)
+    needs = max(one.total for one in searched(Model(faster(1, 1.0)), given, roomy).best.prediction.memory)
+    cluster = machines([card("fast", needs / 2**30), card("slow", needs / 2**30)] * 2)
+    found = searched(Model(larger(cluster, factor)), given, cluster)
+    assert found.best.compiled and found.best.prediction.fits
+
+
+def test_what_does_not_fit_at_all_is_refused_with_what_it_lacks() -> None:
+    cluster = machines([card("fast")] * 2)
+    with pytest.raises(InfeasibleError, match="can be run: needs .* on cpu-fast"):
+        searched(Model(larger(cluster, 1000.0)), profile(), cluster)
