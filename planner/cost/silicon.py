@@ -105,8 +105,8 @@ _HOPPER = Design(
 DESIGNS: Mapping[str, Design] = MappingProxyType(
     {
         "kepler": Design(wide=True),
-        "pascal": Design(tensor_joules=3.1e-12, wide=True, calibrated=True),
-        "pascal-100": Design(tensor_joules=3.1e-12, byte_joules=HBM_JOULES),
+        "pascal": Design(tensor_joules=3.7e-12, wide=True, calibrated=True),
+        "pascal-100": Design(tensor_joules=3.7e-12, byte_joules=HBM_JOULES),
         "volta": Design(tensor_joules=3.3e-12, byte_joules=HBM_JOULES, calibrated=True),
         "turing": Design(tensor_joules=2.85e-12, calibrated=True),
         "ampere-80": Design(
@@ -122,13 +122,14 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
 """By the column ``architecture`` of the table; a design that is not listed has the defaults.
 
 ``tensor_joules`` of Ampere, Hopper and Blackwell agree with the fastest products measured on them (271 of 312 TFLOP/s
-at 400 W, 794 of 989 at 700 W, 1,745 of 2,250 at 1,000 W: Stas Bekman's tables) and with published training runs; those
-of 16 and 12 nm are what foundries give for the steps from 16 to 7 nm (a third to 0.4 of the power), Samsung's 8 nm lies
-between, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is FlashAttention-2's, of Hopper
-that of cuDNN beneath TransformerEngine, both calibrated on published runs; FlashAttention-2 was written for Ampere and
-leaves Hopper's asynchronous copies and products unused (35% of the peak in its forward, says FlashAttention-3's paper).
-``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan, whose products run beside FSDP's collectives;
-Blackwell's is assumed to be the same. ``launch`` is calibrated on runs that do not get faster with less work."""
+at 400 W, 794 of 989 at 700 W, 1,745 of 2,250 at 1,000 W: Stas Bekman's tables) and with published training runs. Those
+of 12 nm are calibrated on published runs and the measured blocks; 16 nm takes a quarter more power than 12, says TSMC,
+Samsung's 8 nm lies between 12 and 7, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is
+FlashAttention-2's, of Hopper that of cuDNN beneath TransformerEngine, both calibrated on published runs;
+FlashAttention-2 was written for Ampere and leaves Hopper's asynchronous copies and products unused (35% of the peak in
+its forward, says FlashAttention-3's paper). ``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan,
+whose products run beside FSDP's collectives; Blackwell's is assumed to be the same. ``launch`` is calibrated on runs
+that do not get faster with less work."""
 
 
 @dataclass(frozen=True, kw_only=True)

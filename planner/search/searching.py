@@ -89,6 +89,9 @@ MOST_TYPES_CHOSEN = 4
 MOST_LOOKED_AT = 3
 """Number of the largest micro-batch counts with which a short search tests a remedy."""
 
+DRAFT_OVERHEAD = 4
+"""Stages that take as long to score as a partial plan does besides its stages, about."""
+
 SPARE = 5
 """Number of further partial plans that are placed if some do not fit on ranks."""
 
@@ -433,7 +436,7 @@ class _Search:
     def _score(self, draft: PartialPlan) -> Scored:
         """Cached `score_partial`."""
         if draft not in self.scores:
-            self.stages_scored += len(draft.meshes)
+            self.stages_scored += DRAFT_OVERHEAD + len(draft.meshes)
             self.scores[draft] = score_partial(self.meshes, draft, self.batch)
         return self.scores[draft]
 

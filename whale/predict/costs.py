@@ -68,11 +68,14 @@ class Costs:
         self, kind: str, ranks: tuple[int, ...], num_bytes: int, num_alike: int = 1
     ) -> CommunicationCost:
         """Cost of a collective in each of *num_alike* concurrent groups; equal groups are priced once."""
-        sharing = self.topology.sharing(ranks, num_alike)
-        key = (kind, self.topology.shape(ranks), num_bytes, sharing)
-        if key not in self._collectives:
-            self._collectives[key] = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
-        return self._collectives[key]
+        own = (kind, ranks, num_bytes, num_alike)  # every rank of a group asks for it
+        if own not in self._collectives:
+            sharing = self.topology.sharing(ranks, num_alike)
+            key = (kind, self.topology.shape(ranks), num_bytes, sharing)
+            if key not in self._collectives:
+                self._collectives[key] = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
+            self._collectives[own] = self._collectives[key]
+        return self._collectives[own]
 
     def includes_communication(self, kind: int, rank: int, part: Part) -> bool:
         """Whether the times of a split layer include its collectives."""
