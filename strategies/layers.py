@@ -34,7 +34,7 @@ from whale.strategies.placing import Report, StageProblem, batch_placeholders, l
 from whale.strategies.regions import is_within
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LayeredModel", "at_rows", "default_dtype", "layered", "within"]
+__all__ = ["LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
 
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, which the cost model rewrites for sequence parallelism."""
@@ -235,7 +235,7 @@ class _Coupled(UsageError):
 def _layered(
     model: nn.Module, batch: Batch, rows: tuple[int, ...], dtype: torch.dtype | None, loss_fn: Callable[..., Any] | None
 ) -> LayeredModel:
-    batch = _converted(batch, dtype)
+    batch = converted(batch, dtype)
     with default_dtype(dtype):
         captured = capture(model, batch, loss_fn=loss_fn)
     recognize_masks(captured)
@@ -294,7 +294,7 @@ def at_rows(batch: Batch, rows: int) -> Batch:
     return _like(batch, [resized(x) for x in leaves.values()])
 
 
-def _converted(batch: Batch, dtype: torch.dtype | None) -> Batch:
+def converted(batch: Batch, dtype: torch.dtype | None) -> Batch:
     """The batch with its floating entries in another dtype."""
 
     def convert(x: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.chains import card, chain, layer, machines
+from whale.cli.assumptions import in_precision
+from whale.cli.model_loader import load_model
 from whale.commands.searching import search_plans
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, Link
@@ -113,3 +115,10 @@ def test_what_does_not_fit_at_all_is_refused_with_what_it_lacks() -> None:
     cluster = machines([card("fast")] * 2)
     with pytest.raises(InfeasibleError, match="can be run: needs .* on cpu-fast"):
         searched(Model(larger(cluster, 1000.0)), profile(), cluster)
+
+
+def test_pictures_take_the_precision_that_is_asked_for() -> None:
+    sizes = {"layers": 14, "size": 32, "classes": 4}
+    loaded = load_model("examples/models/resnet.py:resnet", sizes, batch_size=2, device="meta")
+    assert in_precision(loaded, "fp16") == "fp16"
+    assert [str(x.dtype) for x in loaded.batch.values()] == ["torch.float16", "torch.int64"]

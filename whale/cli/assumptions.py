@@ -20,7 +20,7 @@ def is_given(option: str) -> bool:
 
 
 def in_precision(loaded: LoadedModel, precision: str | None) -> str:
-    """Put the model in a number type, by its name or dtype; None leaves it. Returns the name of what it has.
+    """Put model and batch in a number type, by its name or dtype; None leaves them. Returns the name of what it has.
 
     Raises:
         UsageError: models do not run in that one.
@@ -28,9 +28,12 @@ def in_precision(loaded: LoadedModel, precision: str | None) -> str:
     import torch
 
     from whale.compile.trace import precision_of
+    from whale.strategies.layers import converted
 
     if precision is not None:
-        loaded.model.to(getattr(torch, dtype_of(precision)))
+        dtype = getattr(torch, dtype_of(precision))
+        loaded.model.to(dtype)
+        loaded.batch = converted(loaded.batch, dtype)
     return "tf32" if precision == "tf32" else precision_of(loaded.model)
 
 

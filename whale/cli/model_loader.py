@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _FORMS = "'file.py:callable' or 'hf:<model_type>', for example 'model.py:build' or 'hf:gpt2'"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LoadedModel:
     """The model of ``--model``: the module, and an example of its *global* batch (dict, tuple or one tensor).
 
