@@ -360,6 +360,8 @@ def _reduce() -> Iterator[Sample]:
     for target in (aten.cummax.default, aten.cummin.default):
         yield S(target, x(4, 6), 1, offers=("S(0)->S(0),S(0)",))
     yield S(aten.diff.default, x(4, 6), offers=("S(0)->S(0)", "P->P"))
+    yield S(aten.diff.default, x(4, 6), 1, -1, x(4, 1), offers=("S(0),S(0)->S(0)",))
+    yield S(aten.diff.default, x(4, 6), 2, 0, x(2, 6), x(1, 6), offers=("S(1),S(1),S(1)->S(1)",))
     yield S(aten.sort.default, x(4, 6), 1, offers=("S(0)->S(0),S(0)",))
     yield S(aten.sort.stable, x(4, 6), stable=True, dim=0, offers=("S(1)->S(1),S(1)",))
     yield S(aten.argsort.default, data(4, 6), 1, True, offers=("S(0)->S(0)",))

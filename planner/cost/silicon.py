@@ -175,7 +175,7 @@ def clock(watts: float, boost_watts: float) -> float:
     Power falls with the clock and with the square of the voltage.
 
     >>> clock(300, 200), round(clock(100, 200), 2), round(clock(50, 200), 2)
-    (1.0, 0.73, 0.47)
+    (1.0, 0.79, 0.51)
     """
     if boost_watts <= watts:
         return 1.0

@@ -46,7 +46,7 @@ def peak_kept(schedule: str, devices: tuple[frozenset[int], ...], micro_batches:
 
     >>> two = (frozenset({0}), frozenset({1})) * 2
     >>> peak_kept("interleaved", two, 8, {0: 10, 2: 1})
-    32
+    41
     """
     held = most = 0
     for kind, stage, _ in _order(schedule, devices, min(micro_batches, 4 * len(devices))):

@@ -71,11 +71,23 @@ def _along(op: Op) -> Rule | None:
     return Rule(axes=same_axes(op, 0, blocked=[dim], outputs=range(len(op.outputs))))
 
 
-@register("aten.cumsum", "aten.diff")
+@register("aten.cumsum")
 def _linear_along(op: Op) -> Rule | None:
-    if not op.shape(0) or len(op.operands) != 1:
+    if not op.shape(0):
         return None
     return Rule(axes=same_axes(op, 0, blocked=[op.args["dim"]]), linear=_FIRST)
+
+
+@register("aten.diff")
+def _differences(op: Op) -> Rule | None:
+    """Differences along a dim, of the input with what is put before and after it."""
+    out = op.outputs[0]
+    operands = range(len(op.operands))
+    if any(len(op.shape(operand)) != len(out) for operand in operands):
+        return None
+    dim = op.args.get("dim", -1) % len(out)
+    axes = [OpAxis(dict.fromkeys(operands, d), {0: d}) for d in range(len(out)) if d != dim]
+    return Rule(axes=axes, linear=[frozenset(operands)])
 
 
 @register(
