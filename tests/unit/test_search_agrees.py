@@ -55,6 +55,7 @@ def test_sums_overlap_the_last_backward_in_the_search_as_in_compiled_plans(
     plans = {
         "data": ((Mesh(0, num, every, 4, 1),), 1),
         "tensor": ((Mesh(0, num, every, 2, 2),), 2),
+        "reversed": ((Mesh(0, middle, every[2:], 2, 1), Mesh(middle, num, every[:2], 2, 1)), 4),
         "pipeline": ((Mesh(0, middle, every[:2], 2, 1), Mesh(middle, num, every[2:], 2, 1)), 4),
     }
     errors = {}

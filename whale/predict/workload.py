@@ -311,11 +311,14 @@ def _ready(compilation: Compilation, costs: Costs, layers: Sequence[StageLayers]
     last: dict[Any, float] = defaultdict(float)
     found = []
     for spec, names in both:
+        if len(spec.stages) > 1:
+            found.append(1.0)
+            continue
         group, stage = (spec.ranks, spec.stages), layers[spec.stages[0]]
         parts = (spec.stages[0], costs.cluster.devices[spec.ranks[0]].type.name, stage.parts[spec.ranks[0]])
         if parts not in before:
             before[parts] = _backwards_before(costs, stage, spec.ranks[0])
-        known = before[parts] if len(spec.stages) == 1 else {}
+        known = before[parts]
         done.update((*group, layer_of(name)) for name in names)
         for layer in {layer_of(name) for name in names}:
             start, share = known.get(layer, (0.0, 0.0))
