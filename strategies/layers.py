@@ -223,8 +223,10 @@ def within(layers: LayeredModel, rows: Sequence[int]) -> dict[int, LayeredModel]
         apart = {count: _cut(layers, batch, (count,)) for count in sorted(rows, reverse=True)}
     except _Coupled:
         return None
+    # A whole batch is placed by itself: it has no micro-batches along which its operators are cut.
+    largest = max((count for count in rows if count < batch), default=0)
     for count in rows:
-        apart[count].like = apart[max(rows)] if count < max(rows) else None
+        apart[count].like = apart[largest] if count < largest else None
     return apart
 
 

@@ -341,6 +341,19 @@ def products_flops(variant: LayerVariant, rows: int) -> float:
     return sum(k.flops(rows) for k in (*variant.forward, *variant.backward) if k.kind != "memory")
 
 
+@pytest.mark.parametrize("batch_size", [11, 12, 13, 16, 40])
+def test_costs_of_split_experts_do_not_depend_on_the_rows_of_the_captured_batch(batch_size: int) -> None:
+    """Four devices are traced with 8, 12 and 16 rows; of a batch of 12 one of these is the whole of it."""
+    sizes = {"layers": 1, "hidden": 64, "ffn": 96, "heads": 8, "seq": 16, "vocab": 64, "experts": 8}
+    loaded = load_model("examples/models/moe.py:moe", sizes, batch_size=batch_size, device="meta")
+    captured = CandidateCompiler(loaded.model, loaded.batch, name="moe").captured
+    profile = profile_model(loaded.model, loaded.batch, expert_degrees=(4,), name="moe", captured=captured)
+    (split,) = next(kind for kind in profile.kinds if kind.expert_variants).expert_variants
+    whole = next(kind for kind in profile.kinds if kind.expert_variants).variants[0]
+    for rows in (4, 16, 64):  # and a few rows of experts that are not full
+        assert products_flops(split, rows) == pytest.approx(products_flops(whole, rows), rel=0.05)
+
+
 # --- one capture for all ----------------------------------------------------------------------------------------------
 
 
