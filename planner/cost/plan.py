@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from math import lcm
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
+from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
 from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
@@ -24,59 +24,7 @@ from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
 from whale.planner.cost.step import overlap_slowdown, step, timing_of
 from whale.planner.schedules.in_flight import in_flight, peak_kept
 
-__all__ = ["PlanCost", "PlanStage"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanStage:
-    """A stage of a plan.
-
-    Attributes:
-        first, last: its layers, [first, last) of the profile's chain.
-        ranks: row-major over replicas and the devices of each, ascending along both. Several stages may have the same
-            ranks, which then run them in turn.
-        data, tensor: degrees.
-        rows: of a micro-batch, for each replica; a replica may have none.
-        expert: degree; the ranks of an expert group divide the rows of a replica, and only their experts are split.
-        context: degree; the ranks of a context group divide the tokens of each row.
-    """
-
-    first: int
-    last: int
-    ranks: tuple[int, ...]
-    data: int
-    tensor: int
-    rows: tuple[float, ...]
-    expert: int = 1
-    context: int = 1
-
-    @property
-    def size(self) -> int:
-        """Ranks of a replica."""
-        return self.tensor * lcm(self.expert, self.context)
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        """Data, tensor, expert."""
-        return self.data, self.tensor, self.expert
-
-    @property
-    def layers(self) -> range:
-        """Its layers."""
-        return range(self.first, self.last)
-
-    @property
-    def data_group(self) -> tuple[int, ...]:
-        """The ranks that hold the same dense parameters as its first."""
-        return self.ranks[:: self.tensor]
-
-    def slice(self, index: int) -> tuple[int, ...]:
-        """The ranks of a replica.
-
-        >>> PlanStage(first=0, last=1, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(1, 1)).slice(1)
-        (2, 3)
-        """
-        return self.ranks[index * self.size : (index + 1) * self.size]
+__all__ = ["PlanCost"]
 
 
 SCATTERED_BEFORE = 0.3
@@ -137,7 +85,7 @@ class PlanCost:
     """
 
     prices: CostModel
-    stages: tuple[PlanStage, ...]
+    stages: tuple[ChainStage, ...]
     micro_batches: int
     schedule: str
     kinds: tuple[tuple[_Kind, ...], ...]
@@ -146,7 +94,7 @@ class PlanCost:
     costs: tuple[tuple[StageCost, ...], ...]
 
     @classmethod
-    def of_stages(cls, prices: CostModel, stages: Sequence[PlanStage], micro_batches: int, schedule: str) -> PlanCost:
+    def of_stages(cls, prices: CostModel, stages: Sequence[ChainStage], micro_batches: int, schedule: str) -> PlanCost:
         """Price the stages, which form a chain over the model's layers.
 
         Complexity: linear in ranks, to see which are alike.
@@ -407,7 +355,7 @@ class PlanCost:
         found = overlap(total, largest_lead(layers, beside), largest.seconds / num, beside)
         return max(0.0, 1.0 - found.hidden / backward), beside
 
-    def _gathered_after(self, stage: PlanStage, forward: float) -> float:
+    def _gathered_after(self, stage: ChainStage, forward: float) -> float:
         """Seconds by which gathering the weights that each device has updated (ZeRO 1) exceeds the next forward, which
         hides it."""
         if self.prices.stack.zero != 1:
@@ -446,7 +394,7 @@ class PlanCost:
         """Whether stages have other meshes or rows than each other."""
         return len({(self.stages[index].rows, *self.stages[index].degrees) for index in stages}) > 1
 
-    def _summing_tied(self, layers: Sequence[int], stage: PlanStage, kind: _Kind, kept: int) -> float:
+    def _summing_tied(self, layers: Sequence[int], stage: ChainStage, kind: _Kind, kept: int) -> float:
         """Bytes beside *kept* while a device sums the gradients of the readers of a tied parameter, as autograd does:
         that of the last reader waits for that of the first, and then there is the sum too; activations are freed."""
         prices, most = self.prices, 0.0
@@ -540,7 +488,7 @@ class PlanCost:
         return float(message_bytes(entering, leaving, held))
 
 
-def _on_same_ranks(stages: Sequence[PlanStage]) -> list[tuple[int, ...]]:
+def _on_same_ranks(stages: Sequence[ChainStage]) -> list[tuple[int, ...]]:
     """For each stage those that run on the same ranks, itself included."""
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for index, stage in enumerate(stages):
@@ -549,7 +497,7 @@ def _on_same_ranks(stages: Sequence[PlanStage]) -> list[tuple[int, ...]]:
 
 
 def _with_gathers(
-    prices: CostModel, stage: PlanStage, kind: _Kind, cost: StageCost, micro_batches: int, pipelined: bool
+    prices: CostModel, stage: ChainStage, kind: _Kind, cost: StageCost, micro_batches: int, pipelined: bool
 ) -> StageCost:
     """A stage whose weights and gradients its replicas share (ZeRO 2 and 3).
 
@@ -585,7 +533,7 @@ def _with_gathers(
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 
 
-def _pairs(cluster: Cluster, here: PlanStage, there: PlanStage) -> Iterator[_Pair]:
+def _pairs(cluster: Cluster, here: ChainStage, there: ChainStage) -> Iterator[_Pair]:
     """Pairs of replicas with p2p transfers: replicas have their rows in order, as ranges of the micro-batch."""
     source = target = 0
     left, wanted = here.rows[0], there.rows[0]

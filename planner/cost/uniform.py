@@ -12,9 +12,9 @@ from functools import cached_property
 from math import lcm
 
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.configuration import Configuration, Layout
 from whale.planner.cost.memory import StateBytes
-from whale.planner.cost.plan import PlanStage
 from whale.planner.cost.stack import Stack
 from whale.planner.cost.stage import CostModel, Memo, StageCost, TensorGroup
 
@@ -81,7 +81,7 @@ class Stages:
         """Replicas of a slice: those among which experts are split."""
         return self._positions // self.layout.configuration.context
 
-    def plan(self, cuts: Sequence[range], rows: Sequence[float]) -> list[PlanStage]:
+    def plan(self, cuts: Sequence[range], rows: Sequence[float]) -> list[ChainStage]:
         """Return the stages of a plan with these layers, and these rows of a micro-batch on each replica."""
         given, layout = self.layout.configuration, self.layout
         num = layout.data // self._together
@@ -89,7 +89,7 @@ class Stages:
             self._together * max(rows[index * self._together : (index + 1) * self._together]) for index in range(num)
         )
         return [
-            PlanStage(
+            ChainStage(
                 first=layers.start,
                 last=layers.stop,
                 ranks=tuple(

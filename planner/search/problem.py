@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from whale.errors import UsageError
 from whale.ir.workload import Prediction, Workload
+from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.optimizers import Optimizer, costs_of
-from whale.planner.cost.plan import PlanStage
 from whale.planner.schedules.orders import SCHEDULES
 
 __all__ = [
@@ -37,7 +37,7 @@ MAX_BATCH = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageChoice(PlanStage):
+class StageChoice(ChainStage):
     """A stage of a plan that Whale runs: whole rows, no context parallelism, and one of tensor and expert degree 1."""
 
     rows: tuple[int, ...]

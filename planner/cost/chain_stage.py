@@ -1,0 +1,63 @@
+"""A stage as the cost model evaluates it: a range of a profile's chain of layers, and its ranks, degrees and rows.
+
+Data only. The stage of a plan file, with module paths and mesh axes, is `whale.ir.plan.PlanStage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+__all__ = ["ChainStage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainStage:
+    """A stage: a range of the chain of layers on a mesh of ranks.
+
+    Attributes:
+        first, last: its layers, [first, last) of the profile's chain.
+        ranks: row-major over replicas and the devices of each, ascending along both. Several stages may have the same
+            ranks, which then run them in turn.
+        data, tensor: degrees.
+        rows: of a micro-batch, for each replica; a replica may have none.
+        expert: degree; the ranks of an expert group divide the rows of a replica, and only their experts are split.
+        context: degree; the ranks of a context group divide the tokens of each row.
+    """
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+    data: int
+    tensor: int
+    rows: tuple[float, ...]
+    expert: int = 1
+    context: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor * lcm(self.expert, self.context)
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Data, tensor, expert."""
+        return self.data, self.tensor, self.expert
+
+    @property
+    def layers(self) -> range:
+        """Its layers."""
+        return range(self.first, self.last)
+
+    @property
+    def data_group(self) -> tuple[int, ...]:
+        """The ranks that hold the same dense parameters as its first."""
+        return self.ranks[:: self.tensor]
+
+    def slice(self, index: int) -> tuple[int, ...]:
+        """The ranks of a replica.
+
+        >>> ChainStage(first=0, last=1, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(1, 1)).slice(1)
+        (2, 3)
+        """
+        return self.ranks[index * self.size : (index + 1) * self.size]
