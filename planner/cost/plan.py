@@ -142,7 +142,7 @@ class PlanCost:
                     _with_gathers(prices, stage, kind, cost, micro_batches, pipelined)
                     for kind, cost in zip(own_kinds, costs, strict=True)
                 ]
-            found_costs.append(tuple(costs))
+            found_costs.append(tuple(_with_meetings(prices, stage, own_kinds[0].group, costs)))
         return cls(
             prices=prices,
             stages=tuple(stages),
@@ -348,6 +348,7 @@ class PlanCost:
                     dense -= shared / stage.tensor if place in seen or self._is_apart(readers) else 0.0
                     seen.add(place)
             spent = prices.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
+            spent += prices.between_replicas(members, kind.group, kind.rows, stage.data_group)[1]
             each = (max(0.0, dense), experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))
@@ -494,6 +495,25 @@ def _on_same_ranks(stages: Sequence[ChainStage]) -> list[tuple[int, ...]]:
     for index, stage in enumerate(stages):
         by_ranks.setdefault(stage.ranks, []).append(index)
     return [tuple(by_ranks[stage.ranks]) for stage in stages]
+
+
+def _with_meetings(
+    prices: CostModel, stage: ChainStage, group: TensorGroup, costs: Sequence[StageCost]
+) -> Sequence[StageCost]:
+    """The costs of a stage's replicas with the collectives between them, before each of which they wait for the
+    slowest."""
+    forward, backward = prices.between_replicas(stage.layers, group, max(stage.rows), stage.data_group)
+    if not forward and not backward:
+        return costs
+    slowest = [max(getattr(one, name) for one in costs) for name in ("forward", "backward")]
+    return [
+        one._replace(
+            forward=slowest[0] + forward,
+            backward=slowest[1] + backward,
+            communication=one.communication + forward + backward,
+        )
+        for one in costs
+    ]
 
 
 def _with_gathers(

@@ -395,6 +395,50 @@ class CostModel(LayerCosts):
             launched=sum(count * price.launched for count, price in found),
         )
 
+    def between_replicas(
+        self, layers: Iterable[int], group: TensorGroup, rows: float, data_group: Sequence[int]
+    ) -> tuple[float, float]:
+        """Seconds forward and backward of the collectives of *layers* between the replicas of a stage, of which one is
+        *group*, for a micro-batch of *rows* rows of it: statistics of batch norms and the like."""
+        forward = backward = 0.0
+        if len(data_group) < 2 or not self._meeting:
+            return forward, backward
+        kinds = Counter(self.profile.layers[index] for index in layers)
+        for kind in self._meeting & kinds.keys():
+            ahead, back = self.kind_between_replicas(kind, group, rows, data_group)
+            forward, backward = forward + kinds[kind] * ahead, backward + kinds[kind] * back
+        return forward, backward
+
+    def kind_between_replicas(
+        self, kind: int, group: TensorGroup, rows: float, data_group: Sequence[int]
+    ) -> tuple[float, float]:
+        """The same of one layer of a kind."""
+        if kind not in self._meeting:
+            return 0.0, 0.0
+        spent = self.seconds(kind, group.types[0], (group.tensor, group.expert), max(1.0, rows / group.positions), 1)
+        forward, backward = (
+            sum(
+                one.num * self.over(one.kind, data_group, group.tensor, one.bytes)
+                for one in some
+                if one.group == "replica"
+            )
+            for some in (spent.forward_collectives, spent.backward_collectives)
+        )
+        return forward, backward
+
+    @cached_property
+    def _meeting(self) -> frozenset[int]:
+        """The kinds of layers that have collectives between replicas."""
+        return frozenset(
+            index
+            for index, kind in enumerate(self.profile.kinds)
+            if any(
+                one.group == "replica"
+                for variant in kind.variants[:1]
+                for one in (*variant.forward_communications, *variant.backward_communications)
+            )
+        )
+
     def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
         """Seconds forward and backward of a step's only micro-batch through a layer on one device of a group of
         *degree*, or of an *expert* degree, without its collectives."""
@@ -403,7 +447,7 @@ class CostModel(LayerCosts):
 
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
         degree = group.expert if one.group == "expert" else group.tensor
-        if degree == 1:
+        if degree == 1 or one.group == "replica":  # those are of the stage: `between_replicas`
             return 0.0
         return one.num * self._among(group, one.group, one.kind, one.bytes)
 
