@@ -24,8 +24,8 @@ from whale.graph.chain import Layer
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
-from whale.strategies.fused import Traffic
 from whale.strategies.dry_run import TaskCalls, dry_run
+from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Kept, KernelRun, Trace, trace
 from whale.strategies.layers import REPLICAS, LayeredModel, default_dtype, layered, within
 from whale.strategies.lowering import PlacedStage

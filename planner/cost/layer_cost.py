@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from whale.ir.cluster import DeviceType
-from whale.ir.profile import Affine, ModelProfile
+from whale.ir.profile import Affine, LayerKind, ModelProfile
 from whale.planner.cost.layers import LayerSeconds, Recompute, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
     Largest,
@@ -31,10 +32,6 @@ from whale.planner.cost.precision import Precision
 from whale.planner.cost.stack import WHALE, Stack
 
 __all__ = ["Degrees", "LayerCosts", "LayerMemo"]
-
-SUSTAINED = {"T4": 0.5}
-"""Share of the rate of single blocks that whole steps sustain, by type of device: boards without a fan of their own
-clock down when they are hot. Calibrated on AMP's runs, which take twice what blocks that were timed alone tell."""
 
 MOST_USUAL_ROWS = 4096
 """Limit of the powers of two of rows that are priced together; a search asks for most of them."""
@@ -110,8 +107,9 @@ class LayerCosts:
                 optimizer=self.optimizer if self.runs else None,
                 optimizer_shards=shards if self.stack.zero else 1,
                 accumulate=self.stack.zero < 2,
+                calibration=self.stack.calibration,
             )
-            share = SUSTAINED.get(type_.name, 1.0)
+            share = self.stack.calibration.sustained.get(type_.name, 1.0)
             known.update(((*key, count), _sustained(one, share)) for count, one in zip(wanted, priced, strict=True))
         found = known[*key, rows]
         return found.averaged(micro_batches) if micro_batches > 1 and found.accumulation else found
@@ -152,6 +150,11 @@ class LayerCosts:
     def _accumulates(self) -> list[bool]:
         """Whether a layer's time depends on the number of micro-batches: where accumulating gradients costs time."""
         return [self.runs or any(times.accumulation for times in kind.measured) for kind in self.profile.kinds]
+
+    @cached_property
+    def meeting(self) -> frozenset[int]:
+        """The kinds of layers that have collectives between replicas."""
+        return frozenset(index for index, kind in enumerate(self.profile.kinds) if _meets(kind))
 
     def repeats(self, kind: int) -> bool:
         """Whether layers of a kind are blocks, and not the embeddings or the head."""
@@ -266,6 +269,11 @@ class LayerCosts:
         if self.runs:
             return self.precision.element_bytes
         return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, self.stack.zero)
+
+
+def _meets(kind: LayerKind) -> bool:
+    both = [(*one.forward_communications, *one.backward_communications) for one in kind.variants[:1]]
+    return any(one.group == "replica" for one in chain(*both))
 
 
 def _sustained(one: LayerSeconds, share: float) -> LayerSeconds:

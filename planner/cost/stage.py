@@ -31,10 +31,6 @@ from whale.planner.network.topology import Topology
 
 __all__ = ["CostModel", "Hop", "Memo", "StageCost", "TensorGroup", "exposed_seconds"]
 
-BACKWARD_OVERLAP = 0.4
-"""Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
-of the input is reduced while they run): calibrated on layer_times.csv."""
-
 Shape = tuple[tuple[int, int, int, int], ...]
 """Location of a group: kind of node, its devices and adapters there, and the number of such consecutive nodes."""
 
@@ -360,7 +356,9 @@ class CostModel(LayerCosts):
         backward = sum(self._collective_of(one, group) for one in slowest.backward_collectives)
         if not self.runs:
             context = self._context_seconds(kind, group, rows)
-            forward, backward = exposed_seconds(slowest, forward, backward, context=context)
+            forward, backward = exposed_seconds(
+                slowest, forward, backward, overlap=self.stack.calibration.backward_overlap, context=context
+            )
         once = (self.seconds(kind, type_, degrees, 1, micro_batches, shards) for type_ in group.types)
         return StageCost(
             forward=slowest.forward + forward,
@@ -395,50 +393,6 @@ class CostModel(LayerCosts):
             launched=sum(count * price.launched for count, price in found),
         )
 
-    def between_replicas(
-        self, layers: Iterable[int], group: TensorGroup, rows: float, data_group: Sequence[int]
-    ) -> tuple[float, float]:
-        """Seconds forward and backward of the collectives of *layers* between the replicas of a stage, of which one is
-        *group*, for a micro-batch of *rows* rows of it: statistics of batch norms and the like."""
-        forward = backward = 0.0
-        if len(data_group) < 2 or not self._meeting:
-            return forward, backward
-        kinds = Counter(self.profile.layers[index] for index in layers)
-        for kind in self._meeting & kinds.keys():
-            ahead, back = self.kind_between_replicas(kind, group, rows, data_group)
-            forward, backward = forward + kinds[kind] * ahead, backward + kinds[kind] * back
-        return forward, backward
-
-    def kind_between_replicas(
-        self, kind: int, group: TensorGroup, rows: float, data_group: Sequence[int]
-    ) -> tuple[float, float]:
-        """The same of one layer of a kind."""
-        if kind not in self._meeting:
-            return 0.0, 0.0
-        spent = self.seconds(kind, group.types[0], (group.tensor, group.expert), max(1.0, rows / group.positions), 1)
-        forward, backward = (
-            sum(
-                one.num * self.over(one.kind, data_group, group.tensor, one.bytes)
-                for one in some
-                if one.group == "replica"
-            )
-            for some in (spent.forward_collectives, spent.backward_collectives)
-        )
-        return forward, backward
-
-    @cached_property
-    def _meeting(self) -> frozenset[int]:
-        """The kinds of layers that have collectives between replicas."""
-        return frozenset(
-            index
-            for index, kind in enumerate(self.profile.kinds)
-            if any(
-                one.group == "replica"
-                for variant in kind.variants[:1]
-                for one in (*variant.forward_communications, *variant.backward_communications)
-            )
-        )
-
     def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
         """Seconds forward and backward of a step's only micro-batch through a layer on one device of a group of
         *degree*, or of an *expert* degree, without its collectives."""
@@ -447,7 +401,7 @@ class CostModel(LayerCosts):
 
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
         degree = group.expert if one.group == "expert" else group.tensor
-        if degree == 1 or one.group == "replica":  # those are of the stage: `between_replicas`
+        if degree == 1 or one.group == "replica":  # priced for a stage: `whale.planner.cost.replicas`
             return 0.0
         return one.num * self._among(group, one.group, one.kind, one.bytes)
 
@@ -591,16 +545,17 @@ class CostModel(LayerCosts):
 
 
 def exposed_seconds(
-    spent: LayerSeconds, forward: float, backward: float, *, context: float = 0.0
+    spent: LayerSeconds, forward: float, backward: float, *, overlap: float, context: float = 0.0
 ) -> tuple[float, float]:
     """By how much collectives lengthen a layer's forward and its backward.
 
     Args:
         spent: what the layer takes without them.
         forward, backward: seconds of the collectives of its tensor and expert groups.
+        overlap: share of the products that make weights' gradients behind which those of the backward hide.
         context: seconds to gather keys and values, of which half of the computation hides as much.
     """
-    hidden = min(BACKWARD_OVERLAP * spent.weights, backward / 2)
+    hidden = min(overlap * spent.weights, backward / 2)
     return (
         max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
         max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.planner.cost.overlap import Beside
+from whale.planner.cost.replicas import of_kind
 from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, Integers, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.space import Division, Mesh, MeshSpace, lay_out, replicas_of
@@ -104,9 +105,11 @@ class CostTable(MeshSpace):
     def _met(self, replica: ReplicaCosts, data_group: Sequence[int]) -> Array | None:
         """Seconds forward and backward (rows) up to each part of the collectives between replicas; None if no layer has
         any."""
+        if not self.prices.meeting or len(data_group) < 2:
+            return None
         group, rows, kinds = replica.group, replica.rows, range(len(self.prices.profile.kinds))
-        of_kinds = [self.prices.kind_between_replicas(kind, group, rows, data_group) for kind in kinds]
-        return np.array(of_kinds).T @ self._counts if any(map(any, of_kinds)) else None
+        of_kinds = [of_kind(self.prices, kind, group, rows, data_group) for kind in kinds]
+        return np.array(of_kinds).T @ self._counts
 
     def stage(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
