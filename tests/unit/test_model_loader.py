@@ -162,6 +162,22 @@ def test_images_are_as_large_as_the_configuration_says() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "heads", "pairs", "is_said"),
+    [("qwen3", 8, 8, True), ("mixtral", 4, 1, True), ("mixtral", 16, 8, False), ("llama", 8, 8, False)],
+)
+def test_heads_of_keys_and_values_follow_the_heads_where_they_would_not_divide_them(
+    model_type: str, heads: int, pairs: int, is_said: bool
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
+    settings = sizes | {"num_attention_heads": heads, "sequence_length": 8}
+    loaded = load_model(f"hf:{model_type}", settings, device="meta")
+    assert loaded.model.config.num_key_value_heads == pairs
+    assert any(f"{pairs} heads of keys and values" in said for said in loaded.assumptions) == is_said
+    with pytest.raises(UsageError, match=f"num_key_value_heads=3: {heads} attention heads cannot share"):
+        load_model(f"hf:{model_type}", settings | {"num_key_value_heads": 3}, device="meta")
+
+
+@pytest.mark.parametrize(
     ("model_type", "settings", "task"),
     [
         ("t5", SMALL_T5, "T5ForConditionalGeneration"),
