@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,7 +172,8 @@ def test_heads_of_keys_and_values_follow_the_heads_where_they_would_not_divide_t
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
     settings = sizes | {"num_attention_heads": heads, "sequence_length": 8}
     loaded = load_model(f"hf:{model_type}", settings, device="meta")
-    assert loaded.model.config.num_key_value_heads == pairs
+    config: Any = loaded.model.config
+    assert config.num_key_value_heads == pairs
     assert any(f"{pairs} heads of keys and values" in said for said in loaded.assumptions) == is_said
     with pytest.raises(UsageError, match=f"num_key_value_heads=3: {heads} attention heads cannot share"):
         load_model(f"hf:{model_type}", settings | {"num_key_value_heads": 3}, device="meta")
