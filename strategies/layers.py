@@ -25,7 +25,8 @@ from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.placement import REPLICATE, shard
-from whale.ir.virtual_device import MeshAxis, RegionRole, VirtualDevice
+from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
+from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.bridge_prices import Prices
@@ -144,14 +145,14 @@ def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRo
     if degree == 1:
         return ()
     is_split = not experts or any(is_within(module_of(node), path) for path in experts)
-    return ("split",) if is_split else ("replicate",)
+    return (SHARDS if is_split else REPLICAS,)
 
 
 def _mesh(kind: int, degree: int) -> VirtualDevice:
     return VirtualDevice(
         stage=kind,
         ranks=tuple(range(degree)),
-        axes=(MeshAxis(name="split", size=degree),) if degree > 1 else (),
+        axes=(MeshAxis(name=SHARDS, size=degree),) if degree > 1 else (),
         speeds=(1.0,) * degree,
         memory_bytes=(0,) * degree,
     )
