@@ -32,10 +32,6 @@ from whale.planner.cost.stack import WHALE, Stack
 
 __all__ = ["Degrees", "LayerCosts", "LayerMemo"]
 
-SUSTAINED = {"T4": 0.5}
-"""Share of the rate of single blocks that whole steps sustain, by type of device: boards without a fan of their own
-clock down when they are hot. Calibrated on AMP's runs, which take twice what blocks that were timed alone tell."""
-
 MOST_USUAL_ROWS = 4096
 """Limit of the powers of two of rows that are priced together; a search asks for most of them."""
 
@@ -108,8 +104,9 @@ class LayerCosts:
                 optimizer_shards=shards if self.stack.zero else 1,
                 accumulate=self.stack.zero < 2,
                 num_micro_batches=micro_batches,
+                calibration=self.stack.calibration,
             )
-            share = SUSTAINED.get(type_.name, 1.0)
+            share = self.stack.calibration.sustained.get(type_.name, 1.0)
             known.update(((*key, count), _sustained(one, share)) for count, one in zip(wanted, found, strict=True))
         return known[*key, rows]
 

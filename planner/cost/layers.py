@@ -17,10 +17,11 @@ import numpy as np
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.kernels import Array, as_run
 from whale.planner.cost.optimizers import costs_of
 from whale.planner.cost.precision import Precision, precision_named
-from whale.planner.cost.silicon import silicon_of
+from whale.planner.cost.silicon import Silicon, silicon_of
 
 __all__ = [
     "Collective",
@@ -34,14 +35,6 @@ __all__ = [
 ]
 
 Recompute = Literal["none", "selective", "full"]
-
-COLLECTIVE_LAUNCH_SECONDS = 35e-6
-"""Seconds of the host to launch a collective inside a layer."""
-
-LOCKSTEP_SLOWDOWN = 1.4
-"""How much longer launches take in a tensor group of more than four devices: it spans both sockets of a host, and waits
-at every collective for the slowest of its processes. vTrain's layers that the host limits take 3.4 ms at degree 1, 3.6
-at 2 and 4, 5.1 at 8."""
 
 MASTER_BYTES = {True: 34, False: 28}
 """Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and
@@ -114,6 +107,7 @@ def layer_seconds_by_rows(
     optimizer_shards: int = 1,
     accumulate: bool = True,
     num_micro_batches: int = 1,
+    calibration: Calibration = CALIBRATION,
 ) -> list[LayerSeconds]:
     """How long a layer takes for micro-batches of several numbers of rows, each by itself (fractions where context
     parallelism cuts rows). Together they take little more to work out than one.
@@ -137,6 +131,7 @@ def layer_seconds_by_rows(
         optimizer_shards: devices that share the optimizer's step (ZeRO).
         accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
         num_micro_batches: of a step, of which the first adds nothing up, where that was measured.
+        calibration: constants of kernels and launches.
 
     Raises:
         UsageError: the profile has neither times nor kernels for this degree or device.
@@ -169,6 +164,7 @@ def layer_seconds_by_rows(
             eager=eager,
             sequence_parallel=sequence_parallel,
             expert_degree=degree,
+            calibration=calibration,
         )
         added = parameters * added_bytes if accumulate else 0.0
         return priced.seconds(recompute, added, parameters / optimizer_shards * moved)
@@ -206,19 +202,21 @@ class _Priced:
     eager: bool
     sequence_parallel: bool
     expert_degree: int
+    calibration: Calibration
 
     def seconds(self, recompute: Recompute, added_bytes: float, updated_bytes: float) -> list[LayerSeconds]:
         """Seconds for each number of rows; each backward moves *added_bytes*, the update *updated_bytes* once."""
-        variant, silicon = self.variant, silicon_of(self.device)
+        variant, silicon, constants = self.variant, self._silicon(eager=False), self.calibration
         bandwidth = self.device.memory_bandwidth * silicon.bandwidth
         forward, forward_host, _ = self._of(variant.forward)
         backward, backward_host, weights = self._of(variant.backward, backward=True)
         if added_bytes:
             backward, weights = backward + added_bytes / bandwidth, weights + added_bytes / bandwidth
-        forward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.forward_communications)
-        backward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.backward_communications)
+        forward_host += constants.collective_launch_seconds * len(variant.forward_communications)
+        backward_host += constants.collective_launch_seconds * len(variant.backward_communications)
         if variant.tensor_degree > 4:
-            forward_host, backward_host = forward_host * LOCKSTEP_SLOWDOWN, backward_host * LOCKSTEP_SLOWDOWN
+            forward_host *= constants.lockstep_slowdown
+            backward_host *= constants.lockstep_slowdown
         if recompute == "full":
             backward, backward_host = backward + forward, backward_host + forward_host
         elif recompute == "selective":
@@ -239,19 +237,24 @@ class _Priced:
     def _of(self, kernels: tuple[Kernel, ...], *, backward: bool = False) -> tuple[Array, float, Array]:
         """Seconds of the device, of its host, and of the device for gradients of weights."""
         softmax = self.precision.element_bytes == 2
+        silicon = self._silicon(eager=self.eager)
         runs = as_run(kernels, fused=self.fused, backward=backward, fused_softmax=softmax, eager=self.eager)
         spent = runs.num * runs.seconds(
             self.device,
+            silicon,
             self.rows,
             precision=self.precision,
             tensor_degree=self.variant.tensor_degree,
             sequence_parallel=self.sequence_parallel,
             expert_degree=self.expert_degree,
             backward=backward,
-            eager=self.eager,
         )
-        launches = float(runs.num.sum()) * silicon_of(self.device).launch
+        launches = float(runs.num.sum()) * silicon.launch
         return _in_all(spent), launches, _in_all(spent[runs.of_weights] if backward else spent[:0])
+
+    def _silicon(self, *, eager: bool) -> Silicon:
+        """How the device runs kernels."""
+        return silicon_of(self.device, eager=eager, laws=self.calibration.laws, designs=self.calibration.designs)
 
     def _recomputed(self) -> tuple[Kernel, ...]:
         """Kernels that selective recomputation repeats."""

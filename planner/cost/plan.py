@@ -30,10 +30,6 @@ __all__ = ["PlanCost"]
 SCATTERED_BEFORE = 0.3
 """Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
 
-SHARDED_SLOWDOWN = 0.8
-"""How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
-the shorter of them."""
-
 ROW = 1e-9
 """Less than that is no row; balanced replicas have fractions of rows, on average over micro-batches."""
 
@@ -528,7 +524,7 @@ def _with_gathers(
                 num=num,
             )
         )
-    forward, backward = sharded_seconds(units, regather=regather, slowdown=SHARDED_SLOWDOWN)
+    forward, backward = sharded_seconds(units, regather=regather, slowdown=prices.stack.calibration.sharded_slowdown)
     communication = cost.communication + forward - cost.forward + backward - cost.backward
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 

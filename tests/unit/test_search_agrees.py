@@ -9,7 +9,7 @@ import pytest
 
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.searching import compile_candidate
+from whale.commands.searching import PlanWriter
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
@@ -62,7 +62,7 @@ def test_sums_overlap_the_last_backward_in_the_search_as_in_compiled_plans(
     for name, (meshes, count) in plans.items():
         stages = [StageChoice(**mesh._asdict(), rows=(BATCH // count // mesh.data,) * mesh.data) for mesh in meshes]
         candidate = score(prices, stages, micro_batches=count, batch=BATCH)
-        compiled = compile_candidate(candidate, profile, cluster, batch=BATCH, trial=trial)
+        compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
         assert compiled.compiled, compiled.reason
         errors[name] = abs(candidate.prediction.step_seconds / compiled.prediction.step_seconds - 1)
     assert max(errors.values()) < 0.1, errors

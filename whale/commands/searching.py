@@ -36,9 +36,9 @@ from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
 __all__ = [
     "Choice",
+    "PlanWriter",
     "Searched",
     "Trial",
-    "compile_candidate",
     "plan_pipeline",
     "search_plans",
     "settings_for",
@@ -168,7 +168,7 @@ def search_plans(
     if trial is None:
         _require_priced(settings)
         found = search(profile, cluster, batch=batch, settings=settings, progress=progress, stop=stop, known=known)
-        writer = _Writer(profile, cluster, batch, None)
+        writer = PlanWriter(profile, cluster, batch, None)
         return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
 
@@ -182,7 +182,7 @@ def search_plans(
 
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
-    tried = _Tried(_Writer(profile, cluster, batch, trial), trial, base, begin + settings.time_limit, stop)
+    tried = _Tried(PlanWriter(profile, cluster, batch, trial), trial, base, begin + settings.time_limit, stop)
     wanted = replace(settings, top=settings.top + RESERVE)
     found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
     tried.best_of(found, simple_plans(profile, cluster, batch=batch, settings=settings, known=known), settings.top)
@@ -219,7 +219,7 @@ class _Tried:
         room: of each device type, the part of its memory that candidates of another search may take.
     """
 
-    writer: _Writer
+    writer: PlanWriter
     trial: Trial
     schedule: str | None
     until: float
@@ -326,17 +326,6 @@ def _require_priced(settings: SearchSettings) -> None:
         )
 
 
-def compile_candidate(
-    candidate: Candidate, profile: ModelProfile, cluster: Cluster, *, batch: int, trial: Trial
-) -> Choice:
-    """Any candidate as a plan of the model, compiled; its reason says where it does not compile or fit.
-
-    Raises:
-        UsageError: it cannot be written as annotations of this model.
-    """
-    return _Writer(profile, cluster, batch, trial).compiled(candidate, trial)
-
-
 def plan_pipeline(
     profile: ModelProfile,
     cluster: Cluster,
@@ -394,7 +383,7 @@ def plan_pipeline(
         raise InfeasibleError(
             advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
         )
-    return _Writer(profile, cluster, batch, None).written(candidate)
+    return PlanWriter(profile, cluster, batch, None).written(candidate)
 
 
 def _pipeline(
@@ -414,8 +403,15 @@ def _pipeline(
 
 
 @dataclass(frozen=True)
-class _Writer:
-    """Writes candidates as plans."""
+class PlanWriter:
+    """Writes candidates as plans, and compiles them.
+
+    Attributes:
+        profile: of the model.
+        cluster: the devices.
+        batch: rows of the global batch.
+        trial: the model; None: there is only the profile.
+    """
 
     profile: ModelProfile
     cluster: Cluster
@@ -442,7 +438,12 @@ class _Writer:
         return Choice(candidate=candidate, plan=plan)
 
     def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
-        """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster."""
+        """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster. The reason
+        of the choice says why it does not compile or fit.
+
+        Raises:
+            UsageError: it cannot be written as annotations of this model.
+        """
         even = self._tried(self.written(candidate), trial)
         if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
             return even
