@@ -1,8 +1,8 @@
 """Folding of repeated layers: a placed stage without most of its equal consecutive layers.
 
-A dry run of a stage with forty equal layers does the same forty times. Of a run of equal layers the folded stage keeps
-the first and the last three; the third last reads what the first makes. What the others would do is repeated from what
-the third last does (`whale.predict.replay`).
+A dry run of a stage with forty equal layers does the same forty times. The folded stage keeps the first and the last
+three layers of a run of equal ones, and the third last reads what the first makes. `whale.predict.replay` repeats what
+the third last does for each layer that is left out.
 
 Layers are equal if their operators are, one by one, in arguments, shapes, axis factors (up to a renaming within a
 layer) and placements. They are left out only if every operator of a layer reads values of its own layer, the one before
@@ -92,7 +92,7 @@ class Kinds:
         return number, self.analysis.atoms.size(atom), inside
 
     def derived_alike(self, v: Value, w: Value) -> Iterator[tuple[fx.Node, fx.Node]] | None:
-        """Pairs of the operators that derive two floating values, in the same way but for the names of buffers; None if
+        """Pairs of the operators that derive two floating values, in the same way except for names of buffers; None if
         they are derived differently."""
         if v == w:
             return iter(())
@@ -107,7 +107,10 @@ class Kinds:
     def _buffer(self, value: Value) -> Hashable:
         """Description of a buffer that no step changes, or of a constant; None for other values."""
         name = value[0].name
-        kept = name in self.captured.constants or self.captured.buffers.get(name, "") not in {"", *self.captured.mutated}
+        kept = name in self.captured.constants or self.captured.buffers.get(name, "") not in {
+            "",
+            *self.captured.mutated,
+        }
         return self._value(value, {}) if kept else None
 
     def placed(self, stage: PlacedStage, node: fx.Node) -> int:
@@ -187,7 +190,7 @@ class _Search:
     def _lengths(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Lengths of a layer, by the operators that they would leave out at most."""
         last: dict[int, int] = {}
-        distances = {}
+        distances: dict[int, None] = {}
         for i in range(start, stop):
             number = int(self.numbers[i])
             if number in last:
@@ -239,14 +242,14 @@ class _Search:
             for i in range(run.at(layer), run.at(layer + 1)):
                 if not all(self._is_near(run, layer, value) for value in self.operands[i]):
                     return False
-                if layer + 1 < run.count:
-                    if any(renamed.setdefault(a, b) != b for a, b in self._atoms(i, run.length)):
-                        return False
+                later = self._atoms(i, run.length) if layer + 1 < run.count else ()
+                if any(renamed.setdefault(a, b) != b for a, b in later):
+                    return False
             if len(set(renamed.values())) < len(renamed):
                 return False
-        later = (value for values in self.operands[run.stop :] for value in values)
+        behind = (value for values in self.operands[run.stop :] for value in values)
         inside = range(run.at(1), run.at(run.count - 1))
-        if any(self._made(value) in inside for value in (*later, *self.leaving)):
+        if any(self._made(value) in inside for value in (*behind, *self.leaving)):
             return False
         return all(self._cut_alike(run, v, w) for v, w in self._renamed(run).items())
 
@@ -310,7 +313,7 @@ class _Search:
         return found
 
     def fold(self, run: _Run) -> Fold:
-        """What is left out."""
+        """Describe what is left out."""
         layers = (0, *range(run.count - 3, run.count + 1))
         starts = tuple(self.nodes[at] if (at := run.at(layer)) < len(self.nodes) else None for layer in layers)
         parameters = {

@@ -48,8 +48,8 @@ class PlacedStage:
     """A stage with a placement for everything: the input of the lowering, the same on every rank.
 
     ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
-    placements in which values leave the micro-batch graph. Of ``omitted`` operators only the floating operands are
-    derived (:mod:`whale.strategies.folding`).
+    placements in which values leave the micro-batch graph. ``omitted`` operators are not computed; only their floating
+    operands are derived (:mod:`whale.strategies.folding`).
     """
 
     index: int

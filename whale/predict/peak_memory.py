@@ -137,8 +137,7 @@ def brief_peak_memory(
     short = first if splits else first.folded
     like = fingerprint(short, rank, program, clock)
     if (device, like.description) not in known:
-        found = _brief(short, rank, device, clock, program)
-        known[device, like.description] = like, found or _brief(first, rank, device, clock, program)
+        known[device, like.description] = like, _brief((short, first), rank, device, clock, program)
     found = _renamed(*known[device, like.description], like)
     most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
@@ -147,13 +146,16 @@ def brief_peak_memory(
 
 
 def _brief(
-    compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None, program: Program
-) -> _Found | None:
-    """Dry-run a single micro-batch; None if layers were left out that could not be replayed."""
-    with _without_data(device):
-        trial = _Trial(compilation, rank, device, clock)
-        trial.run(program, begin=trial.hold_gradients)
-    return trial.found()
+    compilations: Iterable[Compilation], rank: int, device: Device, clock: RNGPosition | None, program: Program
+) -> _Found:
+    """Dry-run a single micro-batch of the first of equal compilations whose omitted layers can be replayed."""
+    for compilation in compilations:
+        with _without_data(device):
+            trial = _Trial(compilation, rank, device, clock)
+            trial.run(program, begin=trial.hold_gradients)
+        if (found := trial.found()) is not None:
+            return found
+    raise AssertionError("nothing is omitted from the last")
 
 
 def _without_data(device: Device) -> AbstractContextManager[Any]:
@@ -353,7 +355,8 @@ class _Trial:
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._resume)
-        for index, stage in step.executor.stages.items():
+        own = (stage.index for stage in self.compilation.stages if self.rank in stage.mesh.ranks)
+        for index, stage in zip(own, step.stages, strict=True):
             if folds := self.compilation.folds.get(index):
                 stage.programs = [marked(stage.programs[0], [(fold, self._replay(fold)) for fold in folds])]
         if self.device == "cuda":

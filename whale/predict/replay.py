@@ -24,8 +24,8 @@ from whale.strategies.folding import Fold
 __all__ = ["Event", "Log", "Replay", "marked"]
 
 Event = tuple[Any, ...]
-"""``("add", category, bytes)``, ``("free", category, bytes)``, ``("from", category, bytes)`` and ``("to", category, bytes)`` where the category of bytes changes, or
-``("ready", parameter)`` for a gradient."""
+"""``("add", category, bytes)``, ``("free", category, bytes)``, ``("from", category, bytes)`` and ``("to", category,
+bytes)`` where the category of bytes changes, or ``("ready", parameter)`` for a gradient."""
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Replay:
             self._pass(self._backward, marker)
 
     def finish(self) -> None:
-        """Check that a forward, and a backward if there is any, passed all markers."""
-        self.failed |= len(self._forward.passed) != 3 or len(self._backward.passed) not in (0, 3)
+        """Check that a forward, and a backward, passed all markers or none."""
+        self.failed |= not {len(self._forward.passed), len(self._backward.passed)} <= {0, 3}
 
     def _pass(self, direction: _Direction, marker: int) -> None:
         count = len(direction.passed)
@@ -122,8 +122,8 @@ def _nameless(event: Event) -> Event:
 def marked(program: LocalProgram, folds: Sequence[tuple[Fold, Replay]]) -> LocalProgram:
     """A copy of a program with the markers of each fold, which call its replay."""
     code = program.micro_batch.code
-    graph, copies = fx.Graph(), {}
-    graph.output(graph.graph_copy(code.graph, copies))
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(code.graph, {}))
     root = copy.copy(code.root)
     root._modules = dict(code.root._modules)
     nodes = list(graph.nodes)
@@ -131,8 +131,8 @@ def marked(program: LocalProgram, folds: Sequence[tuple[Fold, Replay]]) -> Local
     for i, node in enumerate(nodes):
         first.setdefault(node.meta.get("starts"), i)
     for number, (fold, replay) in enumerate(folds):
-        bounds = [first.get(start) for start in fold.starts]
-        if None in bounds or bounds != sorted(bounds):  # an operator that nothing reads
+        bounds = [first[start] for start in fold.starts if start in first]
+        if len(bounds) < len(fold.starts) or bounds != sorted(bounds):  # nothing reads an operator
             replay.failed = True
             continue
         place = {node: i for i, node in enumerate(nodes)}
