@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,6 +95,20 @@ class LayeredModel:
             )
         return self._placed[key]
 
+    @cached_property
+    def factors_of_like(self) -> dict[int, int]:
+        """The axis factor of this model for each of ``like``'s: equal operators have equal choices, in order. A stage's
+        own choices do not have them all: it stores tied parameters as a later stage does."""
+        found: dict[int, int] = {}
+        if self.like is None:
+            return found
+        for there, here in zip(self.like.captured.graph.nodes, self.captured.graph.nodes, strict=True):
+            theirs, own = (model.analysis.choices.get(node, ()) for model, node in ((self.like, there), (self, here)))
+            for one, other in zip(theirs, own, strict=True) if len(theirs) == len(own) else ():
+                pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=False)
+                found.update({a.atom: b.atom for a, b in pairs if a.kind == b.kind == "S"})
+        return found
+
     def divides_rows(self, kind: int, degree: int) -> bool:
         """Whether the devices of a group divide the rows of a micro-batch at some operator of a kind of layer."""
         if degree == 1:
@@ -146,7 +161,7 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
     """A placement of one capture of a model, translated to another whose graph has the same operators."""
     graph = target.chain.partition.stages[stage.index]
     nodes = dict(zip(source.captured.graph.nodes, target.captured.graph.nodes, strict=True))
-    atoms: dict[int, int] = {}
+    atoms = dict(target.factors_of_like)
     choices = {}
     for node in stage.nodes:
         options, own = source.analysis.choices[node], target.analysis.choices[nodes[node]]
@@ -158,7 +173,7 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
 
     def placed(values: Mapping[Value, Placements]) -> dict[Value, Placements]:
         return {
-            (nodes[node], output): tuple(replace(p, atom=atoms.get(p.atom, -1)) for p in placements)
+            (nodes[node], output): tuple(replace(p, atom=atoms[p.atom]) if p.kind == "S" else p for p in placements)
             for (node, output), placements in values.items()
         }
 

@@ -37,7 +37,7 @@ def with_tied_sums(
         owners = sorted({bisect_right(starts, part) - 1 for part in parts})
         if len(owners) < 2:
             continue
-        # Devices are dealt in the order of the stages, so stages far apart are on different nodes.
+        # Devices are assigned in the order of the stages, so stages far apart are on different nodes.
         where = tuple((stages[at][0], _devices_of(meshes, [mesh for mesh, *_ in stages[:at]])) for at in owners)
         seconds, updates = _summed(meshes, where, elements), []
         for at in owners:
