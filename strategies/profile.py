@@ -27,7 +27,7 @@ from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, L
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Kept, KernelRun, Trace, trace
-from whale.strategies.layers import REPLICAS, LayeredModel, default_dtype, layered, within
+from whale.strategies.layers import NOTHING_SPLIT, LayeredModel, default_dtype, layered, within
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.regions import (
     PRODUCTS,
@@ -338,8 +338,8 @@ class _KindCosts:
         """The collectives of the layer on two replicas that have the same rows."""
         calls: list[TaskCalls] = []
         for rows, model in self.models.items():
-            stage, index = model.place(self.kind, 2, REPLICAS), model.rows.index(rows)
-            calls.append(dry_run(model.captured, stage, 0, model.program(self.kind, 2, rows, REPLICAS), index))
+            stage, index = model.place(self.kind, 2, NOTHING_SPLIT), model.rows.index(rows)
+            calls.append(dry_run(model.captured, stage, 0, model.program(self.kind, 2, rows, NOTHING_SPLIT), index))
             if not calls[0].forward and not calls[0].backward:
                 return (), ()
         return (

@@ -68,6 +68,7 @@ class CostTable(MeshSpace):
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
     _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
     _parameters: dict[tuple[int, int], tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
+    tied_sums: dict[Any, float] = field(default_factory=dict, init=False)
 
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         """Costs of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
@@ -423,6 +424,11 @@ class CostTable(MeshSpace):
         parts = self._summed(mesh, data_group, mesh.expert, experts)
         return max(whole[0], parts[0]), whole[1] + parts[1]
 
+    def sum_seconds(self, mesh: Mesh, elements: float) -> float:
+        """Seconds to sum the gradients of some elements over the replicas of a mesh, at the mean over all of its."""
+        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+        return float(self._sums(mesh, self.sample(mesh)[1])[1][-1] / (dense[-1] + experts[-1])) * elements
+
     def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
         """Ranks as those have them that sum what no experts are: of expert groups all devices."""
         if mesh.expert == 1:
@@ -515,6 +521,13 @@ class CostTable(MeshSpace):
     @cached_property
     def _layers(self) -> Integers:
         return np.array(self.prices.profile.layers)
+
+    @cached_property
+    def tied(self) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """The parts that share a parameter, with its elements, for each that several parts read."""
+        of_layer = np.repeat(np.arange(len(self.chain)), np.diff(self.chain.bounds))
+        shared = ((sorted({int(of_layer[layer]) for layer in layers}), n) for layers, n in self.prices.profile.tied)
+        return tuple((tuple(parts), elements) for parts, elements in shared if len(parts) > 1)
 
     @cached_property
     def _ends(self) -> tuple[Integers, Integers]:
