@@ -302,26 +302,32 @@ class PlanCost:
             group = tuple(rank for index in owners for rank in self.stages[index].data_group)
             if prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
                 degree, group = 1, tuple(rank for index in owners for rank in self.stages[index].ranks)
-            seconds = prices.all_reduce(group, degree, shared / degree * size)
+            seconds = prices.over("all_reduce", group, degree, shared / degree * size)
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
 
     def _sums(self, index: int, apart: Sequence[tuple[Sequence[int], float]]) -> list[_Sum]:
-        """The sums of a stage's dense gradients and of those of its experts, over its replicas."""
+        """The sums of a stage's dense gradients and of those of its experts, over its replicas: of the data groups, which
+        may lie differently in nodes, the slowest."""
         stage, prices = self.stages[index], self.prices
         dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
         dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
         found = []
-        for group, num_alike, elements in (
-            (stage.data_group, stage.tensor, max(0.0, dense)),
-            (stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts),
+        for every, stride, num_alike, elements in (
+            (stage.ranks, stage.tensor, stage.tensor, max(0.0, dense)),
+            (stage.data_group, stage.expert, stage.tensor * stage.expert, experts),
         ):
             num_bytes = elements * prices.gradient_bytes
-            if prices.stack.zero:
-                seconds = prices.over("reduce_scatter", group, num_alike, num_bytes)
-            else:
-                seconds = prices.all_reduce(group, num_alike, num_bytes)
-            found.append(_Sum(group, num_alike, num_bytes, seconds))
+            groups = {prices.shape(every[first::stride]): every[first::stride] for first in range(stride)}
+            slowest = None
+            for group in groups.values():
+                if prices.stack.zero:
+                    seconds = prices.over("reduce_scatter", group, num_alike, num_bytes)
+                else:
+                    seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers)
+                if slowest is None or seconds > slowest.seconds:
+                    slowest = _Sum(group, num_alike, num_bytes, seconds)
+            found.extend([slowest] if slowest else [])
         return found
 
     def _overlapped(self, index: int, sums: Sequence[_Sum], last_share: float) -> tuple[float, Beside]:
@@ -329,7 +335,7 @@ class PlanCost:
         other."""
         prices, stage = self.prices, self.stages[index]
         largest = max(sums, key=lambda one: one.seconds)
-        message = prices.message_bytes(largest.bytes, largest.num_alike)
+        message = prices.message_bytes(largest.bytes, largest.num_alike, stage.layers)
         beside = prices.beside(largest.group, largest.num_alike, message)
         slowest = max(range(len(self.kinds[index])), key=lambda place: self.costs[index][place].backward)
         kind, backward = self.kinds[index][slowest], self.costs[index][slowest].backward * last_share
@@ -350,8 +356,15 @@ class PlanCost:
             each = (max(0.0, dense), experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))
-        total, num = sum(one.seconds for one in sums), largest.bytes / message
-        found = overlap(total, largest_lead(layers, beside), largest.seconds / num, beside)
+        total = sum(one.seconds for one in sums)
+        own = [
+            layer
+            for layer in stage.layers
+            if not any(layer in readers and self._is_apart(readers) for readers, _ in prices.profile.tied)
+        ]
+        last = prices.last_message_bytes(own or stage.layers, largest.num_alike, largest.bytes)
+        alone = prices.over("all_reduce", largest.group, largest.num_alike, last)
+        found = overlap(total, largest_lead(layers, beside), alone, beside, backward)
         return max(0.0, 1.0 - found.hidden / backward), beside
 
     def _gathered_after(self, stage: ChainStage, forward: float) -> float:

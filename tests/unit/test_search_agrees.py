@@ -93,10 +93,18 @@ def test_statistics_of_batch_norms_are_summed_over_replicas_in_the_search(
 ) -> None:
     """One replica has none."""
     trial, profile = resnet
-    network = Link(bandwidth=1.25e10, latency=1.5e-5)
+    network = Link(bandwidth=1.25e9, latency=1.5e-5)
     cluster = Cluster.homogeneous(4, V100, num_devices_per_node=2, intra=V100.intra_node, inter=network)
     mesh = Mesh(0, len(profile.layers), ranks, len(ranks), 1)
     assert abs(ratio(trial, profile, cluster, mesh, 1) - 1) < 0.03
+
+
+def test_the_slowest_of_unlike_data_groups_decides(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
+    """Of the data groups (0, 2) and (1, 3) of two tensor groups one lies in a node, and one between nodes."""
+    trial, profile = gpt
+    devices = [("a", V100), ("a", V100), ("a", V100), ("b", V100)]
+    cluster = Cluster.of(devices, intra=V100.intra_node, inter=Link(bandwidth=1.25e9, latency=1.5e-5))
+    assert abs(ratio(trial, profile, cluster, Mesh(0, len(profile.layers), (0, 1, 2, 3), 2, 2), 1) - 1) < 0.04
 
 
 def ratio(trial: CandidateCompiler, profile: ModelProfile, cluster: Cluster, mesh: Mesh, micro_batches: int) -> float:
