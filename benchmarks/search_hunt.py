@@ -248,6 +248,10 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "ms": round(_seconds(choice) * 1e3, 3),
         "searched_ms": round(candidate.prediction.step_seconds * 1e3, 3),
         "compiled": choice.compiled,
+        "breakdown": {
+            part: [round(1e3 * one.breakdown.get(part, 0.0), 3) for one in (candidate.prediction, choice.prediction)]
+            for part in choice.prediction.breakdown
+        },
         "micro_batches": candidate.micro_batches,
         "schedule": candidate.schedule,
         "stages": [
