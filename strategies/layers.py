@@ -24,7 +24,7 @@ from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape
-from whale.ir.placement import REPLICATE, Placement, shard
+from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.stage import LocalProgram
@@ -36,7 +36,10 @@ from whale.strategies.placing import Report, StageProblem, batch_placeholders, l
 from whale.strategies.regions import is_within
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
+__all__ = ["NOTHING_SPLIT", "LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
+
+NOTHING_SPLIT = (".",)
+"""No module's path, in place of experts' paths: nothing is split, the devices are replicas that divide the rows."""
 
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, which the cost model rewrites for sequence parallelism."""
@@ -78,6 +81,8 @@ class LayeredModel:
             rows = {v: self._in_rows(v) for v in (*graph.received, *graph.sent)}
             whole = (REPLICATE,) * (2 if degree > 1 else 1)
             received = {v: p if experts else whole for v in graph.received if (p := rows[v])}
+            if experts == NOTHING_SPLIT:  # the layer that made it sums its gradient, once for all of its readers
+                received |= {v: (REPLICATE, REPLICATE_PARTIAL) for v in graph.received if not rows[v]}
             problem = StageProblem(
                 task_graph=graph,
                 mesh=_mesh(kind, degree),

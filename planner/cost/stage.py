@@ -401,7 +401,7 @@ class CostModel(LayerCosts):
 
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
         degree = group.expert if one.group == "expert" else group.tensor
-        if degree == 1:
+        if degree == 1 or one.group == "replica":  # priced for a stage: `whale.planner.cost.replicas`
             return 0.0
         return one.num * self._among(group, one.group, one.kind, one.bytes)
 
