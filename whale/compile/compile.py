@@ -258,8 +258,8 @@ def _check_units(analysis: Analysis, stages: Sequence[PlacedStage], plan: Plan) 
     """
     for stage, planned in zip(stages, plan.stages, strict=True):
         for position, axis in enumerate(planned.axes or ()):
-            leaves = {choices[position + 1].leaf for choices in stage.choices.values()} - {-1}
-            most = max((analysis.atoms.size(leaf) for leaf in leaves), default=0)
+            factors = {choices[position + 1].factor for choices in stage.choices.values()} - {-1}
+            most = max((analysis.factors.size(factor) for factor in factors), default=0)
             if axis.counts_units and sum(axis.shares) > most:
                 raise PlanMismatchError(
                     f"the plan's stages.{stage.index}.axes.{position}.shares sum to {sum(axis.shares)} units, but what "
