@@ -192,5 +192,7 @@ class _Walk:
         sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size, layers)
         sync += prices.all_reduce(data_group, mesh.size, experts * size, layers)
         beside = Beside(overlap_slowdown(prices.num_of_types))
-        added = overlap(sync, sync - beside.rate * slowest, 0.0, beside, slowest).added  # if the last backward hides all it can
+        added = overlap(
+            sync, sync - beside.rate * slowest, 0.0, beside, slowest
+        ).added  # if the last backward hides all it can
         return _Cost(busy, forward, backward, added + once, fits)

@@ -11,7 +11,7 @@ from whale.ir.profile import LayerKind
 from whale.ir.program import BUCKET_BYTES
 from whale.planner.cost.layers import variant_of
 
-__all__ = ["first_parameter_bytes", "num_buckets", "num_buckets_of"]
+__all__ = ["REPEATS", "num_buckets", "num_buckets_of"]
 
 REPEATS = 8
 """Layers in a row over which buckets are counted: those of small layers hold parameters of several."""
@@ -41,11 +41,3 @@ def num_buckets_of(kind: LayerKind, tensor_degree: int, element_bytes: float) ->
         return num_buckets([size * element_bytes for size in variant.sizes])
     largest = variant.largest or variant.parameters
     return variant.parameters * element_bytes / max(BUCKET_BYTES, largest * element_bytes)
-
-
-def first_parameter_bytes(kind: LayerKind, tensor_degree: int, element_bytes: float) -> float:
-    """Return the bytes of a layer's first parameter, whose gradient is ready last; of the largest if unknown."""
-    if not kind.variants:
-        return 0.0
-    variant = variant_of(kind, tensor_degree)
-    return (variant.sizes[0] if variant.sizes else variant.largest) * element_bytes

@@ -309,8 +309,8 @@ class PlanCost:
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
 
     def _sums(self, index: int, apart: Sequence[tuple[Sequence[int], float]]) -> list[_Sum]:
-        """The sums of a stage's dense gradients and of those of its experts, over its replicas: of the data groups, which
-        may lie differently in nodes, the slowest."""
+        """The sums of a stage's dense gradients and of those of its experts, over its replicas: those of the slowest of
+        the data groups, which may lie differently in nodes."""
         stage, prices = self.stages[index], self.prices
         dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
         dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
@@ -359,14 +359,8 @@ class PlanCost:
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))
         total = sum(one.seconds for one in sums)
-        own = [
-            layer
-            for layer in stage.layers
-            if not any(layer in readers and self._is_apart(readers) for readers, _ in prices.profile.tied)
-        ]
-        last = prices.last_message_bytes(own or stage.layers, largest.num_alike, largest.bytes)
-        alone = prices.over("all_reduce", largest.group, largest.num_alike, last)
-        found = overlap(total, largest_lead(layers, beside), alone, beside, backward)
+        num = largest.bytes / message
+        found = overlap(total, largest_lead(layers, beside), largest.seconds / num, beside, backward)
         return max(0.0, 1.0 - found.hidden / backward), beside
 
     def _gathered_after(self, stage: ChainStage, forward: float) -> float:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.buckets import first_parameter_bytes, num_buckets_of
+from whale.planner.cost.buckets import num_buckets_of
 from whale.planner.cost.layer_cost import LayerCosts, LayerMemo
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
@@ -492,17 +492,6 @@ class CostModel(LayerCosts):
                 num_buckets_of(self.profile.kinds[kind], known, size),
             )
         return self._messages[kind, degree]
-
-    def last_message_bytes(self, layers: Iterable[int], degree: int, num_bytes: float) -> float:
-        """Bytes of the last message of a reduction of *layers*, which begin with the first of their stage."""
-        ahead, known = list(layers), self.tensor_degrees[0]
-        message = self.message_bytes(num_bytes, degree, ahead)
-        with_any = (self.profile.layers[index] for index in ahead)
-        first = next((kind for kind in with_any if sum(self.parameters_of(kind, known))), None)
-        if first is None or not self.runs:
-            return message
-        size = first_parameter_bytes(self.profile.kinds[first], known, known / degree * self.gradient_bytes)
-        return min(num_bytes, max(message, size))
 
     def beside(self, ranks: Sequence[int], num_alike: int, num_bytes: float) -> Beside:
         """How the last backward and a message of gradients over a data group slow each other: as measured, else as
