@@ -207,13 +207,21 @@ class PlanCost:
             schedule=self.schedule,
             stages=tuple(works),
             boundaries=boundaries,
-            reductions=tuple(self._reductions(last_share)),
+            reductions=tuple(sorted(self._reductions(last_share), key=self._launched_at)),
             links=links,
             update=tuple(update),
             overhead=self.prices.overhead_of(sorted({rank for stage in self.stages for rank in stage.ranks})),
             overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
             blocking_transfers=self.prices.stack.blocks,
         )
+
+    def _launched_at(self, reduction: Reduction) -> tuple[int, bool]:
+        """Sort key: as Whale's ranks launch reductions, later stages first, whose backwards end first; in a stage a
+        parameter that others read too first if it is of the first layer, as embeddings are."""
+        first = reduction.stages[0]
+        shared = [readers for readers, _ in self.prices.profile.tied if self._owners(readers) == reduction.stages]
+        leads = len(reduction.stages) > 1 and any(self.stages[first].first in readers for readers in shared)
+        return -min(reduction.stages), not leads
 
     def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
         """Transfers between kinds of replicas. A replica that sends to several of a kind, or receives from
