@@ -17,7 +17,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import Affine, ModelProfile
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
-from whale.planner.balance.shares import Remedy, Worker, fastest_shares
+from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.uniform import Stages
@@ -256,8 +256,7 @@ def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tu
         return (kept + max(cost.working for cost in costs)) * stages.prices.waste
 
     even = given.batch / layout.data
-    slope = (activations(2 * even) - activations(even)) / even
-    return smallest.name, Affine(fixed + max(0.0, activations(even) - slope * even), slope), smallest.memory_bytes
+    return smallest.name, memory_between(activations, even, 2 * even, fixed=fixed), smallest.memory_bytes
 
 
 def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:

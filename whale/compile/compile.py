@@ -31,7 +31,7 @@ from whale.ir.strategy import ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.schedules.orders import schedule_order
-from whale.planner.simulation.simulate import check_workload, hop_seconds, task_seconds
+from whale.planner.simulation.simulate import check_workload, p2p_seconds, task_seconds
 from whale.runtime.module import Shard
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
@@ -182,7 +182,7 @@ def _times(plan: Plan | None, num_stages: int) -> tuple[Callable[[Task], float],
     if workload is None or len(workload.stages) != num_stages:
         return ()
     check_workload(workload)
-    return task_seconds(workload), hop_seconds(workload)
+    return task_seconds(workload), p2p_seconds(workload)
 
 
 def _place_stages(
