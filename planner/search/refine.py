@@ -66,8 +66,9 @@ def refined(
     tried: Callable[[Scored], None],
     kept: Callable[[Scored], None],
     stop: Callable[[], bool],
+    left: set[PartialPlan],
 ) -> Scored:
-    """The end of a descent from *start*.
+    """The end of a descent from *start*, or where it meets an earlier one.
 
     Args:
         meshes: prices.
@@ -79,10 +80,11 @@ def refined(
         tried: called for every partial plan that is scored.
         kept: called for those that are timed.
         stop: whether to end early.
+        left: partial plans all of whose moves were tried, by any descent; those of this one are added.
     """
     best, known = start.timed, {start.draft}
     reached = {best.draft.meshes: best.seconds}  # with these meshes; what comes to no less is not looked at closely
-    while True:
+    while best.draft not in left:
         found: list[Scored] = []
         for draft in _moves(meshes, best, batch, micro_batches, max_stages):
             if stop():
@@ -94,6 +96,7 @@ def refined(
             tried(scored)
             if scored.fits and scored.seconds < min(NEAR * best.seconds, reached.get(draft.meshes, inf)):
                 found.append(scored)
+        left.add(best.draft)
         leading = best_timed(found, MOST_CUT_EXACTLY)
         leading = [cut_exactly(meshes, scored, batch, score) for scored in leading]
         for scored in leading:
@@ -101,8 +104,9 @@ def refined(
             kept(scored)
         better = min(leading, key=seconds_of, default=best)
         if better.seconds >= best.seconds * (1 - GAIN):
-            return best
+            break
         best = better
+    return best
 
 
 def disturbed(

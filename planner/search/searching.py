@@ -199,6 +199,7 @@ class _Search:
     bound: float = 0.0
     scores: dict[PartialPlan, Scored] = field(default_factory=dict)
     best: dict[PartialPlan, Scored] = field(default_factory=dict)
+    left: set[PartialPlan] = field(default_factory=set)
     nearest: Scored | None = None
     lacking: list[_Lacking] = field(default_factory=list)
     tried: int = 0
@@ -306,6 +307,7 @@ class _Search:
             tried=self._note,
             kept=self._keep,
             stop=lambda: self._over() or self.stages_scored > most,
+            left=self.left,
         )
 
     def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
