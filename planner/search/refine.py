@@ -49,6 +49,9 @@ PLACES = 4
 DISTURBANCES = 2
 """Random moves before another descent."""
 
+FAR = 1.25
+"""Ratio to the step of the start above which no descent begins: almost none from so far ends at a better plan."""
+
 GAIN = 1e-6
 """Smallest relative improvement of a move."""
 
@@ -107,14 +110,15 @@ def refined(
 
 
 def disturbed(
-    meshes: CostTable, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[PartialPlan], Scored]
+    meshes: CostTable, start: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[PartialPlan], Scored]
 ) -> Scored:
     """A partial plan some random moves away, for another descent; unchanged if no move is possible."""
+    scored = start
     for _ in range(DISTURBANCES):
         sequences = _neighbours(meshes, scored, max_stages)
         drafts = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
         others = (score(draft) for draft in drafts if draft is not None)
-        scored = next((other for other in others if other.fits), scored)
+        scored = next((other for other in others if other.fits and other.seconds < FAR * start.seconds), scored)
     return scored
 
 

@@ -99,6 +99,10 @@ MOST_LAID_OUT, LAID_RANKS = 60, 1024
 """Limits on the partial plans that are placed and on their total ranks, if these are more than requested: the order on
 ranks may differ."""
 
+SURELY_SLOWER = 1.15
+"""Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
+much faster."""
+
 SECONDS_BETWEEN_PROGRESS = 0.1
 
 MOST_POINTS = 400
@@ -285,15 +289,15 @@ class _Search:
         return min(most, self.settings.max_stages or most)
 
     def _restart(self, micro_batches: Sequence[int], max_stages: int) -> None:
-        """Descend again, from some random moves away from one of the best plans."""
+        """Descend again, from some random moves away from one of the best plans, until some in a row find no better."""
         draw, most = Random(self.settings.seed), self.stages_scored + self.effort.stages_restarted
-        for _ in range(self.effort.restarts if self.best else 0):
-            if self._over() or self.stages_scored > most:
-                break
+        best, vain = self._best_seconds(), 0
+        while self.best and vain < self.effort.restarts and self.stages_scored <= most and not self._over():
             start = draw.choice(self._leading(self.effort.leaders))
             start = disturbed(self.meshes, start, self.batch, max_stages, draw, self._score)
             self._note(start)
             self._refine(start, micro_batches, max_stages)
+            vain, best = (vain + 1 if self._best_seconds() >= best else 0), self._best_seconds()
 
     def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
         most = self.stages_scored + self.effort.stages_refined
@@ -501,8 +505,11 @@ class _Search:
         for scored in [*alone, *leading]:
             draft = scored.draft
             look = scored.times, draft.micro_batches, draft.schedule
-            if len(seen) > most or look in seen:
+            if look in seen:
                 continue
+            best = min((one.prediction.step_seconds for one in found.values()), default=inf)
+            if len(seen) > most or (len(found) >= self.settings.top and scored.timed.seconds > SURELY_SLOWER * best):
+                break
             candidate = laid_out(self.meshes, draft, self.batch)
             if candidate.prediction.fits:
                 seen.add(look)
