@@ -98,9 +98,7 @@ def refined(
             if scored.fits and scored.seconds < min(NEAR * best.seconds, reached.get(draft.meshes, inf)):
                 found.append(scored)
         left.add(best.draft)
-        better = next(iter(best_timed(found, 1)), best)
-        if better.seconds >= best.seconds * (1 - GAIN):
-            better = cut_exactly(meshes, best, batch, score)
+        better = cut_exactly(meshes, next(iter(best_timed(found, 1)), best), batch, score)
         kept(better)
         reached[better.draft.meshes] = min(better.seconds, reached.get(better.draft.meshes, inf))
         if better.seconds >= best.seconds * (1 - GAIN):
