@@ -3,7 +3,7 @@
 The stage with the most work per step is the bottleneck. Moves take work from it (a part to a neighbour, a device from
 another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
 number of micro-batches. A move whose slowest stage alone takes longer than the best step is dropped before it is cut.
-Steepest descent: the best move is taken as long as one helps, and where none does the exact cuts are. A heuristic; never
+The best few get their exact cuts. Steepest descent: the best move is taken as long as one helps. A heuristic; never
 worse than its start, and it ends at a partial plan that no move improves, where an earlier descent has been, or when it
 is stopped.
 """
@@ -33,6 +33,9 @@ __all__ = ["disturbed", "refined"]
 
 NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
+
+MOST_CUT_EXACTLY = 3
+"""Number of moves from a partial plan that are cut exactly."""
 
 MOST_SHIFTED = 24
 """Stages whose cuts are moved, those that have most to do first."""
@@ -98,9 +101,11 @@ def refined(
             if scored.fits and scored.seconds < min(NEAR * best.seconds, reached.get(draft.meshes, inf)):
                 found.append(scored)
         left.add(best.draft)
-        better = cut_exactly(meshes, next(iter(best_timed(found, 1)), best), batch, score)
-        kept(better)
-        reached[better.draft.meshes] = min(better.seconds, reached.get(better.draft.meshes, inf))
+        leading = [cut_exactly(meshes, scored, batch, score) for scored in best_timed(found, MOST_CUT_EXACTLY)]
+        for scored in leading:
+            reached[scored.draft.meshes] = min(scored.seconds, reached.get(scored.draft.meshes, inf))
+            kept(scored)
+        better = min(leading, key=seconds_of, default=best)
         if better.seconds >= best.seconds * (1 - GAIN):
             break
         best = better

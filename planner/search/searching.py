@@ -47,7 +47,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.effort import QUICK, THOROUGH, Effort
-from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
+from whale.planner.search.families import HELD, EvenPace, Family, Outlook, fit_divisions, outlooks
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import (
     PartialPlan,
@@ -184,12 +184,13 @@ class _Waiting(NamedTuple):
     Attributes:
         reach: seconds of a step to which it could come at best.
         pace: seconds per micro-batch of its stages; None until computed; ``reach`` excludes gradient reductions.
+        outlook: which family it is.
     """
 
     reach: float
     place: int
     pace: EvenPace | None
-    family: Family
+    outlook: Outlook
 
 
 @dataclass
@@ -346,7 +347,7 @@ class _Search:
         for counts in dict.fromkeys(some):
             for division, count in product(fit_divisions(self.meshes, counts), few):
                 mesh = Mesh(counts, *division)
-                parts, _ = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
+                parts = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
                 if (held := float(parts[:, 0].min())) < 1:
                     self._drop("1 stages", "its devices do not hold the model")
                     self.lacking.append(_Lacking((mesh,), count, schedule, held))
@@ -365,7 +366,7 @@ class _Search:
             and (solved < self.effort.families * wider or waiting[0].reach <= near < inf)
         ):
             one = heappop(waiting)
-            family = one.family
+            family = one.outlook.family
             if one.pace is None:
                 if (held := family.part_held(self.meshes, self.batch)) < HELD:
                     self._drop(family.name, "its devices do not hold the model", family.num)
@@ -386,11 +387,11 @@ class _Search:
                 near = min([near, *(one.timed.seconds for one in cut if one.fits)])
         for one in waiting:
             if self._over():
-                self._drop(one.family.name, "the time was up")
+                self._drop(one.outlook.name, "the time was up")
             elif one.reach > self.effort.near * near:
-                self._drop(one.family.name, "could not come near the best if its stages were equal")
+                self._drop(one.outlook.name, "could not come near the best if its stages were equal")
             else:
-                self._drop(one.family.name, f"could only come near the best, after {solved} that could reach more")
+                self._drop(one.outlook.name, f"could only come near the best, after {solved} that could reach more")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
         self._score_best(sequences, schedule, self.effort.stages_cut * wider)
@@ -399,9 +400,8 @@ class _Search:
         """A heap of all families, those first that could come to least if layers were divided as one likes."""
         found: list[_Waiting] = []
         for count in micro_batches:
-            for family in [] if self._over() else families_of(self.meshes, self.batch, count, max_stages):
-                even = family.even_work(self.meshes, self.batch)
-                found.append(_Waiting(family.reach(even), len(found), None, family))
+            for outlook in [] if self._over() else outlooks(self.meshes, self.batch, count, max_stages):
+                found.append(_Waiting(outlook.reach, len(found), None, outlook))
         heapify(found)
         return found
 

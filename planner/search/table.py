@@ -66,7 +66,7 @@ class CostTable(MeshSpace):
     _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
-    _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
+    _parts: dict[Any, Array] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
@@ -309,24 +309,38 @@ class CostTable(MeshSpace):
             self._most_rows[key] = float(most.min())
         return rows > self._most_rows[key]
 
-    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[Array, Array]:
+    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
         """For each kind of layer (first axis) the part of them, in whole layers, that fits on a mesh at most if it is
-        the last stage, the last but one and so on (second axis); and these summed up. Nothing is timed for it."""
+        the last stage, the last but one and so on (second axis). Nothing is timed for it."""
         used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
         share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
         most = min(micro_batches, len(self.chain))
         key = (used, mesh.tensor, mesh.expert, share, most)
         if key not in self._parts:
-            held = np.minimum(np.arange(1, len(self.chain) + 1), most)
-            found = []
-            for pool in used:
-                amounts = self._amounts(pool, mesh.tensor, mesh.expert)
-                state, kept, kept_each, working, working_each, nums = amounts[:, :, None]
-                room = self._room(pool) - working - share * working_each
-                found.append(room / np.maximum(state + held * (kept + share * kept_each), 1.0))
-            parts = np.floor(np.maximum(np.min(found, axis=0), 0.0) + 1e-9) / nums
-            self._parts[key] = parts, parts.cumsum(axis=1)
+            division = mesh.tensor, mesh.expert
+            found = [self._parts_of(pool, division, np.array([share]), most)[0] for pool in used]
+            self._parts[key] = np.min(found, axis=0)
         return self._parts[key]
+
+    def together_held(
+        self, pool: int, division: Division, shares: Sequence[int], stages: Sequence[int], micro_batches: int
+    ) -> Array:
+        """Like `parts_held`, summed up over some *stages* on devices of a pool: for each number of rows of a data slice
+        (first axis) and kind of layer (second axis)."""
+        parts = self._parts_of(pool, division, np.array(shares), micro_batches)
+        within = np.arange(len(self.chain)) < np.array(stages)[:, None, None]
+        found: Array = np.sum(parts, axis=2, where=within)
+        return found
+
+    def _parts_of(self, pool: int, division: Division, shares: Integers, micro_batches: int) -> Array:
+        """The part of the layers of each kind (second axis) that fits for each number of rows of a data slice (first
+        axis) with as many micro-batches in flight as in the last stage, the last but one and so on (third axis)."""
+        state, kept, kept_each, working, working_each, nums = self._amounts(pool, *division)[:, None, :, None]
+        held, share = np.minimum(np.arange(1, len(self.chain) + 1), micro_batches), shares[:, None, None]
+        room = self._room(pool) - working - share * working_each
+        fits = room / np.maximum(state + held * (kept + share * kept_each), 1.0)
+        found: Array = np.floor(np.maximum(fits, 0.0) + 1e-9) / nums
+        return found
 
     def _room(self, pool: int) -> float:
         type_ = self.pools[pool].type
