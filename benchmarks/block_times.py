@@ -7,7 +7,7 @@
 A row is a forward and a backward of one block on one device: kernels alone, no recomputation, no optimizer, gradients
 added up in float32. ``gpu`` is a name of a device type of the catalog, as `whale.ir.device_names` reads it; where it
 leaves the form open, the SXM card is taken. A card that is left out is predicted from its data sheet, with the
-constants of `whale.planner.cost.silicon.LAWS` fitted to the other cards from rough values. Nothing is measured here.
+constants of `whale.planner.cost.Laws` fitted to the other cards from rough values. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import argparse
 import csv
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,9 +30,10 @@ from whale.ir.cluster import DeviceType
 from whale.ir.device_names import matching_types
 from whale.ir.profile import LayerKind
 from whale.planner.catalog import device_types
-from whale.planner.cost import silicon
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.layers import layer_seconds_by_rows
 from whale.planner.cost.precision import precision_named
+from whale.planner.cost.silicon import Laws
 from whale.strategies.profile import profile_model
 
 HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ LLAMA = f"{HERE.parent / 'examples' / 'models' / 'llama.py'}:llama"
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-ROUGH = silicon.Laws(
+ROUGH = Laws(
     sustained=0.9,
     vector=0.95,
     wide=0.75,
@@ -83,9 +83,15 @@ class Series:
     rows: tuple[float, ...]
     measured: Array
 
-    def errors(self) -> Array:
+    def errors(self, laws: Laws = CALIBRATION.laws) -> Array:
         """Predicted over measured seconds, less one, [row, forward and backward]."""
-        spent = layer_seconds_by_rows(block(*self.block), self.device, self.rows, precision=self.precision)
+        spent = layer_seconds_by_rows(
+            block(*self.block),
+            self.device,
+            self.rows,
+            precision=self.precision,
+            calibration=Calibration(laws=laws),
+        )
         kernels = [(one.forward - one.forward_slack, one.backward - one.backward_slack) for one in spent]
         found: Array = np.array(kernels) / self.measured - 1
         return found
@@ -136,32 +142,21 @@ def device_named(name: str) -> DeviceType:
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def laws_at(laws: silicon.Laws) -> Iterator[None]:
-    """The planner with other laws."""
-    before = silicon.LAWS
-    try:
-        silicon.LAWS = laws  # type: ignore[misc]
-        yield
-    finally:
-        silicon.LAWS = before  # type: ignore[misc]
-
-
-def moved(logarithms: Array) -> silicon.Laws:
+def moved(logarithms: Array) -> Laws:
     """The rough laws, each constant times the exponential of its logarithm."""
     factors = {name: getattr(ROUGH, name) * float(np.exp(by)) for name, by in zip(FITTED, logarithms, strict=True)}
     return replace(ROUGH, **factors)
 
 
-def fitted(series: Sequence[Series]) -> silicon.Laws:
+def fitted(series: Sequence[Series]) -> Laws:
     """The laws that fit the rows best, every card with the same weight: damped least squares of the logarithms of
     predicted over measured seconds and of the distances from the rough values, by Gauss-Newton."""
     counts = {gpu: sum(len(one.rows) for one in series if one.gpu == gpu) for gpu in {one.gpu for one in series}}
     weights = np.concatenate([np.full(2 * len(one.rows), 100 / counts[one.gpu]) for one in series])
 
     def logarithms(at: Array) -> Array:
-        with laws_at(moved(at)):
-            return np.log1p(np.concatenate([one.errors().ravel() for one in series]))
+        laws = moved(at)
+        return np.log1p(np.concatenate([one.errors(laws).ravel() for one in series]))
 
     at, step = np.zeros(len(FITTED)), 0.02
     for _ in range(5):
@@ -195,21 +190,20 @@ def _cells(errors: Array) -> str:
     return " | ".join(f"{part.mean():+.1%} | {np.abs(part).mean():.1%}" for part in parts)
 
 
-def by_card(series: Sequence[Series]) -> dict[str, list[tuple[Series, Array]]]:
+def by_card(series: Sequence[Series], laws: Laws = CALIBRATION.laws) -> dict[str, list[tuple[Series, Array]]]:
     found: dict[str, list[tuple[Series, Array]]] = defaultdict(list)
     for one in sorted(series, key=lambda one: one.gpu):
-        found[one.gpu].append((one, one.errors()))
+        found[one.gpu].append((one, one.errors(laws)))
     return dict(found)
 
 
 def left_out(series: Sequence[Series]) -> tuple[dict[str, list[tuple[Series, Array]]], str]:
     """Every card predicted with laws that the others decide; and those laws, as a table."""
     found: dict[str, list[tuple[Series, Array]]] = {}
-    laws = {"as it is": silicon.LAWS, "rough": ROUGH}
+    laws = {"as it is": CALIBRATION.laws, "rough": ROUGH}
     for gpu in sorted({one.gpu for one in series}):
         laws[f"without {gpu}"] = fitted([one for one in series if one.gpu != gpu])
-        with laws_at(laws[f"without {gpu}"]):
-            found |= by_card([one for one in series if one.gpu == gpu])
+        found |= by_card([one for one in series if one.gpu == gpu], laws[f"without {gpu}"])
     lines = [f"| constant | {' | '.join(laws)} |", "|---" * (len(laws) + 1) + "|"]
     for name in FITTED:
         lines.append(f"| {name} | {' | '.join(f'{getattr(one, name):.3g}' for one in laws.values())} |")

@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from whale.cli.search_text import in_short
-from whale.commands.searching import Choice, Trial, compile_candidate, search_plans
+from whale.commands.searching import Choice, PlanWriter, Trial, search_plans
 from whale.errors import UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
@@ -67,7 +67,7 @@ def _random_plans(prices: CostModel, trial: Trial, seen: set[object]) -> Iterato
     for _ in range(MOST_DRAWS):
         candidate = draw(prices, numbers)
         try:
-            choice = compile_candidate(candidate, prices.profile, prices.cluster, batch=prices.batch, trial=trial)
+            choice = PlanWriter(prices.profile, prices.cluster, prices.batch, trial).compiled(candidate, trial)
         except UsageError:  # it cannot be written as annotations of this model
             continue
         if not choice.reason and look(choice) not in seen:

@@ -11,16 +11,14 @@ run's interval comes from the errors that the other sources had in the same way,
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from published_runs import Run
 
-from whale.planner.cost import layer_cost, layers, plan, silicon, stage
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -44,51 +42,53 @@ class Constant:
         name: where it is.
         rough: its value by what is known without these runs.
         spread: how far off that may be, as a standard deviation of its logarithm.
-        get, put: read and replace it.
+        get: reads it.
+        put: the calibration with another value of it.
     """
 
     name: str
     rough: float
     spread: float
-    get: Callable[[], float]
-    put: Callable[[float], None]
+    get: Callable[[Calibration], float]
+    put: Callable[[Calibration, float], Calibration]
+
+    @property
+    def calibrated(self) -> float:
+        """Its value as it is."""
+        return self.get(CALIBRATION)
 
 
-def _of_module(module: ModuleType, name: str, rough: float, spread: float) -> Constant:
+def _of_calibration(name: str, rough: float, spread: float) -> Constant:
     return Constant(
-        name=f"{module.__name__.rsplit('.', 1)[-1]}.{name}",
+        name=name,
         rough=rough,
         spread=spread,
-        get=lambda: float(getattr(module, name)),
-        put=lambda value: setattr(module, name, value),
+        get=lambda of: float(getattr(of, name)),
+        put=lambda of, value: replace(of, **{name: value}),
     )
 
 
 def _of_designs(names: Sequence[str], attribute: str, rough: float, spread: float) -> Constant:
-    def put(value: float) -> None:
-        changed = {name: replace(silicon.DESIGNS[name], **{attribute: value}) for name in names}
-        silicon.DESIGNS = {**silicon.DESIGNS, **changed}  # type: ignore[misc]
-        silicon._silicon.cache_clear()
+    def put(of: Calibration, value: float) -> Calibration:
+        changed = {name: replace(of.designs[name], **{attribute: value}) for name in names}
+        return replace(of, designs={**of.designs, **changed})
 
     return Constant(
         name=f"{names[0]} {attribute}",
         rough=rough,
         spread=spread,
-        get=lambda: float(getattr(silicon.DESIGNS[names[0]], attribute)),
+        get=lambda of: float(getattr(of.designs[names[0]], attribute)),
         put=put,
     )
 
 
 def _of_laws(attribute: str, rough: float, spread: float) -> Constant:
-    def put(value: float) -> None:
-        silicon.LAWS = replace(silicon.LAWS, **{attribute: value})  # type: ignore[misc]
-
     return Constant(
         name=f"laws.{attribute}",
         rough=rough,
         spread=spread,
-        get=lambda: float(getattr(silicon.LAWS, attribute)),
-        put=put,
+        get=lambda of: float(getattr(of.laws, attribute)),
+        put=lambda of, value: replace(of, laws=replace(of.laws, **{attribute: value})),
     )
 
 
@@ -104,44 +104,40 @@ CONSTANTS = (
     _of_designs(HOPPER, "flash", 0.55, 0.25),
     _of_designs(HOPPER, "eager_matmul", 0.9, 0.15),
     _of_designs(HOPPER, "eager_flash", 0.6, 0.25),
-    _of_module(layers, "COLLECTIVE_LAUNCH_SECONDS", 40e-6, 0.7),
-    _of_module(layers, "LOCKSTEP_SLOWDOWN", 1.2, 0.2),
-    _of_module(stage, "BACKWARD_OVERLAP", 0.4, 0.5),
-    _of_module(plan, "SHARDED_SLOWDOWN", 0.5, 0.5),
-    _of_designs(tuple(silicon.DESIGNS), "launch", 50e-6, 0.5),
+    _of_calibration("collective_launch_seconds", 40e-6, 0.7),
+    _of_calibration("lockstep_slowdown", 1.2, 0.2),
+    _of_calibration("backward_overlap", 0.4, 0.5),
+    _of_calibration("sharded_slowdown", 0.5, 0.5),
+    _of_designs(tuple(CALIBRATION.designs), "launch", 50e-6, 0.5),
     Constant(
-        name="layer_cost.SUSTAINED of T4",
+        name="sustained of T4",
         rough=0.75,
         spread=0.3,
-        get=lambda: layer_cost.SUSTAINED["T4"],
-        put=lambda value: layer_cost.SUSTAINED.update(T4=value),
+        get=lambda of: of.sustained["T4"],
+        put=lambda of, value: replace(of, sustained={**of.sustained, "T4": value}),
     ),
 )
 
 
-@contextmanager
-def constants_at(values: Mapping[str, float]) -> Iterator[None]:
-    """The planner with other constants."""
-    before = {one.name: one.get() for one in CONSTANTS}
-    try:
-        for one in CONSTANTS:
-            one.put(values.get(one.name, before[one.name]))
-        yield
-    finally:
-        for one in CONSTANTS:
-            one.put(before[one.name])
+def constants_at(values: Mapping[str, float]) -> Calibration:
+    """The calibration with other constants."""
+    found = CALIBRATION
+    for one in CONSTANTS:
+        if one.name in values:
+            found = one.put(found, values[one.name])
+    return found
 
 
-def seconds_of(runs: Sequence[Run]) -> Array:
-    return np.array([run.predict().prediction.step_seconds for run in runs])
+def seconds_of(runs: Sequence[Run], calibration: Calibration = CALIBRATION) -> Array:
+    return np.array([run.predict(calibration).prediction.step_seconds for run in runs])
 
 
 def sensitivities(runs: Sequence[Run], at: Array) -> Array:
     """Derivatives of every run's seconds with respect to every constant, both in logarithms."""
     found = []
     for one in CONSTANTS:
-        with constants_at({one.name: one.get() * np.exp(STEP)}):
-            found.append(np.log(seconds_of(runs) / at) / STEP)
+        moved = one.put(CALIBRATION, one.calibrated * float(np.exp(STEP)))
+        found.append(np.log(seconds_of(runs, moved) / at) / STEP)
     return np.array(found).T
 
 
@@ -151,7 +147,7 @@ def fitted(errors: Array, slopes: Array, weights: Array) -> dict[str, float]:
 
     *errors* are logarithms of predicted to measured seconds with the constants as they are.
     """
-    now = np.log([one.get() / one.rough for one in CONSTANTS])
+    now = np.log([one.calibrated / one.rough for one in CONSTANTS])
     spread = np.array([one.spread for one in CONSTANTS])
     moved = np.zeros(len(CONSTANTS))
     for _ in range(50):
@@ -159,7 +155,7 @@ def fitted(errors: Array, slopes: Array, weights: Array) -> dict[str, float]:
         damped = weights * np.minimum(1.0, SCALE / np.maximum(np.abs(left), 1e-12)) / SCALE**2
         normal = slopes.T @ (damped[:, None] * slopes) + np.diag(1 / spread**2)
         moved = -np.linalg.solve(normal, slopes.T @ (damped * errors) + now / spread**2)
-    return {one.name: one.get() * float(np.exp(step)) for one, step in zip(CONSTANTS, moved, strict=True)}
+    return {one.name: one.calibrated * float(np.exp(step)) for one, step in zip(CONSTANTS, moved, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +192,11 @@ def leave_out(runs: Sequence[Run]) -> tuple[list[LeftOut], dict[str, dict[str, f
         kept = np.array([float(run.source != source) for run in runs])
         fits[source] = fitted(errors, slopes, kept)
         own = [run for run in runs if run.source == source]
-        with constants_at(fits[source]):
-            for run in own:
-                prediction = run.predict().prediction
-                width = prediction.step_seconds_interval[1] / prediction.step_seconds - 1
-                found.append(LeftOut(run=run, seconds=prediction.step_seconds, width=width))
+        calibration = constants_at(fits[source])
+        for run in own:
+            prediction = run.predict(calibration).prediction
+            width = prediction.step_seconds_interval[1] / prediction.step_seconds - 1
+            found.append(LeftOut(run=run, seconds=prediction.step_seconds, width=width))
     return found, fits
 
 
@@ -216,7 +212,7 @@ def table_of_constants(fits: Mapping[str, Mapping[str, float]]) -> str:
     lines = [f"| constant | rough | as it is | {' | '.join(f'without {name}' for name in fits)} |"]
     lines.append("|---" * (len(fits) + 3) + "|")
     for one in CONSTANTS:
-        values = [one.rough, one.get(), *(fit[one.name] for fit in fits.values())]
+        values = [one.rough, one.calibrated, *(fit[one.name] for fit in fits.values())]
         lines.append(f"| {one.name} | {' | '.join(f'{value:.3g}' for value in values)} |")
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from whale.cli.model_loader import load_model
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types, device_types_with
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.configuration import Configuration
 from whale.planner.cost.estimate import Estimate, estimate
 from whale.planner.network.links import built_in_links
@@ -191,9 +192,9 @@ class Run:
     cluster: Cluster
     configuration: Configuration
 
-    def predict(self) -> Estimate:
-        """The planner's estimate of the run."""
-        return estimate(self.profile, self.cluster, self.configuration)
+    def predict(self, calibration: Calibration = CALIBRATION) -> Estimate:
+        """The planner's estimate of the run, with its constants or others."""
+        return estimate(self.profile, self.cluster, self.configuration, calibration)
 
 
 def published(models: Models) -> Iterator[Run]:

@@ -40,7 +40,7 @@ from hunt_cases import Problem, drawn
 
 from whale.cli.model_loader import load_model
 from whale.cli.search import _Model, search
-from whale.commands.searching import Choice, Searched, Trial, compile_candidate, search_plans, settings_for
+from whale.commands.searching import Choice, PlanWriter, Searched, Trial, search_plans, settings_for
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
@@ -248,6 +248,10 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "ms": round(_seconds(choice) * 1e3, 3),
         "searched_ms": round(candidate.prediction.step_seconds * 1e3, 3),
         "compiled": choice.compiled,
+        "breakdown": {
+            part: [round(1e3 * one.breakdown.get(part, 0.0), 3) for one in (candidate.prediction, choice.prediction)]
+            for part in choice.prediction.breakdown
+        },
         "micro_batches": candidate.micro_batches,
         "schedule": candidate.schedule,
         "stages": [
@@ -281,8 +285,8 @@ def _compiled(
         if time.process_time() - began > seconds:
             break
         try:
-            given = rival.candidate, makers.profile, makers.cluster
-            found.append((rival, compile_candidate(*given, batch=makers.batch, trial=trial)))
+            writer = PlanWriter(makers.profile, makers.cluster, makers.batch, trial)
+            found.append((rival, writer.compiled(rival.candidate, trial)))
         except UsageError:  # it cannot be written as annotations of this model
             continue
         except Exception as error:

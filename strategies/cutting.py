@@ -16,7 +16,8 @@ from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
 from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, value_shape
-from whale.ir.virtual_device import Along, RegionRole, VirtualDevice
+from whale.ir.strategy import Along, RegionRole, divides_batch
+from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis
 
 __all__ = ["cut_along"]
@@ -38,10 +39,10 @@ def cut_along(
     atoms: dict[tuple[Along, int], int] = {}
 
     def atom(role: RegionRole, axis: int) -> int | None:
-        if role == "split":
-            return None
-        if role == "replicate":
+        if divides_batch(role):
             return analysis.batch_leaf
+        if not isinstance(role, Along):
+            return None
         if (role, axis) not in atoms:
             atoms[role, axis] = _atom_of(captured, analysis, scopes, role, mesh.axes[axis].size)
         return atoms[role, axis]

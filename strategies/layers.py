@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape
-from whale.ir.placement import REPLICATE, shard
-from whale.ir.virtual_device import MeshAxis, RegionRole, VirtualDevice
+from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, shard
+from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
+from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.bridge_prices import Prices
@@ -34,7 +36,10 @@ from whale.strategies.placing import Report, StageProblem, batch_placeholders, l
 from whale.strategies.regions import is_within
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
+__all__ = ["NOTHING_SPLIT", "LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
+
+NOTHING_SPLIT = (".",)
+"""No module's path, in place of experts' paths: nothing is split, the devices are replicas that divide the rows."""
 
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, which the cost model rewrites for sequence parallelism."""
@@ -76,6 +81,8 @@ class LayeredModel:
             rows = {v: self._in_rows(v) for v in (*graph.received, *graph.sent)}
             whole = (REPLICATE,) * (2 if degree > 1 else 1)
             received = {v: p if experts else whole for v in graph.received if (p := rows[v])}
+            if experts == NOTHING_SPLIT:  # the layer that made it sums its gradient, once for all of its readers
+                received |= {v: (REPLICATE, REPLICATE_PARTIAL) for v in graph.received if not rows[v]}
             problem = StageProblem(
                 task_graph=graph,
                 mesh=_mesh(kind, degree),
@@ -93,6 +100,20 @@ class LayeredModel:
                 self.captured, self.analysis, self.chain.partition, problem, prices=prices, report=Report()
             )
         return self._placed[key]
+
+    @cached_property
+    def factors_of_like(self) -> dict[int, int]:
+        """The axis factor of this model for each of ``like``'s: equal operators have equal choices, in order. A stage's
+        own choices do not have them all: it stores tied parameters as a later stage does."""
+        found: dict[int, int] = {}
+        if self.like is None:
+            return found
+        for there, here in zip(self.like.captured.graph.nodes, self.captured.graph.nodes, strict=True):
+            theirs, own = (model.analysis.choices.get(node, ()) for model, node in ((self.like, there), (self, here)))
+            for one, other in zip(theirs, own, strict=True) if len(theirs) == len(own) else ():
+                pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=False)
+                found.update({a.atom: b.atom for a, b in pairs if a.kind == b.kind == "S"})
+        return found
 
     def divides_rows(self, kind: int, degree: int) -> bool:
         """Whether the devices of a group divide the rows of a micro-batch at some operator of a kind of layer."""
@@ -129,14 +150,14 @@ def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRo
     if degree == 1:
         return ()
     is_split = not experts or any(is_within(module_of(node), path) for path in experts)
-    return ("split",) if is_split else ("replicate",)
+    return (SHARDS if is_split else REPLICAS,)
 
 
 def _mesh(kind: int, degree: int) -> VirtualDevice:
     return VirtualDevice(
         stage=kind,
         ranks=tuple(range(degree)),
-        axes=(MeshAxis(name="split", size=degree),) if degree > 1 else (),
+        axes=(MeshAxis(name=SHARDS, size=degree),) if degree > 1 else (),
         speeds=(1.0,) * degree,
         memory_bytes=(0,) * degree,
     )
@@ -146,7 +167,7 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
     """A placement of one capture of a model, translated to another whose graph has the same operators."""
     graph = target.chain.partition.stages[stage.index]
     nodes = dict(zip(source.captured.graph.nodes, target.captured.graph.nodes, strict=True))
-    atoms: dict[int, int] = {}
+    atoms = dict(target.factors_of_like)
     choices = {}
     for node in stage.nodes:
         options, own = source.analysis.choices[node], target.analysis.choices[nodes[node]]
@@ -158,7 +179,7 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
 
     def placed(values: Mapping[Value, Placements]) -> dict[Value, Placements]:
         return {
-            (nodes[node], output): tuple(replace(p, atom=atoms.get(p.atom, -1)) for p in placements)
+            (nodes[node], output): tuple(replace(p, atom=atoms[p.atom]) if p.kind == "S" else p for p in placements)
             for (node, output), placements in values.items()
         }
 

@@ -48,7 +48,8 @@ class PlacedStage:
     """A stage with a placement for everything: the input of the lowering, the same on every rank.
 
     ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
-    placements in which values leave the micro-batch graph.
+    placements in which values leave the micro-batch graph. ``omitted`` operators are not computed; only their floating
+    operands are derived (:mod:`whale.strategies.folding`).
     """
 
     index: int
@@ -62,6 +63,7 @@ class PlacedStage:
     loss: Value | None
     loss_placements: Placements = ()
     mutated: Mapping[str, Value] = field(default_factory=dict)
+    omitted: frozenset[fx.Node] = frozenset()
 
 
 def lower(
@@ -131,7 +133,13 @@ class _Lowering:
             self.primary[value] = placed
             main.env[(value, placed)] = main.placeholder(value, ("received", position), f"received_{value[0].name}")
         for node in self.stage.nodes:
+            if node in self.stage.omitted:
+                self._floats(node)
+                continue
+            last = next(iter(reversed(main.graph.nodes)), None)
             self._pinned(node)
+            if self.stage.omitted:
+                self._note_start(last, node)
         for value, want in self.stage.sent.items():
             main.outputs.append(self.read(value, want))
         if self.stage.loss is not None:
@@ -159,6 +167,24 @@ class _Lowering:
         return tuple(
             REPLICATE if p.kind == "R*" and (axis == 0 or not grad) else p for axis, p in enumerate(placements)
         )
+
+    def _note_start(self, last: fx.Node | None, node: fx.Node) -> None:
+        """Note at which local node an operator begins, with what it needs; *last* was before it."""
+        begin = next(iter(self.emitters[MICRO_BATCH].graph.nodes)) if last is None else last.next
+        while begin.op == "placeholder":
+            begin = begin.next
+        begin.meta["starts"] = node
+
+    def _floats(self, node: fx.Node) -> None:
+        """Derive what an omitted operator would read of floating values."""
+        choices, op = self.stage.choices[node], self.analysis.ops[node]
+        if all(value[0] in self.pinned or value in self.stage.stored for value in op.operands):
+            return
+        placed = self._normal((node, 0), tuple(c.outputs[0] for c in choices))
+        spared = self._spared_mask(op, placed)
+        for i, value in enumerate(op.operands):
+            if i != spared and value[0] not in self.pinned and value not in self.stage.stored:
+                self.read(value, tuple(c.inputs[i] for c in choices))
 
     def _pinned(self, node: fx.Node) -> None:
         main = self.emitters[MICRO_BATCH]

@@ -21,7 +21,8 @@ from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, is_call, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
-from whale.ir.virtual_device import RegionRole, VirtualDevice
+from whale.ir.strategy import RegionRole, divides_batch, shards_operators
+from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
@@ -174,7 +175,9 @@ def _check_heads(problem: StageProblem) -> None:
     for node in problem.task_graph.nodes:
         if not _is_attention(node):
             continue
-        parts = prod(a.size for a, role in zip(problem.mesh.axes, problem.roles[node], strict=True) if role == "split")
+        parts = prod(
+            a.size for a, role in zip(problem.mesh.axes, problem.roles[node], strict=True) if shards_operators(role)
+        )
         shape = value_shape(resolve(node.args[0]))  # type: ignore[arg-type]
         if len(shape) >= 4 and shape[-3] < parts:
             path, heads = module_of(node) or "the model", shape[-3]
@@ -291,9 +294,9 @@ def _effective_roles(
         operands = analysis.ops[node].operands
         if not any(_is_parameter(captured, v) for v in operands):
             for axis in range(num_axes):
-                if own[axis] == "replicate":
+                if divides_batch(own[axis]):
                     read = [found[v[0]][axis] for v in operands if v[0] in found]
-                    own[axis] = next((role for role in read if role != "replicate"), own[axis])
+                    own[axis] = next((role for role in read if not divides_batch(role)), own[axis])
         found[node] = tuple(own)
     return found
 

@@ -13,11 +13,12 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import Prediction, Workload
 from whale.planner.balance.by_speed import boundless, cuts_by_speed, rows_by_speed
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts, require_parts
 from whale.planner.cost.layers import attention_is_fused
 from whale.planner.cost.plan import PlanCost
 from whale.planner.cost.precision import precision_named
-from whale.planner.cost.uniform import Stages
+from whale.planner.cost.uniform import Stages, stack_of
 
 __all__ = ["Estimate", "estimate"]
 
@@ -45,7 +46,9 @@ class Estimate:
     assumptions: tuple[str, ...] = ()
 
 
-def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configuration) -> Estimate:
+def estimate(
+    profile: ModelProfile, cluster: Cluster, configuration: Configuration, calibration: Calibration = CALIBRATION
+) -> Estimate:
     """Predict a training step.
 
     Complexity: linear in layers, stages x micro-batches, and kinds of replicas; independent of the number of equal
@@ -57,7 +60,7 @@ def estimate(profile: ModelProfile, cluster: Cluster, configuration: Configurati
     configuration, taken = _with_sequence_parallelism(configuration, cluster)
     layout = Layout.of(configuration, cluster)
     require_parts(profile, configuration)
-    stages = Stages.of(profile, layout)
+    stages = Stages.of(profile, layout, stack=stack_of(configuration, layout.data, calibration))
     cuts, rows, assumptions = _balanced(stages)
     schedule = configuration.schedule
     if schedule == "1f1b" and configuration.virtual_stages > 1:

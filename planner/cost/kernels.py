@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Kernel
 from whale.planner.cost.precision import Precision
-from whale.planner.cost.silicon import Silicon, silicon_of
+from whale.planner.cost.silicon import Silicon
 
 __all__ = ["Array", "KernelsAsRun", "as_run", "element_bytes", "matmul_seconds", "num_scores"]
 
@@ -153,6 +153,7 @@ class KernelsAsRun:
     def seconds(
         self,
         device: DeviceType,
+        silicon: Silicon,
         rows: Array,
         *,
         precision: Precision,
@@ -160,14 +161,13 @@ class KernelsAsRun:
         sequence_parallel: bool = False,
         expert_degree: int = 1,
         backward: bool = False,
-        eager: bool = False,
     ) -> Array:
-        """Seconds of one of each (first axis) for given rows (second axis), without launches of the host.
+        """Seconds of one of each (first axis) for given rows (second axis) on a device whose chip runs kernels like
+        *silicon*, without launches of the host.
 
         Sequence parallelism divides what the tensor degree does not. Expert parallelism divides the weights of experts,
         not the rows: a device's experts get those of all others.
         """
-        silicon = silicon_of(device, eager=eager)
         bandwidth = device.memory_bandwidth * silicon.bandwidth
         size = np.maximum(self._least_bytes, precision.element_bytes)
         experts = np.where(self._of_experts, expert_degree, 1)

@@ -17,10 +17,11 @@ import numpy as np
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.kernels import Array, as_run
 from whale.planner.cost.optimizers import costs_of
 from whale.planner.cost.precision import Precision, precision_named
-from whale.planner.cost.silicon import silicon_of
+from whale.planner.cost.silicon import Silicon, silicon_of
 
 __all__ = [
     "Collective",
@@ -34,14 +35,6 @@ __all__ = [
 ]
 
 Recompute = Literal["none", "selective", "full"]
-
-COLLECTIVE_LAUNCH_SECONDS = 35e-6
-"""Seconds of the host to launch a collective inside a layer."""
-
-LOCKSTEP_SLOWDOWN = 1.4
-"""How much longer launches take in a tensor group of more than four devices: it spans both sockets of a host, and waits
-at every collective for the slowest of its processes. vTrain's layers that the host limits take 3.4 ms at degree 1, 3.6
-at 2 and 4, 5.1 at 8."""
 
 MASTER_BYTES = {True: 34, False: 28}
 """Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and
@@ -73,7 +66,8 @@ class LayerSeconds:
 
     Attributes:
         forward: seconds, without collectives (those that were measured inside are in).
-        backward: the same, recomputation included.
+        backward: the same of a step's first micro-batch, recomputation included.
+        accumulation: seconds more of a later micro-batch's backward, which adds to the gradients that there are.
         weights: the part of ``backward`` that only gradients of weights need.
         update: the optimizer's step for the layer's parameters, once a step.
         forward_collectives, backward_collectives: to be priced on a network.
@@ -86,11 +80,17 @@ class LayerSeconds:
     backward: float
     weights: float
     update: float
+    accumulation: float = 0.0
     forward_collectives: tuple[Collective, ...] = ()
     backward_collectives: tuple[Collective, ...] = ()
     forward_slack: float = 0.0
     backward_slack: float = 0.0
     measured: bool = False
+
+    def averaged(self, num_micro_batches: int) -> LayerSeconds:
+        """The mean over the micro-batches of a step, of which all but the first accumulate gradients."""
+        added = self.accumulation * (1 - 1 / num_micro_batches)
+        return replace(self, backward=self.backward + added, weights=self.weights + added, accumulation=0.0)
 
 
 def layer_seconds(kind: LayerKind, device: DeviceType, *, rows: float, **how: Any) -> LayerSeconds:
@@ -113,7 +113,7 @@ def layer_seconds_by_rows(
     optimizer: str | None = None,
     optimizer_shards: int = 1,
     accumulate: bool = True,
-    num_micro_batches: int = 1,
+    calibration: Calibration = CALIBRATION,
 ) -> list[LayerSeconds]:
     """How long a layer takes for micro-batches of several numbers of rows, each by itself (fractions where context
     parallelism cuts rows). Together they take little more to work out than one.
@@ -136,7 +136,7 @@ def layer_seconds_by_rows(
             fused Adam that may have master weights.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
         accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
-        num_micro_batches: of a step, of which the first adds nothing up, where that was measured.
+        calibration: constants of kernels and launches.
 
     Raises:
         UsageError: the profile has neither times nor kernels for this degree or device.
@@ -145,8 +145,7 @@ def layer_seconds_by_rows(
     times = _nearest_times(kind, device, tensor_degree)
     found: list[LayerSeconds] = []
     if times is not None:
-        adding = (num_micro_batches - 1) / num_micro_batches if accumulate else 0.0
-        found = [_measured_seconds(times, tensor_degree, one, recompute, adding) for one in rows]
+        found = [_measured_seconds(times, tensor_degree, one, recompute, accumulate) for one in rows]
         if times.includes_communication or not kind.variants:
             return found
     fused = attention_is_fused(device, number, eager=eager) if fused_attention is None else fused_attention
@@ -154,8 +153,9 @@ def layer_seconds_by_rows(
     added_bytes: float = 0 if fused else ACCUMULATE_BYTES
     if eager and optimizer is None:
         added_bytes = EAGER_ACCUMULATE_BYTES[number.mixed]
-    elif eager:  # gradients stay in the number type of the run; the first micro-batch's is kept as it is
-        added_bytes = 3 * number.element_bytes * (num_micro_batches - 1) / num_micro_batches
+    later_bytes = 0
+    if eager and optimizer is not None:  # gradients stay in the number type of the run; the first is kept as it is
+        added_bytes, later_bytes = 0, 3 * number.element_bytes
 
     def modelled(variant: LayerVariant) -> list[LayerSeconds]:
         degree = expert_degree if variant.expert_degree == 1 else 1
@@ -169,9 +169,10 @@ def layer_seconds_by_rows(
             eager=eager,
             sequence_parallel=sequence_parallel,
             expert_degree=degree,
+            calibration=calibration,
         )
-        added = parameters * added_bytes if accumulate else 0.0
-        return priced.seconds(recompute, added, parameters / optimizer_shards * moved)
+        added, later = (parameters * each if accumulate else 0.0 for each in (added_bytes, later_bytes))
+        return priced.seconds(recompute, added, later, parameters / optimizer_shards * moved)
 
     variant = variant_of(kind, tensor_degree, expert_degree)
     if times is None:
@@ -206,19 +207,24 @@ class _Priced:
     eager: bool
     sequence_parallel: bool
     expert_degree: int
+    calibration: Calibration
 
-    def seconds(self, recompute: Recompute, added_bytes: float, updated_bytes: float) -> list[LayerSeconds]:
-        """Seconds for each number of rows; each backward moves *added_bytes*, the update *updated_bytes* once."""
-        variant, silicon = self.variant, silicon_of(self.device)
+    def seconds(
+        self, recompute: Recompute, added_bytes: float, later_bytes: float, updated_bytes: float
+    ) -> list[LayerSeconds]:
+        """Seconds for each number of rows; each backward moves *added_bytes*, all but the first *later_bytes*, the
+        update *updated_bytes* once."""
+        variant, silicon, constants = self.variant, self._silicon(eager=False), self.calibration
         bandwidth = self.device.memory_bandwidth * silicon.bandwidth
         forward, forward_host, _ = self._of(variant.forward)
         backward, backward_host, weights = self._of(variant.backward, backward=True)
         if added_bytes:
             backward, weights = backward + added_bytes / bandwidth, weights + added_bytes / bandwidth
-        forward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.forward_communications)
-        backward_host += COLLECTIVE_LAUNCH_SECONDS * len(variant.backward_communications)
+        forward_host += constants.collective_launch_seconds * _num_inside(variant.forward_communications)
+        backward_host += constants.collective_launch_seconds * _num_inside(variant.backward_communications)
         if variant.tensor_degree > 4:
-            forward_host, backward_host = forward_host * LOCKSTEP_SLOWDOWN, backward_host * LOCKSTEP_SLOWDOWN
+            forward_host *= constants.lockstep_slowdown
+            backward_host *= constants.lockstep_slowdown
         if recompute == "full":
             backward, backward_host = backward + forward, backward_host + forward_host
         elif recompute == "selective":
@@ -230,6 +236,7 @@ class _Priced:
                 backward=max(back, backward_host),
                 weights=of_weights,
                 update=updated_bytes / bandwidth,
+                accumulation=max(back + later_bytes / bandwidth, backward_host) - max(back, backward_host),
                 forward_slack=max(0.0, forward_host - ahead),
                 backward_slack=max(0.0, backward_host - back),
             )
@@ -239,19 +246,24 @@ class _Priced:
     def _of(self, kernels: tuple[Kernel, ...], *, backward: bool = False) -> tuple[Array, float, Array]:
         """Seconds of the device, of its host, and of the device for gradients of weights."""
         softmax = self.precision.element_bytes == 2
+        silicon = self._silicon(eager=self.eager)
         runs = as_run(kernels, fused=self.fused, backward=backward, fused_softmax=softmax, eager=self.eager)
         spent = runs.num * runs.seconds(
             self.device,
+            silicon,
             self.rows,
             precision=self.precision,
             tensor_degree=self.variant.tensor_degree,
             sequence_parallel=self.sequence_parallel,
             expert_degree=self.expert_degree,
             backward=backward,
-            eager=self.eager,
         )
-        launches = float(runs.num.sum()) * silicon_of(self.device).launch
+        launches = float(runs.num.sum()) * silicon.launch
         return _in_all(spent), launches, _in_all(spent[runs.of_weights] if backward else spent[:0])
+
+    def _silicon(self, *, eager: bool) -> Silicon:
+        """How the device runs kernels."""
+        return silicon_of(self.device, eager=eager, laws=self.calibration.laws, designs=self.calibration.designs)
 
     def _recomputed(self) -> tuple[Kernel, ...]:
         """Kernels that selective recomputation repeats."""
@@ -318,6 +330,11 @@ def attention_is_fused(device: DeviceType, precision: Precision, *, eager: bool 
     return precision.name in ("bf16", "fp8") and "bfloat16" in dict(device.rates)
 
 
+def _num_inside(communications: Iterable[Communication]) -> int:
+    """The number of collectives of a layer on a single replica."""
+    return sum(one.group != "replica" for one in communications)
+
+
 def _in_core(kernel: Kernel) -> bool:
     return kernel.attention or kernel.kind == "attention"
 
@@ -339,20 +356,19 @@ def _nearest_times(kind: LayerKind, device: DeviceType, tensor_degree: int) -> M
 
 
 def _measured_seconds(
-    times: MeasuredTimes, tensor_degree: int, rows: float, recompute: Recompute, adding: float
+    times: MeasuredTimes, tensor_degree: int, rows: float, recompute: Recompute, accumulate: bool
 ) -> LayerSeconds:
-    """From measured times; at other degrees work is taken as divided. *adding* is the share of the micro-batches whose
-    gradients are added to others."""
+    """From measured times; at other degrees work is taken as divided."""
     share = times.tensor_degree / tensor_degree
     forward = _at(times, _never_falling(times.forward), rows) * share
     backward = _at(times, _never_falling(times.backward), rows) * share + (forward if recompute == "full" else 0.0)
-    if times.accumulation:
-        backward += _at(times, times.accumulation, rows) * share * adding
+    accumulated = accumulate and bool(times.accumulation)
     return LayerSeconds(
         forward=forward,
         backward=backward,
         weights=backward / 2,
         update=_at(times, times.update, rows) * share,
+        accumulation=_at(times, times.accumulation, rows) * share if accumulated else 0.0,
         measured=True,
     )
 
@@ -372,6 +388,7 @@ def _by_the_model(measured: LayerSeconds, whole: LayerSeconds, split: LayerSecon
         backward=backward,
         weights=min(backward, as_many("weights")),
         update=as_many("update"),
+        accumulation=as_many("accumulation"),
     )
 
 

@@ -19,6 +19,7 @@ from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Redu
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
+from whale.planner.cost.replicas import between_replicas, with_meetings
 from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
 from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
 from whale.planner.cost.step import overlap_slowdown, step, timing_of
@@ -29,10 +30,6 @@ __all__ = ["PlanCost"]
 
 SCATTERED_BEFORE = 0.3
 """Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
-
-SHARDED_SLOWDOWN = 0.8
-"""How much longer computation and the collectives of sharded weights (ZeRO 2 and 3) take while both run, as a share of
-the shorter of them."""
 
 ROW = 1e-9
 """Less than that is no row; balanced replicas have fractions of rows, on average over micro-batches."""
@@ -142,7 +139,8 @@ class PlanCost:
                     _with_gathers(prices, stage, kind, cost, micro_batches, pipelined)
                     for kind, cost in zip(own_kinds, costs, strict=True)
                 ]
-            found_costs.append(tuple(costs))
+            met = between_replicas(prices, stage.layers, own_kinds[0].group, max(stage.rows), stage.data_group)
+            found_costs.append(tuple(with_meetings(costs, *met)))
         return cls(
             prices=prices,
             stages=tuple(stages),
@@ -348,6 +346,7 @@ class PlanCost:
                     dense -= shared / stage.tensor if place in seen or self._is_apart(readers) else 0.0
                     seen.add(place)
             spent = prices.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
+            spent += between_replicas(prices, members, kind.group, kind.rows, stage.data_group)[1]
             each = (max(0.0, dense), experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))
@@ -528,7 +527,7 @@ def _with_gathers(
                 num=num,
             )
         )
-    forward, backward = sharded_seconds(units, regather=regather, slowdown=SHARDED_SLOWDOWN)
+    forward, backward = sharded_seconds(units, regather=regather, slowdown=prices.stack.calibration.sharded_slowdown)
     communication = cost.communication + forward - cost.forward + backward - cost.backward
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 

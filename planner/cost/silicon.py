@@ -16,7 +16,7 @@ from types import MappingProxyType
 from whale.ir.cluster import DeviceType
 from whale.planner.catalog import Chip, chip_of
 
-__all__ = ["DESIGNS", "LAWS", "Design", "Laws", "Silicon", "clock", "silicon_of"]
+__all__ = ["DESIGNS", "Design", "Laws", "Silicon", "clock", "silicon_of"]
 
 GDDR_JOULES, HBM_JOULES = 60e-12, 31e-12
 """Energy of a byte from memory: 7.5 pJ a bit of GDDR6 (Micron), 3.9 pJ a bit of HBM2 (O'Connor et al., MICRO 2017)."""
@@ -166,9 +166,6 @@ class Laws:
     best: float = 0.86
 
 
-LAWS = Laws()
-
-
 def clock(watts: float, boost_watts: float) -> float:
     """The clock that *watts* allow to kernels that take *boost_watts* at the boost clock, relative to that clock.
 
@@ -187,9 +184,12 @@ def clock(watts: float, boost_watts: float) -> float:
     return low
 
 
-def silicon_of(device: DeviceType, *, eager: bool = False, laws: Laws | None = None) -> Silicon:
+def silicon_of(
+    device: DeviceType, *, eager: bool = False, laws: Laws | None = None, designs: Mapping[str, Design] = DESIGNS
+) -> Silicon:
     """How *device* runs kernels, by the name of its type; a type that is not known gets cautious figures. *eager*: with
-    PyTorch's own kernels instead of a stack's such as Megatron's.
+    PyTorch's own kernels instead of a stack's such as Megatron's. *laws* and *designs*: other constants than the
+    calibrated ones.
 
     >>> from whale.planner.catalog import device_types
     >>> v100, t4 = (silicon_of(device_types()[name]) for name in ("V100-SXM2-32GB", "T4"))
@@ -197,12 +197,16 @@ def silicon_of(device: DeviceType, *, eager: bool = False, laws: Laws | None = N
     (80, True)
     """
     chip = chip_of(device)
-    return Silicon(multiprocessors=1, matmul=0.7) if chip is None else _silicon(chip, device, eager, laws or LAWS)
+    if chip is None:
+        return Silicon(multiprocessors=1, matmul=0.7)
+    return _silicon(chip, designs.get(chip.architecture, _UNKNOWN), device, eager, laws or _LAWS)
+
+
+_LAWS, _UNKNOWN = Laws(), Design()
 
 
 @lru_cache(maxsize=1024)
-def _silicon(chip: Chip, device: DeviceType, eager: bool, laws: Laws) -> Silicon:
-    design = DESIGNS.get(chip.architecture, Design())
+def _silicon(chip: Chip, design: Design, device: DeviceType, eager: bool, laws: Laws) -> Silicon:
     rates = dict(device.rates)
     peak = max(rates.get("float16", 0.0), rates.get("bfloat16", 0.0))
     joules = design.tensor_joules * laws.joules

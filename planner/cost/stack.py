@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whale.ir.cluster import DeviceType
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.layers import Recompute, attention_is_fused
 from whale.planner.cost.precision import Precision
 
@@ -31,6 +32,7 @@ class Stack:
         sequence_parallel: whether the tensor group divides what its matrices do not split.
         zero: what data-parallel devices share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
         interleaved: whether devices have several stages each.
+        calibration: constants of its times.
     """
 
     name: Literal["whale", "fsdp", "megatron"] = "whale"
@@ -39,6 +41,7 @@ class Stack:
     sequence_parallel: bool = False
     zero: int = 0
     interleaved: bool = False
+    calibration: Calibration = CALIBRATION
 
     @property
     def eager(self) -> bool:

@@ -31,10 +31,6 @@ from whale.planner.network.topology import Topology
 
 __all__ = ["CostModel", "Hop", "Memo", "StageCost", "TensorGroup", "exposed_seconds"]
 
-BACKWARD_OVERLAP = 0.4
-"""Share of the products that make weights' gradients behind which collectives of the tensor group hide (the gradient
-of the input is reduced while they run): calibrated on layer_times.csv."""
-
 Shape = tuple[tuple[int, int, int, int], ...]
 """Location of a group: kind of node, its devices and adapters there, and the number of such consecutive nodes."""
 
@@ -375,7 +371,9 @@ class CostModel(LayerCosts):
         backward = sum(self._collective_of(one, group) for one in slowest.backward_collectives)
         if not self.runs:
             context = self._context_seconds(kind, group, rows)
-            forward, backward = exposed_seconds(slowest, forward, backward, context=context)
+            forward, backward = exposed_seconds(
+                slowest, forward, backward, overlap=self.stack.calibration.backward_overlap, context=context
+            )
         once = (self.seconds(kind, type_, degrees, 1, micro_batches, shards) for type_ in group.types)
         return StageCost(
             forward=slowest.forward + forward,
@@ -418,7 +416,7 @@ class CostModel(LayerCosts):
 
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
         degree = group.expert if one.group == "expert" else group.tensor
-        if degree == 1:
+        if degree == 1 or one.group == "replica":  # priced for a stage: `whale.planner.cost.replicas`
             return 0.0
         return one.num * self._among(group, one.group, one.kind, one.bytes)
 
@@ -562,16 +560,17 @@ class CostModel(LayerCosts):
 
 
 def exposed_seconds(
-    spent: LayerSeconds, forward: float, backward: float, *, context: float = 0.0
+    spent: LayerSeconds, forward: float, backward: float, *, overlap: float, context: float = 0.0
 ) -> tuple[float, float]:
     """By how much collectives lengthen a layer's forward and its backward.
 
     Args:
         spent: what the layer takes without them.
         forward, backward: seconds of the collectives of its tensor and expert groups.
+        overlap: share of the products that make weights' gradients behind which those of the backward hide.
         context: seconds to gather keys and values, of which half of the computation hides as much.
     """
-    hidden = min(BACKWARD_OVERLAP * spent.weights, backward / 2)
+    hidden = min(overlap * spent.weights, backward / 2)
     return (
         max(0.0, forward - spent.forward_slack) + max(0.0, context - spent.forward / 2),
         max(0.0, backward - hidden - spent.backward_slack) + max(0.0, 2 * context - spent.backward / 2),

@@ -12,6 +12,7 @@ from functools import cached_property
 from math import lcm
 
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.configuration import Configuration, Layout
 from whale.planner.cost.memory import StateBytes
@@ -21,7 +22,7 @@ from whale.planner.cost.stage import CostModel, Memo, StageCost, TensorGroup
 __all__ = ["Stages", "stack_of"]
 
 
-def stack_of(configuration: Configuration, data: int) -> Stack:
+def stack_of(configuration: Configuration, data: int, calibration: Calibration = CALIBRATION) -> Stack:
     """Return the stack of a configuration with a number of replicas: ZeRO 2 and 3 over several devices are FSDP, all
     else is Megatron."""
     shared = configuration.zero >= 2 and data * configuration.context > 1
@@ -32,6 +33,7 @@ def stack_of(configuration: Configuration, data: int) -> Stack:
         sequence_parallel=bool(configuration.sequence_parallel),
         zero=configuration.zero,
         interleaved=configuration.virtual_stages > 1,
+        calibration=calibration,
     )
 
 
@@ -66,7 +68,8 @@ class Stages:
 
     def changed(self, layout: Layout) -> Stages:
         """Return the stages of another layout of the same devices."""
-        stack = self.prices.stack if self.prices.runs else stack_of(layout.configuration, layout.data)
+        given = self.prices.stack
+        stack = given if self.prices.runs else stack_of(layout.configuration, layout.data, given.calibration)
         known = self.prices.memo if stack == self.prices.stack else None
         return Stages.of(self.profile, layout, stack=stack, known=known)
 

@@ -89,21 +89,22 @@ def places_of(plan: Plan, stages: Sequence[Sequence[int]]) -> Mapping[int, Place
 
 def _place(stage: PlanStage, index: int, position: int, rows: int | None) -> Place:
     coordinates: list[tuple[str, int, int]] = []
-    share = {"replicate": 1.0, "split": 1.0}
+    rows_share = part = 1.0
     stride = prod(axis.size for axis in stage.axes or ())
     for axis in stage.axes or ():
         stride //= axis.size
         at = position // stride % axis.size
-        coordinates.append(("r" if axis.role == "replicate" else "t", at, axis.size))
-        share[axis.role] *= axis.shares[at] / sum(axis.shares) if axis.shares else 1 / axis.size
-    whole = round(share["replicate"] * rows) if rows is not None and stage.axes is not None else None
-    exact = whole is not None and rows is not None and abs(whole - share["replicate"] * rows) < 1e-6
+        coordinates.append(("r" if axis.divides_batch else "t", at, axis.size))
+        own = axis.shares[at] / sum(axis.shares) if axis.shares else 1 / axis.size
+        rows_share, part = (rows_share * own, part) if axis.divides_batch else (rows_share, part * own)
+    whole = round(rows_share * rows) if rows is not None and stage.axes is not None else None
+    exact = whole is not None and rows is not None and abs(whole - rows_share * rows) < 1e-6
     return Place(
         stages=(index,),
         position=tuple(coordinates),
-        rows=share["replicate"],
+        rows=rows_share,
         count=whole if exact else None,
-        part=share["split"],
+        part=part,
     )
 
 

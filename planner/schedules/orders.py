@@ -74,9 +74,10 @@ def schedule_order(
     Raises:
         UsageError: unknown name, less than one stage or micro-batch, or devices that do not fit the schedule.
 
-    >>> from whale.ir.schedule import format_stages
-    >>> print(format_stages(schedule_order("1f1b", 2, 3)))
+    >>> order = schedule_order("1f1b", 2, 3)
+    >>> print(*(task for task in order if task.stage == 0))
     0F0 0F1 0B0 0F2 0B1 0B2
+    >>> print(*(task for task in order if task.stage == 1))
     1F0 1B0 1F1 1B1 1F2 1B2
     """
     if name not in SCHEDULES:

@@ -139,6 +139,7 @@ class MeshCosts:
         sums: sums of the seconds that summing gradients takes, once a step.
         message: seconds of one message of gradients.
         beside: how the last backward and these sums slow each other.
+        met: sums of the seconds of collectives between slices that are in ``forward`` and ``backward``; None: none.
         hop: for each end of a stage the seconds of sending what it hands on to a stage like it, and as much back.
     """
 
@@ -152,6 +153,7 @@ class MeshCosts:
     message: float
     beside: Beside
     hop: Array
+    met: Array | None = None
 
     @cached_property
     def both(self) -> Array:
@@ -163,10 +165,18 @@ class MeshCosts:
         forward, backward, update, sums, leads = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
         if len(self.slices) > 1:  # one that is slower with some layers may be faster with others
+            met = self.met_in(first, last)
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
+            ahead, back = ahead + met[0], back + met[1]
         lead = max(leads[first : last + 1]) - leads[first]
         summed = overlap(sums[last] - sums[first], lead, self.message, self.beside)
         return ahead, back, update[last] - update[first] + summed.added
+
+    def met_in(self, first: int, last: int) -> tuple[float, float]:
+        """Seconds forward and backward of the collectives between slices in parts [first, last)."""
+        if self.met is None:
+            return 0.0, 0.0
+        return float(self.met[0, last] - self.met[0, first]), float(self.met[1, last] - self.met[1, first])
 
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
         """Cached `seconds` and `fullness` of parts [first, last)."""

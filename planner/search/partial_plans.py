@@ -21,6 +21,7 @@ from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.space import Mesh
 from whale.planner.search.table import CostTable
+from whale.planner.search.tied_sums import with_tied_sums
 from whale.planner.search.timing import pipeline_bound, pipeline_ends
 
 __all__ = [
@@ -139,11 +140,14 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     count, depth = draft.micro_batches, len(draft.meshes)
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
+    parts = list(draft.stages(len(meshes.chain)))
     stages = [
         meshes.stage(mesh, rows, count, (first, last), in_flight(draft.schedule, depth, stage, count))
-        for stage, (mesh, first, last) in enumerate(draft.stages(len(meshes.chain)))
+        for stage, (mesh, first, last) in enumerate(parts)
     ]
     forward, backward, once, fullness = zip(*stages, strict=True)
+    if meshes.tied and depth > 1:
+        once = with_tied_sums(meshes, parts, once, rows, count)
     ways = zip(draft.meshes, draft.meshes[1:], meshes.near_hops(draft.meshes), strict=False)
     sent = _for_each(ways, lambda way: meshes.hops(*way[:2], rows, count, way[2]))
     hops = tuple(seconds[part] / 2 for seconds, part in zip(sent, draft.starts[1:], strict=True))

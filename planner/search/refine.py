@@ -49,6 +49,10 @@ MOST_BOUND = 3
 PLACES = 4
 """Along a pipeline, where another stage is tried."""
 
+MOST_SPLIT = 3
+"""Stages that are split in two, those that have most to do first: with few micro-batches every stage is on the critical
+path."""
+
 DISTURBANCES = 2
 """Random moves before another descent."""
 
@@ -176,8 +180,10 @@ def _neighbours(meshes: CostTable, scored: Scored, max_stages: int) -> list[tupl
         found += _given_devices(meshes, scored, stage)
         found += _exchanged(draft, stage)
         found += _joined(meshes, draft, stage)
+        found += _fewer_devices(meshes, draft, stage)
     if len(draft.meshes) < max_stages:
-        found += _split(meshes, draft, order[0])
+        for stage in order[:MOST_SPLIT]:
+            found += _split(meshes, draft, stage)
         found += _added(meshes, draft, order[0])
     return [sequence for sequence in dict.fromkeys(found) if sequence != draft.meshes]
 
@@ -295,22 +301,39 @@ def _added(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[
 
 
 def _split(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A stage as two: in halves, or by types."""
+    """A stage as two: its replicas in halves, its devices in halves at another degree, or its types."""
     mesh = draft.meshes[stage]
-    half = tuple(count // 2 // mesh.size * mesh.size for count in mesh.counts)
-    parts = [(half, tuple(count - part for count, part in zip(mesh.counts, half, strict=True)))]
+    for half in (_half(mesh, mesh.size), _half(mesh, 1)):
+        rest = tuple(count - part for count, part in zip(mesh.counts, half, strict=True))
+        yield from _as_two(draft, stage, mesh._replace(counts=half), mesh._replace(counts=rest))
+        for division in fit_divisions(meshes, half) if any(half) and half == rest else ():
+            both = Mesh(half, *division)
+            yield from _as_two(draft, stage, both, both)
     for pool, count in enumerate(mesh.counts):
         own = tuple(count if index == pool else 0 for index in range(len(mesh.counts)))
         rest = tuple(whole - part for whole, part in zip(mesh.counts, own, strict=True))
-        parts += [(own, rest), (rest, own)]
-    for one, other in parts:
-        if any(one) and any(other):
-            yield (
-                *draft.meshes[:stage],
-                mesh._replace(counts=one),
-                mesh._replace(counts=other),
-                *draft.meshes[stage + 1 :],
-            )
+        for one, other in ((own, rest), (rest, own)):
+            yield from _as_two(draft, stage, mesh._replace(counts=one), mesh._replace(counts=other))
+
+
+def _half(mesh: Mesh, size: int) -> tuple[int, ...]:
+    """Half of the devices of a mesh, in groups of *size*."""
+    return tuple(count // 2 // size * size for count in mesh.counts)
+
+
+def _as_two(draft: PartialPlan, stage: int, one: Mesh, other: Mesh) -> Iterator[tuple[Mesh, ...]]:
+    if any(one.counts) and any(other.counts):
+        yield (*draft.meshes[:stage], one, other, *draft.meshes[stage + 1 :])
+
+
+def _fewer_devices(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
+    """A stage with half of its devices, at any degree, or not at all: on slow networks fewer devices are faster."""
+    mesh = draft.meshes[stage]
+    half = _half(mesh, 1)
+    for division in fit_divisions(meshes, half) if any(half) else ():
+        yield _put(draft.meshes, {stage: Mesh(half, *division)})
+    if len(draft.meshes) > 1:
+        yield (*draft.meshes[:stage], *draft.meshes[stage + 1 :])
 
 
 def _with(mesh: Mesh, pool: int, size: int) -> Mesh:

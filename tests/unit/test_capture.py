@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import whale
 from tests.small_models import decoder, tokens
@@ -58,3 +60,31 @@ def test_averages_in_buffers_are_kept_and_have_no_gradient(replaced: bool) -> No
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(average, model.average)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, list(model.parameters())))
+
+
+class _Meanwhile(nn.Module):
+    """Changes a graph module in another thread while its own forward is traced."""
+
+    def __init__(self, other: fx.GraphModule) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._change = lambda: self._turn(other)
+
+    @staticmethod
+    def _turn(other: fx.GraphModule) -> None:
+        next(node for node in other.graph.nodes if node.target is torch.sin).target = torch.cos
+        other.recompile()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=self._change)
+        thread.start()
+        thread.join()
+        return self.linear(x).square().mean()
+
+
+def test_graph_modules_of_other_threads_are_compiled_as_always_while_a_model_is_captured() -> None:
+    other = fx.symbolic_trace(lambda x: torch.sin(x))
+    with torch.device("meta"):
+        model = _Meanwhile(other)
+    capture(model, (torch.empty(2, 4, device="meta"),))
+    assert "cos" in other.code

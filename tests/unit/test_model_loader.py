@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,23 @@ def test_images_are_as_large_as_the_configuration_says() -> None:
     assert load_model("hf:vit", settings, device="meta").assumptions[0].startswith("images of 224 x 224")
     with pytest.raises(UsageError, match="a row of hf:vit is an image"):
         load_model("hf:vit", settings | {"sequence_length": 7}, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads", "pairs", "is_said"),
+    [("qwen3", 8, 8, True), ("mixtral", 4, 1, True), ("mixtral", 16, 8, False), ("llama", 8, 8, False)],
+)
+def test_heads_of_keys_and_values_follow_the_heads_where_they_would_not_divide_them(
+    model_type: str, heads: int, pairs: int, is_said: bool
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
+    settings = sizes | {"num_attention_heads": heads, "sequence_length": 8}
+    loaded = load_model(f"hf:{model_type}", settings, device="meta")
+    config: Any = loaded.model.config
+    assert config.num_key_value_heads == pairs
+    assert any(f"{pairs} heads of keys and values" in said for said in loaded.assumptions) == is_said
+    with pytest.raises(UsageError, match=f"num_key_value_heads=3: {heads} attention heads cannot share"):
+        load_model(f"hf:{model_type}", settings | {"num_key_value_heads": 3}, device="meta")
 
 
 @pytest.mark.parametrize(

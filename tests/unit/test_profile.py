@@ -120,6 +120,32 @@ def test_models_of_hugging_face_are_chains_of_their_blocks(name: str, settings: 
         assert [k.dims[0](1) for k in variant.forward if k.kind == "grouped_matmul"] == [4, 4]
 
 
+class Tied(nn.Module):
+    """Blocks between an embedding and a head that share their weight; the mean of all rows is subtracted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x - x.mean(0))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_tied_layers_of_a_model_whose_rows_depend_on_each_other_are_split() -> None:
+    with torch.device("meta"):
+        model = Tied()
+        tokens = torch.zeros(4, SEQ, dtype=torch.long)
+    profile = profile_model(model, {"tokens": tokens, "labels": tokens}, tensor_degrees=(1, 2))
+    assert not profile.refused
+    assert layer(profile, degree=2, path="embedding").parameters == 48 * 16 / 2
+
+
 class Blocks(nn.Module):
     """Blocks of unlike inner widths."""
 

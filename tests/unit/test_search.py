@@ -14,6 +14,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, StageChoice, evaluate, search
+from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
 from whale.planner.search.space import Chain, Mesh, lay_out, pools_of
 from whale.planner.search.table import CostTable
@@ -284,3 +285,21 @@ def test_tensor_groups_lie_inside_nodes_and_stages_apart() -> None:
     assert placed[1] == [tuple(range(8))]
     assert placed[0] == [(12,), (13,), (14,), (15,)]
     assert placed[2] == [(8, 9, 10, 11), (16, 17, 18, 19), (20, 21, 22, 23)]
+
+
+@pytest.mark.parametrize("meshes", [(Mesh((2,), 1, 1), Mesh((2,), 1, 1)), (Mesh((2,), 1, 1), Mesh((1,), 1, 1))])
+def test_partial_plans_price_the_sum_of_a_parameter_that_two_stages_read(meshes: tuple[Mesh, ...]) -> None:
+    cluster = machines([FAST] * 4, Link(bandwidth=1e9, latency=1e-5))
+    own = chain([layer({FAST.name: 0.001}, parameters=2e6)], (0,) * 4)
+    tied = own.model_copy(update={"tied": (((0, 3), 1.5e6),)})
+    partial, whole = [], []
+    for profile in (own, tied):
+        prices = CostModel.of(profile, cluster, precision="fp32", optimizer="adamw", batch=8)
+        parts = Chain.of(profile.paths, len(profile.layers), None)
+        table = CostTable(prices=prices, pools=pools_of(cluster), chain=parts)
+        plan = PartialPlan(meshes=meshes, starts=(0, 2), micro_batches=4, schedule="1f1b")
+        partial.append(score_partial(table, plan, 8).timed.seconds)
+        whole.append(laid_out(table, plan, 8).prediction.step_seconds)
+    added = whole[1] - whole[0]
+    assert added > 0.1 * whole[0]
+    assert partial[1] - partial[0] == pytest.approx(added, rel=0.1)

@@ -15,7 +15,7 @@ from whale.cli.model_loader import LoadedModel, load_model
 from whale.cli.search_text import in_short
 from whale.commands.automatic import expert_degrees
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.searching import compile_candidate, search_plans
+from whale.commands.searching import PlanWriter, search_plans
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
@@ -148,7 +148,8 @@ def test_the_search_says_what_the_compiled_plan_says(name: str, layout: str, clu
     candidate = evaluate(
         profile, cluster, stages(profile, *LAYOUTS[layout]), micro_batches=MICRO_BATCHES, precision="fp32"
     )
-    choice = compile_candidate(candidate, profile, cluster, batch=BATCH, trial=trial(name))
+    compiler = trial(name)
+    choice = PlanWriter(profile, cluster, BATCH, compiler).compiled(candidate, compiler)
     assert choice.compiled, choice.reason
     assert choice.plan.workload is not None
     for own, compiled in zip(candidate.workload.stages, choice.plan.workload.stages, strict=True):

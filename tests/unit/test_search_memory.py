@@ -16,7 +16,7 @@ from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.commands.automatic import expert_degrees, tensor_degrees
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.searching import compile_candidate
+from whale.commands.searching import PlanWriter
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
@@ -104,7 +104,7 @@ def test_bytes_of_the_search_are_those_of_the_compiled_plan(
             precision=precision,
             optimizer=optimizer,
         )
-        choice = compile_candidate(candidate, profile, CLUSTER, batch=BATCH, trial=trial)
+        choice = PlanWriter(profile, CLUSTER, BATCH, trial).compiled(candidate, trial)
         assert choice.compiled, choice.reason
         compiled = {device.rank: device for device in choice.prediction.memory}
         for device in candidate.prediction.memory:

@@ -35,6 +35,8 @@ PROBED_TOKENS = 8
 """Tokens of the shorter of two rows that detect whether a model processes tokens sequentially."""
 MAX_SEQUENTIAL_OPERATORS = 20_000
 """Operators that such a model may run for a row: about a minute of capture."""
+KEY_VALUE_HEADS = "num_key_value_heads"
+"""Configuration value with the number of heads of keys and values, each of which several heads share."""
 BATCH_SETTINGS = ("sequence_length", "seed")
 """Settings of ``--set`` besides the values of the configuration."""
 
@@ -174,7 +176,7 @@ def architecture(model_type: str, settings: Mapping[str, Any]) -> Architecture:
         raise UsageError(f"--model hf:{model_type} with these settings raised {_brief(error)}") from error
     task, inputs = _task(model_type, config)
     _with_start_token(config)
-    assumptions: list[str] = []
+    assumptions = list(_fitted_key_value_heads(config, default, for_config))
     if inputs == "images":
         if length is not None:
             raise UsageError(f"--set sequence_length={length}: a row of hf:{model_type} is an image; it has no tokens")
@@ -224,6 +226,34 @@ def _with_start_token(config: Any) -> None:
             part.pad_token_id = 0
         if getattr(part, "decoder_start_token_id", None) is None:
             part.decoder_start_token_id = part.pad_token_id
+
+
+def _fitted_key_value_heads(config: Any, default: Any, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Set a number of key and value heads that divides the heads, if only the heads were given: as many heads share
+    one as by *default*.
+
+    Raises:
+        UsageError: both were given, and do not divide.
+    """
+    heads, pairs = _heads(config)
+    usual, usual_pairs = _heads(default)
+    if heads % pairs == 0 or usual % usual_pairs:  # or it has another meaning
+        return
+    if KEY_VALUE_HEADS in settings:
+        raise UsageError(
+            f"--set {KEY_VALUE_HEADS}={pairs}: {heads} attention heads cannot share them evenly; give a divisor of "
+            f"{heads}"
+        )
+    shared = usual // usual_pairs
+    pairs = heads // shared if heads % shared == 0 else heads
+    setattr(_text(config), KEY_VALUE_HEADS, pairs)
+    yield f"{pairs} heads of keys and values for {heads} attention heads; --set {KEY_VALUE_HEADS}=N changes it"
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Attention heads, and heads of keys and values; (1, 1) where they are not numbers."""
+    heads, pairs = (getattr(_text(config), name, None) for name in ("num_attention_heads", KEY_VALUE_HEADS))
+    return (heads, pairs) if isinstance(heads, int) and isinstance(pairs, int) and pairs > 0 else (1, 1)
 
 
 def _length(config: Any) -> tuple[int, str]:

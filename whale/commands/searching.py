@@ -36,9 +36,9 @@ from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
 __all__ = [
     "Choice",
+    "PlanWriter",
     "Searched",
     "Trial",
-    "compile_candidate",
     "plan_pipeline",
     "search_plans",
     "settings_for",
@@ -54,6 +54,12 @@ LEAST_SHARE = 0.25
 
 RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
+
+MOST_UNSURE = 8
+"""Number of further candidates that are compiled because they could be better than the best compiled one."""
+
+GAIN = 1e-3
+"""Smallest relative improvement for which another candidate is compiled."""
 
 REORDERED = 2
 """Number of the best compiled plans on which schedules are tried that the search does not price."""
@@ -168,7 +174,7 @@ def search_plans(
     if trial is None:
         _require_priced(settings)
         found = search(profile, cluster, batch=batch, settings=settings, progress=progress, stop=stop, known=known)
-        writer = _Writer(profile, cluster, batch, None)
+        writer = PlanWriter(profile, cluster, batch, None)
         return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
 
@@ -182,7 +188,7 @@ def search_plans(
 
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
-    tried = _Tried(_Writer(profile, cluster, batch, trial), trial, base, begin + settings.time_limit, stop)
+    tried = _Tried(PlanWriter(profile, cluster, batch, trial), trial, base, begin + settings.time_limit, stop)
     wanted = replace(settings, top=settings.top + RESERVE)
     found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
     tried.best_of(found, simple_plans(profile, cluster, batch=batch, settings=settings, known=known), settings.top)
@@ -219,7 +225,7 @@ class _Tried:
         room: of each device type, the part of its memory that candidates of another search may take.
     """
 
-    writer: _Writer
+    writer: PlanWriter
     trial: Trial
     schedule: str | None
     until: float
@@ -240,7 +246,8 @@ class _Tried:
 
     def best_of(self, found: Found, simple: Sequence[Candidate], top: int) -> None:
         """Compile the best that a search found, then each of the *simple* plans that could be better, then the others
-        of the *top*; and as long as none of these can be run, the next ones."""
+        of the *top*; as long as none of these can be run, the next ones; and at last those that would be better than
+        the best so far if compiling made them as much faster as any of these."""
         first, *others = found.candidates[:top]
         self.compile(first, self.schedule)
         for candidate in simple:
@@ -251,6 +258,14 @@ class _Tried:
             self.compile(candidate, self.schedule)
         for candidate in found.candidates[top:]:
             if self.choices or self.over():
+                break
+            self.compile(candidate, self.schedule)
+        unsure = sorted((*found.candidates[top:], *found.near), key=lambda one: one.prediction.step_seconds)
+        for candidate in unsure[:MOST_UNSURE]:
+            compiled = [one for one in self.choices if one.compiled]
+            gained = min((_seconds(one) / one.candidate.prediction.step_seconds for one in compiled), default=0.0)
+            best = min(map(_seconds, compiled), default=0.0)
+            if candidate.prediction.step_seconds * gained >= best * (1 - GAIN) or self.late():
                 break
             self.compile(candidate, self.schedule)
 
@@ -285,6 +300,10 @@ class _Tried:
                 if said and said / real < self.room.get(type_, 1.0):
                     self.room[type_], tighter = said / real, True
         return _with_memory(cluster, self.room) if tighter else None
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.prediction.step_seconds
 
 
 def _with_memory(cluster: Cluster, parts: Mapping[str, float]) -> Cluster:
@@ -324,17 +343,6 @@ def _require_priced(settings: SearchSettings) -> None:
             f"schedule {settings.unpriced[0]} is tried on plans of a model, of which there is only a profile; give the "
             f"model, or choose of {' and '.join(PRICED)}"
         )
-
-
-def compile_candidate(
-    candidate: Candidate, profile: ModelProfile, cluster: Cluster, *, batch: int, trial: Trial
-) -> Choice:
-    """Any candidate as a plan of the model, compiled; its reason says where it does not compile or fit.
-
-    Raises:
-        UsageError: it cannot be written as annotations of this model.
-    """
-    return _Writer(profile, cluster, batch, trial).compiled(candidate, trial)
 
 
 def plan_pipeline(
@@ -394,7 +402,7 @@ def plan_pipeline(
         raise InfeasibleError(
             advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
         )
-    return _Writer(profile, cluster, batch, None).written(candidate)
+    return PlanWriter(profile, cluster, batch, None).written(candidate)
 
 
 def _pipeline(
@@ -414,8 +422,15 @@ def _pipeline(
 
 
 @dataclass(frozen=True)
-class _Writer:
-    """Writes candidates as plans."""
+class PlanWriter:
+    """Writes candidates as plans, and compiles them.
+
+    Attributes:
+        profile: of the model.
+        cluster: the devices.
+        batch: rows of the global batch.
+        trial: the model; None: there is only the profile.
+    """
 
     profile: ModelProfile
     cluster: Cluster
@@ -442,7 +457,12 @@ class _Writer:
         return Choice(candidate=candidate, plan=plan)
 
     def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
-        """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster."""
+        """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster. The reason
+        of the choice says why it does not compile or fit.
+
+        Raises:
+            UsageError: it cannot be written as annotations of this model.
+        """
         even = self._tried(self.written(candidate), trial)
         if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
             return even

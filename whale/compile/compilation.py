@@ -6,6 +6,7 @@ ranks are derived from it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis
 from whale.strategies.dry_run import calls_as_text, check_stage, stage_calls
+from whale.strategies.folding import Fold, folded
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report
 
@@ -51,7 +53,8 @@ StoredForm = tuple[str, int, tuple[Segment, ...]]
 class Compilation:
     """A model, compiled for one batch signature; equal on every rank.
 
-    ``rows`` are the units of the batch in each micro-batch.
+    ``rows`` are the units of the batch in each micro-batch; ``folds`` the runs of equal layers that are left out of its
+    stages, for dry runs.
     """
 
     traced: Traced
@@ -65,6 +68,7 @@ class Compilation:
     bucket_parameters: tuple[tuple[str, ...], ...]
     report: Report
     rank_specs: tuple[StageSpec, ...] = field(default=())
+    folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
     @property
@@ -90,6 +94,20 @@ class Compilation:
         """The same for the first micro-batch alone; what ranks run of it is sufficient for others of its kind."""
         order = tuple(task for task in self.order if task.micro_batch == 0)
         return replace(self, rows=self.rows[:1], order=order, _lowered={})
+
+    @cached_property
+    def folded(self) -> Compilation:
+        """The same with few layers of each run of equal ones; parameters and communication between ranks are those of
+        all."""
+        changed, stages, folds = dict(self.analysis.ops), [], {}
+        for stage in self.stages:
+            short, ops, folds[stage.index] = folded(self.traced.kinds, stage)
+            stages.append(short)
+            changed |= ops
+        if not any(folds.values()):
+            return self
+        traced = replace(self.traced, analysis=replace(self.analysis, ops=changed))
+        return replace(self, traced=traced, stages=tuple(stages), folds=folds, _lowered={})
 
     @cached_property
     def known_programs(self) -> dict[int, Program]:

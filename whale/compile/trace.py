@@ -26,6 +26,7 @@ from whale.graph.values import Value, needs_grad, resolve
 from whale.ir.strategy import ScopePath
 from whale.planner.cost.precision import BY_DTYPE
 from whale.strategies.analysis import Analysis, Choice, analyse
+from whale.strategies.folding import Kinds
 from whale.strategies.placing import batch_placeholders, place_time
 from whale.strategies.ungroup import ungroup
 
@@ -58,6 +59,11 @@ class Traced:
     def hash(self) -> str:
         """The model's hash in plans and profiles, independent of batch and annotations."""
         return model_hash(self.captured)
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """Numbers of its operators, equal for those of equal layers."""
+        return Kinds(self.captured, self.analysis)
 
     @cached_property
     def units(self) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -27,7 +28,6 @@ from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
 from whale.graph.capture_checks import capture_error, check_batch, check_hooks, check_static, refusing
-from whale.graph.deferred_code import deferred_code
 from whale.graph.repeats import Repeats
 
 Batch = Any
@@ -234,8 +234,7 @@ def capture(
                 entered = stack.enter_context(recording())
                 stack.enter_context(preserve_node_meta())
                 stack.enter_context(refusing())
-                if copying:
-                    stack.enter_context(deferred_code())
+                stack.enter_context(_use_lazy_graph_module(True))  # the graph changes thirty times, its code is not run
                 check = Repeats(duplicate, entered).check if copying else lambda: None
                 root = _Loss(duplicate, list(fakes), loss_fn, check).train(model.training)
                 program = torch.export.export(root, tuple(fakes.values()), strict=False)
@@ -255,7 +254,7 @@ def capture(
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     scopes = (scope for path in module_scopes(model).values() for scope in path)
-    annotated = dict.fromkeys(s.region for s in scopes if s.strategy.kind == "stage")
+    annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
     return captured
 

@@ -8,25 +8,22 @@ imports neither torch nor the planner that makes the orders.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast
 
-from whale.errors import ScheduleError, UsageError
+from whale.errors import ScheduleError
 
-__all__ = ["Kind", "Order", "Task", "check_order", "format_order", "format_stages", "parse_order", "peak_in_flight"]
+__all__ = ["Kind", "Order", "Task", "check_order", "peak_in_flight"]
 
 Kind = Literal["F", "B", "I", "W"]
 """F forward; B whole backward; I backward of the inputs only; W backward of the weights, after its I."""
 
-_TASK = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
-
 
 class Task(NamedTuple):
-    """One kind of work of one stage on one micro-batch; prints as ``2F0`` and parses back.
+    """One kind of work of one stage on one micro-batch; prints as ``2F0``.
 
-    >>> str(Task("F", 2, 0)), Task.parse("2F0") == Task("F", 2, 0)
-    ('2F0', True)
+    >>> print(Task("F", 2, 0))
+    2F0
     """
 
     kind: Kind
@@ -36,43 +33,8 @@ class Task(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
-    @classmethod
-    def parse(cls, text: str) -> Task:
-        """Read what ``str`` wrote; anything else is a `UsageError`."""
-        match = _TASK.fullmatch(text)
-        if match is None:
-            raise UsageError(f"{text!r} is not a task: write stage, kind (F, B, I or W) and micro-batch, as in 2F0")
-        return cls(cast(Kind, match[2]), int(match[1]), int(match[3]))
-
 
 Order = tuple[Task, ...]
-
-
-def format_order(order: Order) -> str:
-    """Write the order on one line, which `parse_order` reads back.
-
-    >>> format_order((Task("F", 0, 0), Task("B", 0, 0)))
-    '0F0 0B0'
-    """
-    return " ".join(map(str, order))
-
-
-def parse_order(text: str) -> Order:
-    """Read an order that `format_order` wrote; line breaks count as spaces."""
-    return tuple(Task.parse(word) for word in text.split())
-
-
-def format_stages(order: Order) -> str:
-    """Write one line per stage, for a reader; each line parses with `parse_order`, but the order between lines is lost.
-
-    >>> print(format_stages(parse_order("0F0 1F0 1B0 0B0")))
-    0F0 0B0
-    1F0 1B0
-    """
-    lines: dict[int, list[str]] = {}
-    for task in order:
-        lines.setdefault(task.stage, []).append(str(task))
-    return "\n".join(" ".join(lines[stage]) for stage in sorted(lines))
 
 
 def peak_in_flight(order: Iterable[Task]) -> dict[int, int]:
@@ -80,7 +42,7 @@ def peak_in_flight(order: Iterable[Task]) -> dict[int, int]:
 
     A micro-batch is in flight from its F until its B, or until its W if the backward is split.
 
-    >>> peak_in_flight(parse_order("0F0 0F1 0B0 0B1"))
+    >>> peak_in_flight((Task("F", 0, 0), Task("F", 0, 1), Task("B", 0, 0), Task("B", 0, 1)))
     {0: 2}
     """
     current: dict[int, int] = {}

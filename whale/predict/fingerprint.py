@@ -21,6 +21,7 @@ from whale.ir.placement import Placement
 from whale.ir.program import Program
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalGraph, LocalProgram
+from whale.strategies.folding import Fold
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -69,6 +70,7 @@ def fingerprint(compilation: Compilation, rank: int, program: Program, clock: RN
             stage.loss is not None,
             tuple(stage.mutated),
             tuple(known.local_program(local, given) for local in compilation.local_programs(stage, rank, clock)),
+            tuple(known.fold(compilation, fold) for fold in compilation.folds.get(stage.index, ())),
         )
         for stage in stages
     )
@@ -138,6 +140,14 @@ class _Numbers:
     def of_kind(self, kind: str) -> list[Any]:
         """All names, by number."""
         return list(self._known.get(kind, ()))
+
+    def fold(self, compilation: Compilation, fold: Fold) -> Hashable:
+        """The layers that a fold leaves out, by their parameters."""
+        name = compilation.parameter_name
+        return fold.omitted, tuple(
+            tuple(self.number("parameter", name(value)) for value in (own, *others))
+            for own, others in fold.parameters.items()
+        )
 
     def local_program(self, program: LocalProgram, given: Mapping[str, Hashable]) -> Hashable:
         """A local program, and the sources of its inputs."""

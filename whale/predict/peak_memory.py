@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,10 +31,13 @@ from whale.planner.cost.memory import MESSAGES
 from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Fingerprint, fingerprint
+from whale.predict.replay import Event, Log, Replay, marked
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.random import RNGPosition
+from whale.runtime.reduce import Reducer
 from whale.strategies.dry_run import TaskCalls, WithoutData
+from whale.strategies.folding import Fold
 from whale.strategies.fused import accelerated
 
 __all__ = ["Device", "Known", "PeakMemory", "TaskBytes", "brief_peak_memory", "peak_memory"]
@@ -105,7 +109,9 @@ def peak_memory(
     with _without_data(device):
         trial = _Trial(compilation, rank, device, clock)
         trial.run(_program(compilation, rank, schedule))
-    return _held(trial.found(), rank, optimizer, device, Counter())
+    found = trial.found()
+    assert found is not None  # nothing is folded
+    return _held(found, rank, optimizer, device, Counter())
 
 
 def brief_peak_memory(
@@ -127,17 +133,29 @@ def brief_peak_memory(
     """
     first, known = compilation.of_first, {} if known is None else known
     program = first.known_programs[rank]
-    like = fingerprint(first, rank, program, clock)
+    splits = any(isinstance(one, Compute) and one.kind not in ("F", "B") for one in program)
+    short = first if splits else first.folded
+    like = fingerprint(short, rank, program, clock)
     if (device, like.description) not in known:
-        with _without_data(device):
-            trial = _Trial(first, rank, device, clock)
-            trial.run(program, begin=trial.hold_gradients)
-        known[device, like.description] = like, trial.found()
+        known[device, like.description] = like, _brief((short, first), rank, device, clock, program)
     found = _renamed(*known[device, like.description], like)
     most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
     return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages))
+
+
+def _brief(
+    compilations: Iterable[Compilation], rank: int, device: Device, clock: RNGPosition | None, program: Program
+) -> _Found:
+    """Dry-run a single micro-batch of the first of equal compilations whose omitted layers can be replayed."""
+    for compilation in compilations:
+        with _without_data(device):
+            trial = _Trial(compilation, rank, device, clock)
+            trial.run(program, begin=trial.hold_gradients)
+        if (found := trial.found()) is not None:
+            return found
+    raise AssertionError("nothing is omitted from the last")
 
 
 def _without_data(device: Device) -> AbstractContextManager[Any]:
@@ -268,6 +286,8 @@ class _Trial:
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.batch: dict[str, Any] = {}
         self.noting = _Noting()
+        self._replays: list[Replay] = []
+        self._reducer: Reducer | None = None
         self._make()
 
     def _make(self) -> None:
@@ -278,7 +298,7 @@ class _Trial:
             self.parameters[name] = nn.Parameter(blank, requires_grad=part.trainable)
             self.live.add(self.parameters[name], "parameters")
             if part.trainable:
-                self.parameters[name].register_post_accumulate_grad_hook(self._accumulated)
+                self.parameters[name].register_post_accumulate_grad_hook(partial(self._accumulated, name))
         self.tensors = {("parameter", name): parameter for name, parameter in self.parameters.items()}
         for node in captured.graph.nodes:
             if node.op != "placeholder" or not isinstance(node.meta.get("val"), Tensor):
@@ -304,9 +324,14 @@ class _Trial:
                 parameter.grad = torch.empty_like(parameter)
                 self.live.mark(parameter.grad, "gradients")
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        self.live.log.add("ready", name)
+        self.live.log.paused = True  # reductions that start now are not the layer's
         if parameter.grad is not None:
             self.live.mark(parameter.grad, "gradients")
+
+    def _resume(self, parameter: Tensor) -> None:
+        self.live.log.paused = False
 
     def run(self, program: Program, begin: Callable[[], None] = lambda: None) -> None:
         self.noting = _Noting(program)
@@ -326,6 +351,14 @@ class _Trial:
             transport=_Nobody(self.live),
             credit=0 if self.device == "cuda" else None,
         )
+        self._reducer = step.executor.reducer
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._resume)
+        own = (stage.index for stage in self.compilation.stages if self.rank in stage.mesh.ranks)
+        for index, stage in zip(own, step.stages, strict=True):
+            if folds := self.compilation.folds.get(index):
+                stage.programs = [marked(stage.programs[0], [(fold, self._replay(fold)) for fold in folds])]
         if self.device == "cuda":
             for stage in step.stages:
                 programs = {id(program): accelerated(program) for program in stage.programs}
@@ -339,8 +372,32 @@ class _Trial:
             for stage in step.stages:
                 stage.finish()
 
-    def found(self) -> _Found:
-        """Result of the run."""
+    def _replay(self, fold: Fold) -> Replay:
+        """The replay of the layers that a fold leaves out."""
+        name = self.compilation.parameter_name
+        replay = Replay(
+            omitted=fold.omitted,
+            parameters={name(value): tuple(map(name, others)) for value, others in fold.parameters.items()},
+            log=self.live.log,
+            calls=self.noting.called,
+            happens=self._happens,
+        )
+        self._replays.append(replay)
+        return replay
+
+    def _happens(self, event: Event) -> None:
+        """Repeat an event in an omitted layer."""
+        if event[0] != "ready":
+            self.live.happens(*event)
+        elif self._reducer is not None:
+            self._reducer.gradient_ready(self.parameters[event[1]])
+
+    def found(self) -> _Found | None:
+        """Result of the run; None if the layers of a fold were not equal."""
+        for replay in self._replays:
+            replay.finish()
+        if any(replay.failed for replay in self._replays):
+            return None
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         return _Found(
             at_peak=self.live.at_peak.copy(),
@@ -403,12 +460,13 @@ class _Living(WithoutData):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._fake = device == "cpu"
-        self.now = self.task_peak = 0
+        self.now = self.task_peak = self._peak = 0
         self.by_purpose: Counter[str] = Counter()
         self.at_peak: Counter[str] = Counter()
         self._known: dict[int, Any] = {}
         self._purpose: dict[int, str] = {}
         self._newest = 0
+        self.log = Log()
 
     def begin_task(self) -> None:
         """Reset the peak of the previous task and its allocations."""
@@ -423,26 +481,32 @@ class _Living(WithoutData):
         size = storage.nbytes()
 
         def gone(_: object) -> None:
-            self.now -= size
-            self.by_purpose[self._purpose.pop(key)] -= size
+            self.happens("free", self._purpose.pop(key), size)
             del self._known[key]
 
         self._known[key] = weakref.ref(storage, gone)
         self._purpose[key] = purpose
         self._newest = key
-        self.now += size
-        self.by_purpose[purpose] += size
-        self.task_peak = max(self.task_peak, self.now)
-        if self.now > self.at_peak.total():
-            self.at_peak = self.by_purpose.copy()
+        self.happens("add", purpose, size)
+
+    def happens(self, what: str, purpose: str, size: int) -> None:
+        """Count bytes that are made (``add``), freed (``free``), or change their category (``from``, then ``to``)."""
+        self.log.add(what, purpose, size)
+        sign = 1 if what in ("add", "to") else -1
+        self.now += sign * size
+        self.by_purpose[purpose] += sign * size
+        if what == "add":
+            self.task_peak = max(self.task_peak, self.now)
+            if self.now > self._peak:
+                self._peak, self.at_peak = self.now, self.by_purpose.copy()
 
     def mark(self, tensor: Tensor, purpose: str) -> None:
         """Set the category of a tensor."""
         self.add(tensor)
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        self.by_purpose[self._purpose[key]] -= size
-        self.by_purpose[purpose] += size
+        self.happens("from", self._purpose[key], size)
+        self.happens("to", purpose, size)
         self._purpose[key] = purpose
 
     def purpose_of(self, tensor: Tensor) -> str | None:

@@ -86,7 +86,7 @@ class Reducer:
 
         def accumulated(parameter: Tensor) -> None:
             if (reducer := this()) is not None:
-                reducer._accumulated(parameter)
+                reducer.gradient_ready(parameter)
 
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(accumulated)
@@ -165,8 +165,8 @@ class Reducer:
             hook.remove()
         self._hooks = []
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        """Record that a gradient is ready; autograd calls it in every backward, so it must be fast."""
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Record that the gradient of a parameter is ready; autograd calls it in every backward, so it must be fast."""
         pending = self._armed.get(parameter)  # type: ignore[call-overload]
         if pending is None:
             return

@@ -1,0 +1,72 @@
+"""Sums of the gradients of tied parameters over the stages that read them.
+
+Such a sum begins when the last of its stages has finished its last backward: the first in the pipeline, because
+backwards run from the last stage to the first. All of its stages update their parameters after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from whale.planner.search.space import Mesh
+from whale.planner.search.table import MOST_SAMPLED, CostTable
+
+__all__ = ["with_tied_sums"]
+
+Placed = tuple[Mesh, tuple[int, ...]]
+"""A mesh, and the position of its first device in each pool."""
+
+
+def with_tied_sums(
+    meshes: CostTable, stages: Sequence[tuple[Mesh, int, int]], once: Sequence[float], rows: int, micro_batches: int
+) -> tuple[float, ...]:
+    """Seconds once per step of each of the *stages* (mesh, first part, part after the last one), with the sums of tied
+    parameters that several of them read.
+
+    Args:
+        meshes: costs.
+        stages: of a partial plan, in order.
+        once: seconds once per step of each stage, as if no parameter were tied.
+        rows: of a micro-batch.
+        micro_batches: of a step.
+    """
+    found = list(once)
+    starts = [first for _, first, _ in stages]
+    for parts, elements in meshes.tied:
+        owners = sorted({bisect_right(starts, part) - 1 for part in parts})
+        if len(owners) < 2:
+            continue
+        # Devices are assigned in the order of the stages, so stages far apart are on different nodes.
+        where = tuple((stages[at][0], _devices_of(meshes, [mesh for mesh, *_ in stages[:at]])) for at in owners)
+        seconds, updates = _summed(meshes, where, elements), []
+        for at in owners:
+            mesh, first, last = stages[at]
+            update = meshes.costs(mesh, rows, micro_batches).update
+            updates.append(float(update[last] - update[first]))
+            own = meshes.sum_seconds(mesh, elements / mesh.tensor)  # that it does not sum over its own replicas
+            found[at] = updates[-1] + max(0.0, found[at] - updates[-1] - own)
+        found[owners[0]] += seconds + max(updates) - updates[0]
+    return tuple(found)
+
+
+def _devices_of(meshes: CostTable, sequence: Sequence[Mesh]) -> tuple[int, ...]:
+    """Devices of each pool that some meshes have."""
+    return tuple(sum(mesh.counts[place] for mesh in sequence) for place in range(len(meshes.pools)))
+
+
+def _summed(meshes: CostTable, owners: tuple[Placed, ...], elements: float) -> float:
+    """Seconds of the sum of a tied parameter over stages on meshes that begin at positions of each pool. On unlike
+    meshes it is whole on every rank."""
+    key = (owners, elements)
+    if key not in meshes.tied_sums:
+        first, _ = owners[0]
+        degree = first.tensor if all(mesh == first for mesh, _ in owners) else 1
+        step = first.size if degree > 1 else 1
+        ranks: list[int] = []
+        for mesh, begins in owners:
+            for pool, count, begin in zip(meshes.pools, mesh.counts, begins, strict=True):
+                ranks += pool.ranks[begin : begin + count : step][:MOST_SAMPLED]
+        size = elements / degree * meshes.prices.gradient_bytes
+        meshes.tied_sums[key] = meshes.prices.all_reduce(ranks, degree, size)
+    return meshes.tied_sums[key]

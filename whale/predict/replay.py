@@ -1,0 +1,158 @@
+"""Replay of omitted layers in the dry run of a folded stage (`whale.strategies.folding`).
+
+Between the layers that stay, markers are put into the stage's program. From one marker to the next the dry run logs
+every change of the live bytes, every gradient that becomes ready, and every collective: in the forward where the marker
+is executed, in the backward where the first gradient arrives at the values that cross it, after everything behind it is
+done. If two consecutive layers log the same, so would the omitted ones, and their log is replayed as often. If not, the
+result must not be used. This module knows no optimizer and no device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from whale.ir.check import CollectiveCall
+from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
+from whale.strategies.folding import Fold
+
+__all__ = ["Event", "Log", "Replay", "marked"]
+
+Event = tuple[Any, ...]
+"""``("add", category, bytes)``, ``("free", category, bytes)``, ``("from", category, bytes)`` and ``("to", category,
+bytes)`` where the category of bytes changes, or ``("ready", parameter)`` for a gradient."""
+
+
+@dataclass
+class Log:
+    """The events of a dry run since the last marker, while anything is logged."""
+
+    events: list[Event] | None = None
+    paused: bool = False
+
+    def add(self, *event: Any) -> None:
+        """Log an event."""
+        if self.events is not None and not self.paused:
+            self.events.append(event)
+
+
+@dataclass(eq=False)
+class Replay:
+    """The replay of one run of layers.
+
+    Attributes:
+        omitted: number of omitted layers.
+        parameters: for the names of the third last layer's parameters, those of the omitted layers, last first.
+        log: of the dry run.
+        calls: collectives of the dry run's task.
+        happens: called with each event of an omitted layer.
+        failed: whether layers were not equal, or not passed in order: the result must not be used.
+    """
+
+    omitted: int
+    parameters: Mapping[str, Sequence[str]]
+    log: Log
+    calls: list[CollectiveCall]
+    happens: Callable[[Event], None]
+    failed: bool = False
+    _forward: _Direction = field(default_factory=lambda: _Direction(order=(0, 1, 2)))
+    _backward: _Direction = field(default_factory=lambda: _Direction(order=(2, 1, 0)))
+
+    def forward(self, marker: int, *crossing: Any) -> None:
+        """Execute a marker that these values cross."""
+        for value in crossing:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                value.register_hook(partial(self._gradient, marker))
+        self._pass(self._forward, marker)
+
+    def _gradient(self, marker: int, gradient: Tensor) -> None:
+        if marker not in self._backward.passed:
+            self._pass(self._backward, marker)
+
+    def finish(self) -> None:
+        """Check that a forward, and a backward, passed all markers or none."""
+        self.failed |= not {len(self._forward.passed), len(self._backward.passed)} <= {0, 3}
+
+    def _pass(self, direction: _Direction, marker: int) -> None:
+        count = len(direction.passed)
+        direction.passed.append(marker)
+        if count > 2 or direction.order[count] != marker:
+            self.failed = True
+            return
+        if count:
+            made = tuple(call._replace(node="") for call in self.calls[direction.made :])
+            direction.layers.append((self.log.events or [], made))
+        self.log.events = [] if count < 2 else None
+        direction.made = len(self.calls)
+        if count == 2:
+            self._replay(direction)
+
+    def _replay(self, direction: _Direction) -> None:
+        one, other = direction.layers
+        known = all(event[0] != "ready" or event[1] in self.parameters for event in other[0])
+        if not known or one[1] != other[1] or list(map(_nameless, one[0])) != list(map(_nameless, other[0])):
+            self.failed = True
+            return
+        made = self.calls[len(self.calls) - len(other[1]) :]
+        for layer in range(self.omitted):
+            for event in other[0]:
+                self.happens(("ready", self.parameters[event[1]][layer]) if event[0] == "ready" else event)
+            self.calls.extend(made)
+
+
+@dataclass
+class _Direction:
+    """A forward or backward: the order of its markers, those passed, and what happened between them."""
+
+    order: tuple[int, ...]
+    passed: list[int] = field(default_factory=list)
+    layers: list[tuple[list[Event], tuple[CollectiveCall, ...]]] = field(default_factory=list)
+    made: int = 0
+
+
+def _nameless(event: Event) -> Event:
+    return event[:1] if event[0] == "ready" else event
+
+
+def marked(program: LocalProgram, folds: Sequence[tuple[Fold, Replay]]) -> LocalProgram:
+    """A copy of a program with the markers of each fold, which call its replay."""
+    code = program.micro_batch.code
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(code.graph, {}))
+    root = copy.copy(code.root)
+    root._modules = dict(code.root._modules)
+    nodes = list(graph.nodes)
+    first: dict[Any, int] = {None: len(nodes) - 1}
+    for i, node in enumerate(nodes):
+        first.setdefault(node.meta.get("starts"), i)
+    for number, (fold, replay) in enumerate(folds):
+        bounds = [first[start] for start in fold.starts if start in first]
+        if len(bounds) < len(fold.starts) or bounds != sorted(bounds):  # nothing reads an operator
+            replay.failed = True
+            continue
+        place = {node: i for i, node in enumerate(nodes)}
+        for marker, (before, here, after) in enumerate(zip(bounds, bounds[1:], bounds[2:], strict=False)):
+            crossing = [
+                node
+                for node in nodes[before:here]
+                if node.op != "placeholder" and any(here <= place.get(user, -1) < after for user in node.users)
+            ]
+            name = f"marker_{number}_{marker}"
+            root.add_module(name, _Marker(partial(replay.forward, marker)))
+            with graph.inserting_before(nodes[here]):
+                graph.call_module(name, tuple(crossing))
+    return replace(program, micro_batch=LocalGraph(LocalCode(root, graph), program.micro_batch.sources))
+
+
+class _Marker(nn.Module):
+    def __init__(self, passed: Callable[..., None]) -> None:
+        super().__init__()
+        self.passed = passed
+
+    def forward(self, *crossing: Any) -> None:
+        self.passed(*crossing)
