@@ -504,17 +504,18 @@ class _Search:
         leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
         found: dict[tuple[Mesh, ...], list[Candidate]] = {}
         seen: set[tuple[Times, int, str]] = set()
+        best = inf
         for scored in [*alone, *leading]:
             draft = scored.draft
             look = scored.times, draft.micro_batches, draft.schedule
             if look in seen:
                 continue
-            best = min((one.prediction.step_seconds for one in found.values()), default=inf)
             if len(seen) > most or (len(found) >= self.settings.top and scored.timed.seconds > SURELY_SLOWER * best):
                 break
             candidate = laid_out(self.meshes, draft, self.batch)
             if candidate.prediction.fits:
                 seen.add(look)
+                best = min(best, candidate.prediction.step_seconds)
                 found.setdefault(draft.meshes, []).append(candidate)
         alike = [sorted(one, key=_step_seconds) for one in found.values()]
         return [best for best, *_ in alike], [other for _, *others in alike for other in others]

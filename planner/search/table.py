@@ -87,7 +87,7 @@ class CostTable(MeshSpace):
         return self._costs[key]
 
     def _worked_out(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
-        groups, _ = self.sample(mesh)
+        groups, data_group = self.sample(mesh)
         slices = tuple(
             self.replica_costs(group, count, micro_batches)
             for group, count in self._shared(groups, rows, micro_batches)
@@ -458,7 +458,7 @@ class CostTable(MeshSpace):
     def sum_seconds(self, mesh: Mesh, elements: float) -> float:
         """Seconds to sum the gradients of some elements over the replicas of a mesh, at the mean over all of its."""
         dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
-        return float(self._sums(mesh, self.sample(mesh)[1])[1][-1] / (dense[-1] + experts[-1])) * elements
+        return float(self.gradient_sums(mesh).upto[-1] / (dense[-1] + experts[-1])) * elements
 
     def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
         """Ranks as those have them that sum what no experts are: of expert groups all devices."""
