@@ -19,12 +19,12 @@ from torch import Tensor, fx, nn
 from whale.errors import UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
 from whale.graph.capture_checks import module_of
-from whale.graph.chain import Chain, chain_of
+from whale.graph.chain import LayerChain, chain_of
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape
-from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, shard
+from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.stage import LocalProgram
@@ -51,7 +51,7 @@ class LayeredModel:
     whole model's. Placements are those of ``like``, the same model for more rows, if it is set."""
 
     hash: str
-    chain: Chain
+    chain: LayerChain
     analysis: Analysis
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
@@ -112,22 +112,24 @@ class LayeredModel:
             theirs, own = (model.analysis.choices.get(node, ()) for model, node in ((self.like, there), (self, here)))
             for one, other in zip(theirs, own, strict=True) if len(theirs) == len(own) else ():
                 pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=False)
-                found.update({a.atom: b.atom for a, b in pairs if a.kind == b.kind == "S"})
+                found.update({a.factor: b.factor for a, b in pairs if a.kind == b.kind == "S"})
         return found
 
     def divides_rows(self, kind: int, degree: int) -> bool:
         """Whether the devices of a group divide the rows of a micro-batch at some operator of a kind of layer."""
         if degree == 1:
             return False
-        leaf, stage = self.analysis.batch_leaf, self.place(kind, degree)
+        factor, stage = self.analysis.batch_factor, self.place(kind, degree)
         choices = (stage.choices[node][1] for node in stage.nodes)
-        return any(p.kind == "S" and p.atom == leaf for one in choices for p in (*one.inputs, *one.outputs))
+        return any(p.kind == "S" and p.factor == factor for one in choices for p in (*one.inputs, *one.outputs))
 
     def _in_rows(self, value: Value) -> Placements:
         """Placement of a value whose rows the devices of a group divide; empty for others, such as relative positions,
         which need not be whole."""
-        leaf, dims = self.analysis.batch_leaf, range(len(value_shape(value)))
-        return next(((REPLICATE, shard(dim, leaf)) for dim in dims if self.analysis.shardable(value, leaf, dim)), ())
+        factor, dims = self.analysis.batch_factor, range(len(value_shape(value)))
+        return next(
+            ((REPLICATE, shard(dim, factor)) for dim in dims if self.analysis.shardable(value, factor, dim)), ()
+        )
 
     def _shared(self, kind: int, degree: int) -> dict[Value, Placements]:
         """How later layers store the parameters that this one also reads."""
@@ -167,21 +169,21 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
     """A placement of one capture of a model, translated to another whose graph has the same operators."""
     graph = target.chain.partition.stages[stage.index]
     nodes = dict(zip(source.captured.graph.nodes, target.captured.graph.nodes, strict=True))
-    atoms = dict(target.factors_of_like)
+    factors = dict(target.factors_of_like)
     choices = {}
     for node in stage.nodes:
         options, own = source.analysis.choices[node], target.analysis.choices[nodes[node]]
         found = [own[options.index(choice)] if choice in options else choice for choice in stage.choices[node]]
         for there, here in zip(stage.choices[node], found, strict=True):
             pairs = zip((*there.inputs, *there.outputs), (*here.inputs, *here.outputs), strict=True)
-            atoms.update({a.atom: b.atom for a, b in pairs if a.kind == "S"})
+            factors.update({a.factor: b.factor for a, b in pairs if a.kind == "S"})
         choices[nodes[node]] = tuple(found)
 
+    def moved(placement: Placement) -> Placement:
+        return replace(placement, factor=factors[placement.factor]) if placement.kind == "S" else placement
+
     def placed(values: Mapping[Value, Placements]) -> dict[Value, Placements]:
-        return {
-            (nodes[node], output): tuple(replace(p, atom=atoms[p.atom]) if p.kind == "S" else p for p in placements)
-            for (node, output), placements in values.items()
-        }
+        return {(nodes[node], output): tuple(map(moved, placements)) for (node, output), placements in values.items()}
 
     return PlacedStage(
         index=stage.index,
@@ -295,7 +297,7 @@ def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> Lay
     return LayeredModel(hash=identity, chain=chain, analysis=analysis, rows=rows, time=time)
 
 
-def _time(chain: Chain, analysis: Analysis, micro_batches: int) -> Mapping[fx.Node, Choice]:
+def _time(chain: LayerChain, analysis: Analysis, micro_batches: int) -> Mapping[fx.Node, Choice]:
     """Division of every operator into a number of micro-batches."""
     try:
         return place_time(chain.captured, analysis, chain.partition, micro_batches, apart=True)

@@ -19,7 +19,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.profile import Affine
 from whale.ir.shares import shares
 from whale.ir.strategy import Role, divides_batch
-from whale.planner.balance.shares import Move, Worker, fastest_shares
+from whale.planner.balance.shares import Move, Worker, fastest_shares, memory_between
 
 __all__ = ["AxisToShare", "MeshDevice", "MeshShares", "mesh_shares"]
 
@@ -181,15 +181,14 @@ class _Mesh:
         def worker(members: list[int]) -> Worker:
             own = [(self.devices[position], others[position]) for position in members]
 
-            def part(other: tuple[float, float], share: int) -> tuple[float, float]:
+            def part(other: tuple[float, float], share: float) -> tuple[float, float]:
                 rows, fraction = other
                 if axis.divides_batch:
                     return rows * share / max(1, axis.units), fraction
                 return rows, fraction * share / max(1, axis.units)
 
             def need(device: MeshDevice, other: tuple[float, float]) -> Affine:
-                fixed = device.bytes(*part(other, 0))
-                return Affine(fixed, (device.bytes(*part(other, axis.units)) - fixed) / max(1, axis.units))
+                return memory_between(lambda share: device.bytes(*part(other, share)), 0, axis.units)
 
             device, other = min(own, key=lambda one: _room(need(*one), one[0].capacity_bytes))
             return Worker(

@@ -258,14 +258,16 @@ class PlanCost:
         """The message of *rows* rows forward and that of gradients back, between the ranks that stand for replicas."""
         here, there = self.stages[boundary], self.stages[boundary + 1]
         ends = [
-            (here.slice(pair.source), self.kinds[boundary][self.of[boundary][pair.source]]),
-            (there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
+            (boundary, here.slice(pair.source), self.kinds[boundary][self.of[boundary][pair.source]]),
+            (boundary + 1, there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
         ]
         whole = self.prices.output_bytes(here.last - 1, rows)
         found = []
-        for (source, kind), (target, other) in (ends, ends[::-1]):
+        for (index, source, kind), (_, target, other) in (ends, ends[::-1]):
             size = self.prices.handed(whole, len(source), len(target), positions=other.group.positions)
-            hop = self.prices.hop(source, target, other.group, size, whole)
+            node = self.prices.cluster.node_of(source[0])
+            senders = len(self._ranks[index].intersection(node.ranks))
+            hop = self.prices.hop(source, target, other.group, size, whole, senders)
             transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
             link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)
             found.append((transfer, link))
@@ -474,6 +476,11 @@ class PlanCost:
     def _sets(self) -> tuple[frozenset[int], ...]:
         """For each stage the set of ranks that runs it, as a number."""
         return tuple(frozenset(own[:1]) for own in _on_same_ranks(self.stages))
+
+    @cached_property
+    def _ranks(self) -> tuple[frozenset[int], ...]:
+        """The ranks of each stage, as a set."""
+        return tuple(frozenset(stage.ranks) for stage in self.stages)
 
     def _messages(self, index: int, kind: _Kind) -> float:
         """Bytes of the messages of a stage that a rank holds at a time."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.planner.balance.cuts import Group
+from whale.planner.balance.cuts import StageGroup
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import TensorGroup
@@ -243,20 +243,20 @@ class MeshCosts:
             self._pace_lists[key] = sums.tolist(), ends.tolist()
         return self._pace_lists[key]
 
-    def group(self, micro_batches: int) -> Group:
+    def group(self, micro_batches: int) -> StageGroup:
         """The mesh as `whale.planner.balance.cuts` sees it: memory as parts of the room of whichever slice has least
         for it."""
         if micro_batches not in self._groups:
             self._groups[micro_batches] = self._group(micro_batches)
         return self._groups[micro_batches]
 
-    def _group(self, micro_batches: int) -> Group:
+    def _group(self, micro_batches: int) -> StageGroup:
         sums, _ = self.pace(micro_batches)
         barred = self.allowed[1:] == np.arange(1, len(self.allowed))
         rooms = [max(one.room, 1.0) for one in self.slices]
         kept = np.max([np.diff(one.kept) / room for one, room in zip(self.slices, rooms, strict=True)], axis=0)
         working = np.max([one.working / room for one, room in zip(self.slices, rooms, strict=True)], axis=0)
-        return Group(
+        return StageGroup(
             name=" / ".join(map(str, self.mesh)),
             seconds=tuple(np.where(barred, BARRED_SECONDS, np.diff(sums)).tolist()),
             fixed_bytes=tuple((np.diff(self.slices[0].fixed) / min(rooms)).tolist()),
@@ -266,7 +266,7 @@ class MeshCosts:
         )
 
     @cached_property
-    def _groups(self) -> dict[int, Group]:
+    def _groups(self) -> dict[int, StageGroup]:
         return {}
 
     @cached_property

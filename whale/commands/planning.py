@@ -274,9 +274,9 @@ class _Problem:
     def _units(self, stage: PlacedStage, axis: int) -> int:
         """Units of a split axis: the smallest number of units among its operators, such as heads."""
         sizes = {
-            self.compilation.analysis.atoms.size(choices[axis + 1].leaf)
+            self.compilation.analysis.factors.size(choices[axis + 1].factor)
             for choices in stage.choices.values()
-            if choices[axis + 1].leaf >= 0
+            if choices[axis + 1].factor >= 0
         }
         size = stage.mesh.axes[axis].size
         return min((units for units in sizes if units >= size), default=size)
