@@ -18,7 +18,7 @@ from torch import fx
 
 from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement, shard
-from whale.strategies.axes import Atoms, Dim
+from whale.strategies.axes import AxisFactors, Dim
 from whale.strategies.rules import rule_of
 from whale.strategies.rules.registry import Op, OpAxis, Rule
 
@@ -29,7 +29,7 @@ class Choice:
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    leaf: int = -1
+    factor: int = -1
     form: str = ""
 
     def __str__(self) -> str:
@@ -40,21 +40,21 @@ class Choice:
 class Analysis:
     """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of axis factors.
 
-    ``batch_leaf`` is the axis factor along which the batch can be cut, -1 if there is none. ``solved`` caches segments
-    of the graph that are already placed, because many are equal, for one mesh after the other.
+    ``batch_factor`` is the axis factor along which the batch can be cut, -1 if there is none. ``solved`` caches
+    segments of the graph that are already placed, because many are equal, for one mesh after the other.
     """
 
-    atoms: Atoms = field(default_factory=Atoms)
+    factors: AxisFactors = field(default_factory=AxisFactors)
     dims: dict[Value, list[Dim]] = field(default_factory=dict)
     ops: dict[fx.Node, Op] = field(default_factory=dict)
     rules: dict[fx.Node, Rule] = field(default_factory=dict)
     choices: dict[fx.Node, list[Choice]] = field(default_factory=dict)
-    batch_leaf: int = -1
+    batch_factor: int = -1
     solved: dict[Any, dict[Any, Any]] = field(default_factory=dict)
 
-    def shardable(self, value: Value, leaf: int, dim: int) -> bool:
-        """Whether dim *dim* of a value can be cut along *leaf*."""
-        return self.atoms.count(self.dims[value][dim], leaf) == 1
+    def shardable(self, value: Value, factor: int, dim: int) -> bool:
+        """Whether dim *dim* of a value can be cut along *factor*."""
+        return self.factors.count(self.dims[value][dim], factor) == 1
 
 
 def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:
@@ -63,12 +63,12 @@ def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:
     *batch* are the placeholders whose first dim is the batch.
     """
     analysis = Analysis()
-    atoms = analysis.atoms
+    factors = analysis.factors
     tiles = _tiling_slices(graph)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             if isinstance(node.meta.get("val"), torch.Tensor):
-                analysis.dims[(node, 0)] = [atoms.dim(s) for s in value_shape((node, 0))]
+                analysis.dims[(node, 0)] = [factors.dim(s) for s in value_shape((node, 0))]
             continue
         if not is_call(node):
             continue
@@ -76,16 +76,16 @@ def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:
         rule = rule_of(node)
         analysis.ops[node], analysis.rules[node] = op, rule
         for index, shape in enumerate(output_shapes(node)):
-            analysis.dims[(node, index)] = [atoms.dim(size) for size in shape]
+            analysis.dims[(node, index)] = [factors.dim(size) for size in shape]
         if node in tiles:
             _cut_tiles(analysis, node, tiles[node])
         _relate(analysis, op, rule)
     rows = [analysis.dims[(node, 0)][0] for node in batch]
     for other in rows[1:]:
-        atoms.align([rows[0]], [other])
+        factors.align([rows[0]], [other])
     if rows:
-        leaves = atoms.leaves(rows[0])
-        analysis.batch_leaf = leaves[0] if leaves else -1
+        found = factors.cuttable(rows[0])
+        analysis.batch_factor = found[0] if found else -1
     for node in analysis.ops:
         analysis.choices[node] = _choices(analysis, node)
     return analysis
@@ -93,7 +93,7 @@ def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:
 
 def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
     """Apply the rule of one call to the axis factors; block the axes whose structures contradict."""
-    atoms, dims = analysis.atoms, analysis.dims
+    factors, dims = analysis.factors, analysis.dims
 
     def operand(index: int) -> list[Dim]:
         return dims[op.operands[index]]
@@ -107,39 +107,41 @@ def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
             continue
         if axis.factor is not None:
             outer, size = axis.factor
-            axis.within = atoms.dim(size)
+            axis.within = factors.dim(size)
             pairs = []
             for member in members:
-                rest = atoms.dim(atoms.extent(member) // (outer * size))
-                pairs.append((member, [atoms.dim(outer), axis.within, rest]))
-            walked = [atoms.align([member], split) for member, split in pairs]  # each, also after one that fails
+                rest = factors.dim(factors.extent(member) // (outer * size))
+                pairs.append((member, [factors.dim(outer), axis.within, rest]))
+            walked = [factors.align([member], split) for member, split in pairs]  # each, also after one that fails
             axis.blocked = not all(walked)
             continue
         for member in members[1:]:
-            if atoms.extent(member) != atoms.extent(members[0]) or not atoms.align([members[0]], [member]):
+            if factors.extent(member) != factors.extent(members[0]) or not factors.align([members[0]], [member]):
                 axis.blocked = True
     for source, target in rule.views:
-        atoms.align(operand(source), output(target))
+        factors.align(operand(source), output(target))
     for source, dim, sizes in rule.sums:
         if source >= 0:
             whole, parts = operand(source)[dim], [output(i)[dim] for i in range(len(sizes))]
         else:
             whole, parts = output(0)[dim], [operand(i)[dim] for i in range(len(sizes))]
-        rule.axes.append(_join(atoms, whole, parts, sizes, source, dim))
+        rule.axes.append(_join(factors, whole, parts, sizes, source, dim))
 
 
-def _join(atoms: Atoms, whole: Dim, parts: Sequence[Dim], sizes: Sequence[int], source: int, dim: int) -> OpAxis:
+def _join(
+    factors: AxisFactors, whole: Dim, parts: Sequence[Dim], sizes: Sequence[int], source: int, dim: int
+) -> OpAxis:
     """Record that *whole* is the concatenation of the parts, along the axis of the split or the join."""
     many = dict.fromkeys(range(len(parts)), dim)
     axis = OpAxis({source: dim}, many) if source >= 0 else OpAxis(many, {0: dim})
     if len(parts) == 1:
-        axis.blocked = not atoms.align([whole], [parts[0]])
+        axis.blocked = not factors.align([whole], [parts[0]])
     elif len(set(sizes)) == 1 and sizes[0] > 1:
-        walked = [atoms.align([parts[0]], [part]) for part in parts[1:]]
-        axis.blocked = not (atoms.align([whole], [[atoms.new(len(parts))], parts[0]]) and all(walked))
+        walked = [factors.align([parts[0]], [part]) for part in parts[1:]]
+        axis.blocked = not (factors.align([whole], [[factors.new(len(parts))], parts[0]]) and all(walked))
     elif len(whole) == 1 and min(sizes) > 1:
-        cut = atoms.split_sum(whole[0], sizes)
-        walked = [] if cut is None else [atoms.align([[c]], [p]) for c, p in zip(cut, parts, strict=True)]
+        cut = factors.split_sum(whole[0], sizes)
+        walked = [] if cut is None else [factors.align([[c]], [p]) for c, p in zip(cut, parts, strict=True)]
         axis.blocked = cut is None or not all(walked)
     else:
         axis.blocked = True
@@ -177,16 +179,16 @@ def _wrap(index: int, size: int) -> int:
 def _cut_tiles(analysis: Analysis, node: fx.Node, tile: tuple[tuple[int, ...], int, int]) -> None:
     """Make a tiling slice shardable along its dim, as a split is."""
     sizes, index, dim = tile
-    atoms = analysis.atoms
+    factors = analysis.factors
     whole = analysis.dims[analysis.ops[node].operands[0]][dim]
     if min(sizes) < 2:
         return
     out = analysis.dims[(node, 0)][dim]
     if len(set(sizes)) == 1:
-        joined = atoms.align([whole], [[atoms.new(len(sizes))], out])
+        joined = factors.align([whole], [[factors.new(len(sizes))], out])
     else:
-        cut = atoms.split_sum(whole[0], sizes) if len(whole) == 1 else None
-        joined = cut is not None and atoms.align([[cut[index]]], [out])
+        cut = factors.split_sum(whole[0], sizes) if len(whole) == 1 else None
+        joined = cut is not None and factors.align([[cut[index]]], [out])
     if not joined:
         return
     rule = analysis.rules[node]
@@ -218,28 +220,28 @@ def _choices(analysis: Analysis, node: fx.Node) -> list[Choice]:
 
 
 def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Iterable[Choice]:
-    atoms = analysis.atoms
+    factors = analysis.factors
     members = [(op.operands[i], d) for i, d in axis.inputs.items()]
     members += [((op.node, i), d) for i, d in axis.outputs.items()]
     if not members:
         return
     first, dim = members[0]
-    for leaf in atoms.leaves(analysis.dims[first][dim] if axis.within is None else axis.within):
-        if not all(analysis.shardable(value, leaf, d) for value, d in members):
+    for factor in factors.cuttable(analysis.dims[first][dim] if axis.within is None else axis.within):
+        if not all(analysis.shardable(value, factor, d) for value, d in members):
             continue
-        if axis.form in _STRETCHES and not _contiguous(analysis, members, leaf):
+        if axis.form in _STRETCHES and not _contiguous(analysis, members, factor):
             continue
         inputs = tuple(
-            shard(axis.inputs[i], leaf)
+            shard(axis.inputs[i], factor)
             if i in axis.inputs
             else (PARTIAL if i in rule.additive and not axis.outputs else REPLICATE_PARTIAL)
             for i in range(len(op.operands))
         )
         outputs = tuple(
-            shard(axis.outputs[i], leaf) if i in axis.outputs else _CONTRACTED.get(axis.form, PARTIAL)
+            shard(axis.outputs[i], factor) if i in axis.outputs else _CONTRACTED.get(axis.form, PARTIAL)
             for i in range(len(output_shapes(op.node)))
         )
-        yield Choice(inputs, outputs, leaf, axis.form)
+        yield Choice(inputs, outputs, factor, axis.form)
 
 
 _STRETCHES = {"vocabulary_embedding", "vocabulary_cross_entropy", "halo", "causal", "offset"}
@@ -249,28 +251,28 @@ _CONTRACTED = {"vocabulary_cross_entropy": REPLICATE, "batch_statistics": REPLIC
 """Placement that a contracted axis leaves if its special form has already summed."""
 
 
-def _contiguous(analysis: Analysis, members: Sequence[tuple[Value, int]], leaf: int) -> bool:
+def _contiguous(analysis: Analysis, members: Sequence[tuple[Value, int]], factor: int) -> bool:
     """Whether each part of the axis is one contiguous range, so that a part is a range of indices."""
     return all(
         len(segments) == 1 and segments[0].outer == 1
         for value, dim in members
-        for segments in [analysis.atoms.segments(analysis.dims[value][dim], leaf, {})]
+        for segments in [analysis.factors.segments(analysis.dims[value][dim], factor, {})]
     )
 
 
 def _view_choices(analysis: Analysis, op: Op, source: int, target: int) -> Iterable[Choice]:
-    atoms = analysis.atoms
+    factors = analysis.factors
 
     def positions(dims: list[Dim]) -> dict[tuple[int, int], int]:
-        flat = [(atom, d) for d, dim in enumerate(dims) for atom in atoms.flat(dim)]
-        extents = [atoms.extent([atom]) for atom, _ in flat]
-        return {(atom, prod(extents[i + 1 :])): d for i, (atom, d) in enumerate(flat)}
+        flat = [(factor, d) for d, dim in enumerate(dims) for factor in factors.flat(dim)]
+        extents = [factors.extent([factor]) for factor, _ in flat]
+        return {(factor, prod(extents[i + 1 :])): d for i, (factor, d) in enumerate(flat)}
 
     value, out = op.operands[source], (op.node, target)
     inside, outside = positions(analysis.dims[value]), positions(analysis.dims[out])
     for place, dim in inside.items():
         if place not in outside:
             continue
-        for leaf in atoms.leaves([place[0]]):
-            if analysis.shardable(value, leaf, dim) and analysis.shardable(out, leaf, outside[place]):
-                yield Choice((shard(dim, leaf),), (shard(outside[place], leaf),), leaf)
+        for factor in factors.cuttable([place[0]]):
+            if analysis.shardable(value, factor, dim) and analysis.shardable(out, factor, outside[place]):
+                yield Choice((shard(dim, factor),), (shard(outside[place], factor),), factor)

@@ -19,14 +19,14 @@ Dim = list[int]
 """A dim as a product of axis factors, major to minor; the empty list is a dim of size 1."""
 
 
-class Atoms:
+class AxisFactors:
     """The union-find of axis factors, with product and sum expansions.
 
-    >>> atoms = Atoms()
-    >>> fused, heads, width = atoms.dim(192), atoms.dim(4), atoms.dim(16)
-    >>> atoms.align([fused], [atoms.dim(3), heads, width])
+    >>> factors = AxisFactors()
+    >>> fused, heads, width = factors.dim(192), factors.dim(4), factors.dim(16)
+    >>> factors.align([fused], [factors.dim(3), heads, width])
     True
-    >>> [atoms.size(leaf) for leaf in atoms.leaves(fused)]
+    >>> [factors.size(one) for one in factors.cuttable(fused)]
     [3, 4, 16]
     """
 
@@ -46,56 +46,56 @@ class Atoms:
         """Make a new dim of this size."""
         return [] if size == 1 else [self.new(size)]
 
-    def size(self, atom: int) -> int:
+    def size(self, factor: int) -> int:
         """Number of positions of a factor."""
-        return self._size[atom]
+        return self._size[factor]
 
     def extent(self, dim: Dim) -> int:
         """Number of positions of a dim."""
-        return prod(self._size[atom] for atom in dim)
+        return prod(self._size[factor] for factor in dim)
 
-    def find(self, atom: int) -> int:
+    def find(self, factor: int) -> int:
         """The representative of a factor."""
-        while self._parent[atom] != atom:
-            self._parent[atom] = self._parent[self._parent[atom]]
-            atom = self._parent[atom]
-        return atom
+        while self._parent[factor] != factor:
+            self._parent[factor] = self._parent[self._parent[factor]]
+            factor = self._parent[factor]
+        return factor
 
     def flat(self, dim: Sequence[int]) -> list[int]:
         """A dim with its product expansions written out: unrefined factors and sums."""
         result: list[int] = []
         stack = list(reversed(dim))
         while stack:
-            atom = self.find(stack.pop())
-            if atom in self._product:
-                stack.extend(reversed(self._product[atom]))
+            factor = self.find(stack.pop())
+            if factor in self._product:
+                stack.extend(reversed(self._product[factor]))
             else:
-                result.append(atom)
+                result.append(factor)
         return result
 
-    def parts(self, atom: int) -> tuple[int, ...] | None:
+    def parts(self, factor: int) -> tuple[int, ...] | None:
         """The consecutive parts of a factor that is a sum; None for others."""
-        return self._sum.get(self.find(atom))
+        return self._sum.get(self.find(factor))
 
     # Refinement
 
-    def split_sum(self, atom: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
+    def split_sum(self, factor: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
         """Cut a factor into consecutive parts of these sizes; None if it has another structure."""
-        atom = self.find(atom)
-        if atom in self._product:
+        factor = self.find(factor)
+        if factor in self._product:
             return None
-        if atom in self._sum:
-            parts = self._sum[atom]
+        if factor in self._sum:
+            parts = self._sum[factor]
             return parts if tuple(self._size[p] for p in parts) == tuple(sizes) else None
-        self._sum[atom] = tuple(self.new(size) for size in sizes)
-        return self._sum[atom]
+        self._sum[factor] = tuple(self.new(size) for size in sizes)
+        return self._sum[factor]
 
-    def _split_product(self, atom: int, major: int) -> tuple[int, int] | None:
+    def _split_product(self, factor: int, major: int) -> tuple[int, int] | None:
         """Refine an unrefined factor into (major, rest)."""
-        if atom in self._sum:
+        if factor in self._sum:
             return None
-        pair = (self.new(major), self.new(self._size[atom] // major))
-        self._product[atom] = pair
+        pair = (self.new(major), self.new(self._size[factor] // major))
+        self._product[factor] = pair
         return pair
 
     def unify(self, a: int, b: int) -> bool:
@@ -105,10 +105,10 @@ class Atoms:
             return True
         if self._size[a] != self._size[b]:
             return False
-        a_leaf = a not in self._product and a not in self._sum
-        b_leaf = b not in self._product and b not in self._sum
-        if a_leaf or b_leaf:
-            child, parent = (a, b) if a_leaf else (b, a)
+        a_plain = a not in self._product and a not in self._sum
+        b_plain = b not in self._product and b not in self._sum
+        if a_plain or b_plain:
+            child, parent = (a, b) if a_plain else (b, a)
             if not self._occurs(child, parent):
                 self._parent[child] = parent
             return True
@@ -127,12 +127,12 @@ class Atoms:
         self._parent[a] = b
         return True
 
-    def _occurs(self, leaf: int, atom: int) -> bool:
-        atom = self.find(atom)
-        if atom == leaf:
+    def _occurs(self, wanted: int, factor: int) -> bool:
+        factor = self.find(factor)
+        if factor == wanted:
             return True
-        children = self._product.get(atom, ()) + self._sum.get(atom, ())
-        return any(self._occurs(leaf, child) for child in children)
+        children = self._product.get(factor, ()) + self._sum.get(factor, ())
+        return any(self._occurs(wanted, child) for child in children)
 
     def align(self, left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> bool:
         """Merge two lists of dims with the same number of elements (a view). Returns whether all of it was possible."""
@@ -173,14 +173,14 @@ class Atoms:
 
     # Reading a refined dim
 
-    def count(self, dim: Sequence[int], leaf: int) -> int:
-        """How *leaf* cuts this dim: 1 if the dim can be sharded by it; 0 if not at all; -1 if only in places."""
+    def count(self, dim: Sequence[int], along: int) -> int:
+        """How *along* cuts this dim: 1 if the dim can be sharded by it; 0 if not at all; -1 if only in places."""
         total = 0
-        for atom in self.flat(dim):
-            if atom == leaf:
+        for factor in self.flat(dim):
+            if factor == along:
                 total += 1
-            elif atom in self._sum:
-                counts = {self.count([part], leaf) for part in self._sum[atom]}
+            elif factor in self._sum:
+                counts = {self.count([part], along) for part in self._sum[factor]}
                 if counts == {0}:
                     continue
                 if len(counts) > 1 or -1 in counts:
@@ -188,46 +188,46 @@ class Atoms:
                 total += counts.pop()
         return total
 
-    def leaves(self, dim: Sequence[int]) -> list[int]:
+    def cuttable(self, dim: Sequence[int]) -> list[int]:
         """The factors by which a dim can be sharded, major to minor."""
         found: list[int] = []
 
-        def visit(atoms: Sequence[int]) -> None:
-            for atom in self.flat(atoms):
-                if atom in self._sum:
-                    for part in self._sum[atom]:
+        def visit(factors: Sequence[int]) -> None:
+            for factor in self.flat(factors):
+                if factor in self._sum:
+                    for part in self._sum[factor]:
                         visit([part])
-                elif atom not in found:
-                    found.append(atom)
+                elif factor not in found:
+                    found.append(factor)
 
         visit(dim)
-        return [leaf for leaf in found if self.count(dim, leaf) == 1]
+        return [factor for factor in found if self.count(dim, factor) == 1]
 
     def local_extent(self, dim: Sequence[int], local: Mapping[int, int]) -> int:
         """Length of a dim if the factors in *local* have these numbers of positions instead of all."""
         total = 1
-        for atom in self.flat(dim):
-            if atom in self._sum:
-                total *= sum(self.local_extent([part], local) for part in self._sum[atom])
+        for factor in self.flat(dim):
+            if factor in self._sum:
+                total *= sum(self.local_extent([part], local) for part in self._sum[factor])
             else:
-                total *= local.get(atom, self._size[atom])
+                total *= local.get(factor, self._size[factor])
         return total
 
-    def segments(self, dim: Sequence[int], leaf: int, local: Mapping[int, int]) -> tuple[Segment, ...]:
-        """The ranges of a dim that a cut along *leaf* passes through.
+    def segments(self, dim: Sequence[int], along: int, local: Mapping[int, int]) -> tuple[Segment, ...]:
+        """The ranges of a dim that a cut along *along* passes through.
 
-        *local* gives the lengths of factors that are already cut, including *leaf* itself if it is cut twice.
+        *local* gives the lengths of factors that are already cut, including *along* itself if it is cut twice.
         """
-        atoms = self.flat(dim)
-        sizes = [self.local_extent([atom], local) for atom in atoms]
-        for position, atom in enumerate(atoms):
+        factors = self.flat(dim)
+        sizes = [self.local_extent([factor], local) for factor in factors]
+        for position, factor in enumerate(factors):
             outer, inner = prod(sizes[:position]), prod(sizes[position + 1 :])
-            if atom == leaf:
-                return (Segment(outer, local.get(leaf, self._size[leaf]), inner),)
-            if atom in self._sum and self.count([atom], leaf) == 1:
+            if factor == along:
+                return (Segment(outer, local.get(along, self._size[along]), inner),)
+            if factor in self._sum and self.count([factor], along) == 1:
                 parts: tuple[Segment, ...] = ()
-                for part in self._sum[atom]:
-                    parts += self.segments([part], leaf, local)
+                for part in self._sum[factor]:
+                    parts += self.segments([part], along, local)
                 scaled = tuple(Segment(s.outer, s.size, s.inner * inner) for s in parts)
                 return scaled * outer
-        raise KeyError(f"axis factor {leaf} does not cut this dim")
+        raise KeyError(f"axis factor {along} does not cut this dim")

@@ -16,7 +16,8 @@ from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
 from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, value_shape
-from whale.ir.virtual_device import Along, RegionRole, VirtualDevice
+from whale.ir.strategy import Along, RegionRole, divides_batch
+from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis
 
 __all__ = ["cut_along"]
@@ -35,18 +36,18 @@ def cut_along(
         AnnotationError: a region has no such dim, or names the same one twice.
         InfeasibleError: the dim has too few parts for the axis.
     """
-    atoms: dict[tuple[Along, int], int] = {}
+    factors: dict[tuple[Along, int], int] = {}
 
-    def atom(role: RegionRole, axis: int) -> int | None:
-        if role == "split":
+    def factor(role: RegionRole, axis: int) -> int | None:
+        if divides_batch(role):
+            return analysis.batch_factor
+        if not isinstance(role, Along):
             return None
-        if role == "replicate":
-            return analysis.batch_leaf
-        if (role, axis) not in atoms:
-            atoms[role, axis] = _atom_of(captured, analysis, scopes, role, mesh.axes[axis].size)
-        return atoms[role, axis]
+        if (role, axis) not in factors:
+            factors[role, axis] = _factor_of(captured, analysis, scopes, role, mesh.axes[axis].size)
+        return factors[role, axis]
 
-    known = {own: tuple(atom(role, axis) for axis, role in enumerate(own)) for own in dict.fromkeys(roles.values())}
+    known = {own: tuple(factor(role, axis) for axis, role in enumerate(own)) for own in dict.fromkeys(roles.values())}
     for own, cuts in known.items():
         twice = [role for i, role in enumerate(own) if isinstance(role, Along) and cuts[i] in cuts[:i]]
         if twice:
@@ -62,7 +63,7 @@ def _of(region: str) -> str:
     return f" of {region}" if region not in ("", ".") else " of the model"
 
 
-def _atom_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role: Along, size: int) -> int:
+def _factor_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role: Along, size: int) -> int:
     """The factor of the first dim that fits and along which an operator of the region can be cut."""
     asked = f"split({size}, dim={role.dim}){_of(role.region)}"
     members = [n for n in captured.graph.nodes if is_call(n) and _lies_in(scopes, n, role.region)]
@@ -74,17 +75,17 @@ def _atom_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role: A
             f"{asked}: no tensor that comes into it has a dim {role.dim}; their shapes are {shapes}. Name a dim of one "
             "of them, counted from 0"
         )
-    cuttable = {choice.leaf for node in members for choice in analysis.choices.get(node, ())}
+    cuttable = {choice.factor for node in members for choice in analysis.choices.get(node, ())}
     short: list[str] = []
     for value, dim in dims:
-        leaves = analysis.atoms.leaves(analysis.dims[value][dim])
-        if not leaves or leaves[0] not in cuttable:
+        found = analysis.factors.cuttable(analysis.dims[value][dim])
+        if not found or found[0] not in cuttable:
             continue
-        if leaves[0] == analysis.batch_leaf:
+        if found[0] == analysis.batch_factor:
             raise AnnotationError(f"{asked}: dim {role.dim} is the batch; write replicate({size}), which divides it")
-        units, length = analysis.atoms.size(leaves[0]), value_shape(value)[dim]
+        units, length = analysis.factors.size(found[0]), value_shape(value)[dim]
         if units >= size:
-            return leaves[0]
+            return found[0]
         together = f", for its operators take {length // units} positions together" if units < length else ""
         short.append(f"it has {length} positions, which can be cut into at most {units} parts{together}")
     if short:

@@ -62,7 +62,7 @@ class Kinds:
     def of(self, node: fx.Node) -> tuple[int, tuple[int, ...]]:
         """The number of an operator, and its axis factors in order of appearance."""
         if node not in self._known:
-            atoms: dict[int, int] = {}
+            factors: dict[int, int] = {}
             op = self.analysis.ops[node]
             values = [*op.operands, *((node, i) for i, _ in enumerate(output_shapes(node)))]
             token = (
@@ -70,26 +70,26 @@ class Kinds:
                 _token(node.args),
                 _token(node.kwargs),
                 node.meta.get("mask"),
-                tuple(self._value(value, atoms) for value in values),
+                tuple(self._value(value, factors) for value in values),
             )
-            self._known[node] = self._numbers.setdefault(token, len(self._numbers)), tuple(atoms)
+            self._known[node] = self._numbers.setdefault(token, len(self._numbers)), tuple(factors)
         return self._known[node]
 
-    def _value(self, value: Value, atoms: dict[int, int]) -> Hashable:
+    def _value(self, value: Value, factors: dict[int, int]) -> Hashable:
         if value not in self.analysis.dims:
             return None
-        dims = tuple(tuple(self._atom(a, atoms) for a in self._flat(dim)) for dim in self.analysis.dims[value])
+        dims = tuple(tuple(self._factor(a, factors) for a in self._flat(dim)) for dim in self.analysis.dims[value])
         x = value_tensor(value)
         return value[1], value[0].op, x.dtype, tuple(x.shape), x.stride(), needs_grad(value), dims
 
     def _flat(self, dim: Sequence[int]) -> list[int]:
-        return self.analysis.atoms.flat(dim)
+        return self.analysis.factors.flat(dim)
 
-    def _atom(self, atom: int, atoms: dict[int, int]) -> Hashable:
-        number = atoms.setdefault(atom, len(atoms))
-        parts = self.analysis.atoms.parts(atom)
-        inside = tuple(self._atom(a, atoms) for part in parts for a in self._flat([part])) if parts else ()
-        return number, self.analysis.atoms.size(atom), inside
+    def _factor(self, factor: int, factors: dict[int, int]) -> Hashable:
+        number = factors.setdefault(factor, len(factors))
+        parts = self.analysis.factors.parts(factor)
+        inside = tuple(self._factor(a, factors) for part in parts for a in self._flat([part])) if parts else ()
+        return number, self.analysis.factors.size(factor), inside
 
     def derived_alike(self, v: Value, w: Value) -> Iterator[tuple[fx.Node, fx.Node]] | None:
         """Pairs of the operators that derive two floating values, in the same way except for names of buffers; None if
@@ -115,11 +115,11 @@ class Kinds:
 
     def placed(self, stage: PlacedStage, node: fx.Node) -> int:
         """The number of an operator together with its placements in a stage."""
-        number, atoms = self.of(node)
-        place = {atom: i for i, atom in enumerate(atoms)}
+        number, factors = self.of(node)
+        place = {factor: i for i, factor in enumerate(factors)}
 
         def tokens(placements: Sequence[Placement]) -> Hashable:
-            return tuple([(p.kind, p.dim, place.get(p.atom, -2 - p.atom)) for p in placements])
+            return tuple([(p.kind, p.dim, place.get(p.factor, -2 - p.factor)) for p in placements])
 
         made = tuple([(c.form, tokens(c.inputs), tokens(c.outputs)) for c in stage.choices[node]])
         stored = tuple([tokens(stage.stored.get(v, ())) for v in self.analysis.ops[node].operands])
@@ -242,7 +242,7 @@ class _Search:
             for i in range(run.at(layer), run.at(layer + 1)):
                 if not all(self._is_near(run, layer, value) for value in self.operands[i]):
                     return False
-                later = self._atoms(i, run.length) if layer + 1 < run.count else ()
+                later = self._factors(i, run.length) if layer + 1 < run.count else ()
                 if any(renamed.setdefault(a, b) != b for a, b in later):
                     return False
             if len(set(renamed.values())) < len(renamed):
@@ -253,7 +253,7 @@ class _Search:
             return False
         return all(self._cut_alike(run, v, w) for v, w in self._renamed(run).items())
 
-    def _atoms(self, i: int, length: int) -> Iterator[tuple[int, int]]:
+    def _factors(self, i: int, length: int) -> Iterator[tuple[int, int]]:
         """Pairs of axis factors of an operator, with those that derive its floating operands, and of the same one layer
         later."""
         pairs = [(self.nodes[i], self.nodes[i + length])]
@@ -266,16 +266,16 @@ class _Search:
     def _cut_alike(self, run: _Run, v: Value, w: Value) -> bool:
         """Whether a value that the third last layer reads is cut along no factor that it does not share with the one
         that it reads instead."""
-        atoms, dims = self.kinds.analysis.atoms, self.kinds.analysis.dims
+        factors, dims = self.kinds.analysis.factors, self.kinds.analysis.dims
         unlike: set[int] = set()
         for one, other in zip(dims[v], dims[w], strict=True):
-            pairs = list(zip(atoms.flat(one), atoms.flat(other), strict=True))
-            unlike.update(atom for pair in pairs for atom in pair if pair[0] != pair[1])
+            pairs = list(zip(factors.flat(one), factors.flat(other), strict=True))
+            unlike.update(factor for pair in pairs for factor in pair if pair[0] != pair[1])
         placed = [choice.outputs[x[1]] for x in (v, w) for choice in self.stage.choices[x[0]]]
         for i in range(run.at(run.count - 3), run.at(run.count - 2)):
             for k, value in enumerate(self.operands[i]):
                 placed += [choice.inputs[k] for choice in self.stage.choices[self.nodes[i]] if value == v]
-        return not any(placement.atom in unlike for placement in placed)
+        return not any(placement.factor in unlike for placement in placed)
 
     def _is_near(self, run: _Run, layer: int, value: Value) -> bool:
         """Whether a layer may read a value: its own, one of the layer before, or one that exists before the run."""

@@ -19,13 +19,14 @@ from torch import Tensor, fx, nn
 from whale.errors import UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
 from whale.graph.capture_checks import module_of
-from whale.graph.chain import Chain, chain_of
+from whale.graph.chain import LayerChain, chain_of
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape
-from whale.ir.placement import REPLICATE, shard
-from whale.ir.virtual_device import MeshAxis, RegionRole, VirtualDevice
+from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
+from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
+from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.bridge_prices import Prices
@@ -35,7 +36,10 @@ from whale.strategies.placing import Report, StageProblem, batch_placeholders, l
 from whale.strategies.regions import is_within
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
+__all__ = ["NOTHING_SPLIT", "LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
+
+NOTHING_SPLIT = (".",)
+"""No module's path, in place of experts' paths: nothing is split, the devices are replicas that divide the rows."""
 
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, which the cost model rewrites for sequence parallelism."""
@@ -47,7 +51,7 @@ class LayeredModel:
     whole model's. Placements are those of ``like``, the same model for more rows, if it is set."""
 
     hash: str
-    chain: Chain
+    chain: LayerChain
     analysis: Analysis
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
@@ -77,6 +81,8 @@ class LayeredModel:
             rows = {v: self._in_rows(v) for v in (*graph.received, *graph.sent)}
             whole = (REPLICATE,) * (2 if degree > 1 else 1)
             received = {v: p if experts else whole for v in graph.received if (p := rows[v])}
+            if experts == NOTHING_SPLIT:  # the layer that made it sums its gradient, once for all of its readers
+                received |= {v: (REPLICATE, REPLICATE_PARTIAL) for v in graph.received if not rows[v]}
             problem = StageProblem(
                 task_graph=graph,
                 mesh=_mesh(kind, degree),
@@ -106,22 +112,24 @@ class LayeredModel:
             theirs, own = (model.analysis.choices.get(node, ()) for model, node in ((self.like, there), (self, here)))
             for one, other in zip(theirs, own, strict=True) if len(theirs) == len(own) else ():
                 pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=False)
-                found.update({a.atom: b.atom for a, b in pairs if a.kind == b.kind == "S"})
+                found.update({a.factor: b.factor for a, b in pairs if a.kind == b.kind == "S"})
         return found
 
     def divides_rows(self, kind: int, degree: int) -> bool:
         """Whether the devices of a group divide the rows of a micro-batch at some operator of a kind of layer."""
         if degree == 1:
             return False
-        leaf, stage = self.analysis.batch_leaf, self.place(kind, degree)
+        factor, stage = self.analysis.batch_factor, self.place(kind, degree)
         choices = (stage.choices[node][1] for node in stage.nodes)
-        return any(p.kind == "S" and p.atom == leaf for one in choices for p in (*one.inputs, *one.outputs))
+        return any(p.kind == "S" and p.factor == factor for one in choices for p in (*one.inputs, *one.outputs))
 
     def _in_rows(self, value: Value) -> Placements:
         """Placement of a value whose rows the devices of a group divide; empty for others, such as relative positions,
         which need not be whole."""
-        leaf, dims = self.analysis.batch_leaf, range(len(value_shape(value)))
-        return next(((REPLICATE, shard(dim, leaf)) for dim in dims if self.analysis.shardable(value, leaf, dim)), ())
+        factor, dims = self.analysis.batch_factor, range(len(value_shape(value)))
+        return next(
+            ((REPLICATE, shard(dim, factor)) for dim in dims if self.analysis.shardable(value, factor, dim)), ()
+        )
 
     def _shared(self, kind: int, degree: int) -> dict[Value, Placements]:
         """How later layers store the parameters that this one also reads."""
@@ -144,14 +152,14 @@ def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRo
     if degree == 1:
         return ()
     is_split = not experts or any(is_within(module_of(node), path) for path in experts)
-    return ("split",) if is_split else ("replicate",)
+    return (SHARDS if is_split else REPLICAS,)
 
 
 def _mesh(kind: int, degree: int) -> VirtualDevice:
     return VirtualDevice(
         stage=kind,
         ranks=tuple(range(degree)),
-        axes=(MeshAxis(name="split", size=degree),) if degree > 1 else (),
+        axes=(MeshAxis(name=SHARDS, size=degree),) if degree > 1 else (),
         speeds=(1.0,) * degree,
         memory_bytes=(0,) * degree,
     )
@@ -161,21 +169,21 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
     """A placement of one capture of a model, translated to another whose graph has the same operators."""
     graph = target.chain.partition.stages[stage.index]
     nodes = dict(zip(source.captured.graph.nodes, target.captured.graph.nodes, strict=True))
-    atoms = dict(target.factors_of_like)
+    factors = dict(target.factors_of_like)
     choices = {}
     for node in stage.nodes:
         options, own = source.analysis.choices[node], target.analysis.choices[nodes[node]]
         found = [own[options.index(choice)] if choice in options else choice for choice in stage.choices[node]]
         for there, here in zip(stage.choices[node], found, strict=True):
             pairs = zip((*there.inputs, *there.outputs), (*here.inputs, *here.outputs), strict=True)
-            atoms.update({a.atom: b.atom for a, b in pairs if a.kind == "S"})
+            factors.update({a.factor: b.factor for a, b in pairs if a.kind == "S"})
         choices[nodes[node]] = tuple(found)
 
+    def moved(placement: Placement) -> Placement:
+        return replace(placement, factor=factors[placement.factor]) if placement.kind == "S" else placement
+
     def placed(values: Mapping[Value, Placements]) -> dict[Value, Placements]:
-        return {
-            (nodes[node], output): tuple(replace(p, atom=atoms[p.atom]) if p.kind == "S" else p for p in placements)
-            for (node, output), placements in values.items()
-        }
+        return {(nodes[node], output): tuple(map(moved, placements)) for (node, output), placements in values.items()}
 
     return PlacedStage(
         index=stage.index,
@@ -289,7 +297,7 @@ def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> Lay
     return LayeredModel(hash=identity, chain=chain, analysis=analysis, rows=rows, time=time)
 
 
-def _time(chain: Chain, analysis: Analysis, micro_batches: int) -> Mapping[fx.Node, Choice]:
+def _time(chain: LayerChain, analysis: Analysis, micro_batches: int) -> Mapping[fx.Node, Choice]:
     """Division of every operator into a number of micro-batches."""
     try:
         return place_time(chain.captured, analysis, chain.partition, micro_batches, apart=True)

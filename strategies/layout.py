@@ -65,10 +65,10 @@ class Layout:
             for axis, placement, coordinate in zip(self.axes, placements, coordinates, strict=True):
                 if placement.kind != "S":
                     continue
-                leaf = placement.atom
-                start, length = found.get(leaf, (0, self.analysis.atoms.size(leaf)))
+                factor = placement.factor
+                start, length = found.get(factor, (0, self.analysis.factors.size(factor)))
                 sizes = unit_shares(length, axis)
-                found[leaf] = (start + sum(sizes[:coordinate]), sizes[coordinate])
+                found[factor] = (start + sum(sizes[:coordinate]), sizes[coordinate])
             self._spans[key] = found
         return found
 
@@ -77,7 +77,7 @@ class Layout:
         layers."""
         number: dict[int, int] = {}
         return tuple(
-            ("S", number.setdefault(p.atom, len(number)), self.analysis.atoms.size(p.atom))
+            ("S", number.setdefault(p.factor, len(number)), self.analysis.factors.size(p.factor))
             if p.kind == "S"
             else (p.kind, -1, 0)
             for p in placements
@@ -90,33 +90,35 @@ class Layout:
     def local_shape(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
         """Shape of a value on the rank at these coordinates."""
         dims = self.analysis.dims[value]
-        shape = [self.analysis.atoms.extent(dim) for dim in dims]
+        shape = [self.analysis.factors.extent(dim) for dim in dims]
         cut_dims = {p.dim for p in placements if p.kind == "S"}
         if cut_dims:
             spans = self.spans(placements, coordinates)
             for d in cut_dims:
-                local = {p.atom: spans[p.atom][1] for p in placements if p.kind == "S" and p.dim == d}
-                shape[d] = self.analysis.atoms.local_extent(dims[d], local)
+                local = {p.factor: spans[p.factor][1] for p in placements if p.kind == "S" and p.dim == d}
+                shape[d] = self.analysis.factors.local_extent(dims[d], local)
         return tuple(shape)
 
     def cut(self, value: Value, placements: Placements, axis: int, coordinates: Sequence[int]) -> Cut:
         """The cut of a value on one axis, given how the other axes have cut it already."""
         placement = placements[axis]
-        leaf, dim = placement.atom, placement.dim
+        factor, dim = placement.factor, placement.dim
         before = {i for i in range(len(placements)) if i != axis and placements[i].kind == "S"}
         local: dict[int, int] = {}
         for i in sorted(before):
             p = placements[i]
-            if p.atom == leaf and i > axis:
+            if p.factor == factor and i > axis:
                 continue
-            start_length = local.get(p.atom, self.analysis.atoms.size(p.atom))
+            start_length = local.get(p.factor, self.analysis.factors.size(p.factor))
             sizes = unit_shares(start_length, self.axes[i])
-            local[p.atom] = sizes[coordinates[i]]
-        length = local.get(leaf, self.analysis.atoms.size(leaf))
+            local[p.factor] = sizes[coordinates[i]]
+        length = local.get(factor, self.analysis.factors.size(factor))
         here = {
-            p.atom: local[p.atom] for i, p in enumerate(placements) if i in before and p.dim == dim and p.atom in local
+            p.factor: local[p.factor]
+            for i, p in enumerate(placements)
+            if i in before and p.dim == dim and p.factor in local
         }
-        segments = self.analysis.atoms.segments(self.analysis.dims[value][dim], leaf, here)
+        segments = self.analysis.factors.segments(self.analysis.dims[value][dim], factor, here)
         return Cut(dim, segments, unit_shares(length, self.axes[axis]))
 
     def starts(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
@@ -137,7 +139,7 @@ class Layout:
             spans = self.spans(placements, at)
             found = []
             for d, dim in enumerate(self.analysis.dims[value]):
-                here = {p.atom: spans[p.atom] for p in placements if p.kind == "S" and p.dim == d}
+                here = {p.factor: spans[p.factor] for p in placements if p.kind == "S" and p.dim == d}
                 found.append(dim_intervals(self.analysis, dim, here))
             self._intervals[key] = tuple(found)
         return self._intervals[key]
@@ -150,21 +152,21 @@ def _within(placements: Placements, coordinates: Sequence[int]) -> tuple[int, ..
 
 def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -> tuple[Interval, ...]:
     """Half-open ranges of a dim, in order, if some of its factors are cut to (start, length)."""
-    atoms = analysis.atoms
+    factors = analysis.factors
     result: list[Interval] = [(0, 1)]
     extent = 1
-    for atom in reversed(atoms.flat(dim)):
-        size = atoms.size(atom)
-        parts = atoms.parts(atom)
-        if parts is not None and any(atoms.count([atom], leaf) for leaf in spans):
+    for factor in reversed(factors.flat(dim)):
+        size = factors.size(factor)
+        parts = factors.parts(factor)
+        if parts is not None and any(factors.count([factor], cut) for cut in spans):
             pieces: list[Interval] = []
             base = 0
             for part in parts:
                 pieces += [(a + base, b + base) for a, b in dim_intervals(analysis, [part], spans)]
-                base += atoms.size(part)
+                base += factors.size(part)
             indices = pieces
         else:
-            start, length = spans.get(atom, (0, size))
+            start, length = spans.get(factor, (0, size))
             indices = [(start, start + length)] if length else []
         if result == [(0, extent)]:
             result = [(a * extent, b * extent) for a, b in indices]

@@ -250,7 +250,7 @@ class _Lowering:
             for inner, p in enumerate(have)
             if p.kind == "S"
             and any(
-                outer in changed and (have[outer].atom == p.atom or want[outer].atom == p.atom)
+                outer in changed and (have[outer].factor == p.factor or want[outer].factor == p.factor)
                 for outer in range(inner)
                 if have[outer].kind == "S" or want[outer].kind == "S"
             )
@@ -340,7 +340,7 @@ class _Lowering:
     def _taken(self, emitter: Emitter, value: Value, want: Placements, axis: int) -> fx.Node:
         """A value that is whole on *axis*, and on inner axes that cut the same factor, from which the shard is
         taken."""
-        nested = [i for i, p in enumerate(want) if i >= axis and p.kind == "S" and p.atom == want[axis].atom]
+        nested = [i for i, p in enumerate(want) if i >= axis and p.kind == "S" and p.factor == want[axis].factor]
         have = tuple(REPLICATE if i in nested else p for i, p in enumerate(want))
         node = self._floating(value, have, emitter.level)
         for i in nested:
@@ -528,11 +528,11 @@ def _nothing(
     stage: PlacedStage, coordinates: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...] | None:
     """Result of a rank without a row of the micro-batch; None if it has rows."""
-    leaf = stage.layout.analysis.batch_leaf
+    factor = stage.layout.analysis.batch_factor
     for choices in stage.choices.values():
-        if any(choice.leaf == leaf for choice in choices):
+        if any(choice.factor == factor for choice in choices):
             placements = tuple(choice.outputs[0] for choice in choices)
-            if stage.layout.spans(placements, coordinates).get(leaf, (0, 1))[1]:
+            if stage.layout.spans(placements, coordinates).get(factor, (0, 1))[1]:
                 return None
             leaving = [*stage.sent.items()] + ([(stage.loss, stage.loss_placements)] if stage.loss is not None else [])
             return tuple((stage.layout.local_shape(v, p, coordinates), value_tensor(v).dtype) for v, p in leaving)

@@ -21,7 +21,8 @@ from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, is_call, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
-from whale.ir.virtual_device import RegionRole, VirtualDevice
+from whale.ir.strategy import RegionRole, divides_batch, shards_operators
+from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
@@ -107,19 +108,19 @@ def place_stage(
             tensor = value_tensor(value)
             nbytes = float(tensor.numel() * tensor.element_size())
             for layout_axis, placement in zip(layout.axes, _placed(chosen, stored, value), strict=False):
-                if placement.kind == "S" and (length := analysis.atoms.size(placement.atom)):
+                if placement.kind == "S" and (length := analysis.factors.size(placement.factor)):
                     nbytes *= max(unit_shares(length, layout_axis)) / length
             return max(int(nbytes), 1)
 
         @cache
-        def left_units(leaf: int, cut: tuple[bool, ...]) -> float:
-            length = analysis.atoms.size(leaf)
+        def left_units(factor: int, cut: tuple[bool, ...]) -> float:
+            length = analysis.factors.size(factor)
             shares = [max(unit_shares(length, one)) / length for one, own in zip(layout.axes, cut, strict=False) if own]
             return length * prod(shares)
 
-        def units(node: fx.Node, leaf: int) -> float:
+        def units(node: fx.Node, factor: int) -> float:
             """Size of the largest shard, as earlier axes have cut it."""
-            return left_units(leaf, tuple(choice.leaf == leaf for choice in chosen[node]))
+            return left_units(factor, tuple(choice.factor == factor for choice in chosen[node]))
 
         solution = solve_axis(
             analysis,
@@ -175,7 +176,9 @@ def _check_heads(problem: StageProblem) -> None:
     for node in problem.task_graph.nodes:
         if not _is_attention(node):
             continue
-        parts = prod(a.size for a, role in zip(problem.mesh.axes, problem.roles[node], strict=True) if role == "split")
+        parts = prod(
+            a.size for a, role in zip(problem.mesh.axes, problem.roles[node], strict=True) if shards_operators(role)
+        )
         shape = value_shape(resolve(node.args[0]))  # type: ignore[arg-type]
         if len(shape) >= 4 and shape[-3] < parts:
             path, heads = module_of(node) or "the model", shape[-3]
@@ -206,14 +209,14 @@ def _check_units(captured: Captured, analysis: Analysis, problem: StageProblem, 
     if value[0].name not in captured.parameters or value in problem.fixed:
         return
     readers = [n for n in problem.task_graph.nodes if value in analysis.ops[n].operands]
-    leaves = {
-        choice.leaf
+    factors = {
+        choice.factor
         for node in readers
         for choice in analysis.choices[node]
         for operand, want in zip(analysis.ops[node].operands, choice.inputs, strict=True)
         if operand == value and want.kind == "S"
     }
-    units = max((analysis.atoms.size(leaf) for leaf in leaves), default=0)
+    units = max((analysis.factors.size(factor) for factor in factors), default=0)
     parts = problem.mesh.axes[axis].size
     if 0 < units < parts:
         name = captured.parameters[value[0].name]
@@ -234,7 +237,7 @@ def place_time(
     if micro_batches == 1:
         return {n: analysis.choices[n][0] for n in nodes}
     free = _free(captured, analysis, partition, nodes)
-    time, coupled = solve_time(analysis, nodes, analysis.batch_leaf, free, apart=apart)
+    time, coupled = solve_time(analysis, nodes, analysis.batch_factor, free, apart=apart)
     if coupled:
         raise UsageError(_coupled_message(coupled[0], micro_batches, analysis.rules[coupled[0]].opaque))
     return time
@@ -292,9 +295,9 @@ def _effective_roles(
         operands = analysis.ops[node].operands
         if not any(_is_parameter(captured, v) for v in operands):
             for axis in range(num_axes):
-                if own[axis] == "replicate":
+                if divides_batch(own[axis]):
                     read = [found[v[0]][axis] for v in operands if v[0] in found]
-                    own[axis] = next((role for role in read if role != "replicate"), own[axis])
+                    own[axis] = next((role for role in read if not divides_batch(role)), own[axis])
         found[node] = tuple(own)
     return found
 
@@ -343,11 +346,11 @@ def _uncut(
     """Operators of regions cut along a dim that need the whole dim, and so gather it."""
     found = []
     for node in nodes:
-        leaf, choice = along[node][axis], chosen[node][axis + 1]
-        if leaf in (None, analysis.batch_leaf) or choice.leaf >= 0 or PARTIAL in choice.inputs:
+        factor, choice = along[node][axis], chosen[node][axis + 1]
+        if factor in (None, analysis.batch_factor) or choice.factor >= 0 or PARTIAL in choice.inputs:
             continue
         read = (chosen[v[0]][axis + 1].outputs[v[1]] for v in analysis.ops[node].operands if v[0] in chosen)
-        if not analysis.rules[node].opaque and any(p.kind == "S" and p.atom == leaf for p in read):
+        if not analysis.rules[node].opaque and any(p.kind == "S" and p.factor == factor for p in read):
             found.append(node)
     return found
 

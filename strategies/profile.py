@@ -24,9 +24,10 @@ from whale.graph.chain import Layer
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
+from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Kept, KernelRun, Trace, trace
-from whale.strategies.layers import LayeredModel, default_dtype, layered, within
+from whale.strategies.layers import NOTHING_SPLIT, LayeredModel, default_dtype, layered, within
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.regions import (
     PRODUCTS,
@@ -83,12 +84,13 @@ def profile_model(
         outputs[layer.kind] = _sum(costs, first, layer.crossing)
     nexts = _next_kinds([layer.kind for layer in layers])
     sent = [not all(costs[other].keeps_input for other in nexts[position]) for position in range(len(costs))]
+    between = [_between_replicas(models, position) for position in range(len(costs))]
     kinds = []
     for position, kind in enumerate(costs):
         variants = []
         for degree in legal:
             try:
-                variants.append(kind.variant(degree, sent=sent[position]))
+                variants.append(_with(kind.variant(degree, sent=sent[position]), between[position]))
             except _NoLaw as error:
                 if degree == 1:
                     raise
@@ -101,7 +103,7 @@ def profile_model(
         more = _in_multiples(model, batch, ways, loss_fn, captured, first)
         for position, modules in enumerate(experts):
             costs_at = {way: _KindCosts(own, position, ROWS) for way, own in more.items()} if modules else {}
-            split = _expert_variants(costs_at, modules, sent=sent[position])
+            split = [_with(v, between[position]) for v in _expert_variants(costs_at, modules, sent=sent[position])]
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     return ModelProfile(
         name=name or type(model).__name__,
@@ -115,6 +117,33 @@ def profile_model(
         row_bytes=_row_bytes(batch),
         tied=_tied(model, first),
         refused=tuple(refused.items()),
+    )
+
+
+_Both = tuple[tuple[Communication, ...], tuple[Communication, ...]]
+"""Collectives of a layer's forward and of its backward."""
+
+
+def _between_replicas(models: Mapping[int, LayeredModel], kind: int) -> _Both:
+    """The collectives of a layer whose devices only divide the rows, such as a batch norm's statistics; none where that
+    is impossible or they follow no law."""
+    two = {rows: models[rows] for rows in ROWS if not rows % 2}  # as many on both replicas
+    costs = _KindCosts(two, kind, [rows // 2 for rows in two])
+    with suppress(InfeasibleError, UsageError), default_dtype(costs.dtype):
+        return costs.between_replicas()
+    return (), ()
+
+
+def _with(variant: LayerVariant, between: _Both) -> LayerVariant:
+    """The variant with its collectives between replicas. Those of a shard are taken as whole: they are small."""
+    if not any(between):
+        return variant
+    forward, backward = between
+    return variant.model_copy(
+        update={
+            "forward_communications": (*variant.forward_communications, *forward),
+            "backward_communications": (*variant.backward_communications, *backward),
+        }
     )
 
 
@@ -305,6 +334,19 @@ class _KindCosts:
             self.dtype,
         )
 
+    def between_replicas(self) -> _Both:
+        """The collectives of the layer on two replicas that have the same rows."""
+        calls: list[TaskCalls] = []
+        for rows, model in self.models.items():
+            stage, index = model.place(self.kind, 2, NOTHING_SPLIT), model.rows.index(rows)
+            calls.append(dry_run(model.captured, stage, 0, model.program(self.kind, 2, rows, NOTHING_SPLIT), index))
+            if not calls[0].forward and not calls[0].backward:
+                return (), ()
+        return (
+            self._communications([one.forward for one in calls], "replica"),
+            self._communications([one.backward for one in calls], "replica"),
+        )
+
     @property
     def keeps_input(self) -> bool:
         """Whether autograd saves the layer's input."""
@@ -388,7 +430,7 @@ class _KindCosts:
         )
 
     def _communications(
-        self, runs: Sequence[Sequence[CollectiveCall]], group: Literal["tensor", "expert"]
+        self, runs: Sequence[Sequence[CollectiveCall]], group: Literal["tensor", "expert", "replica"]
     ) -> tuple[Communication, ...]:
         found = []
         for same in self._rows_alike(runs, "collectives"):

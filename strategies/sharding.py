@@ -78,17 +78,17 @@ def solve_axis(analysis: Analysis, problem: AxisProblem) -> AxisSolution:
 
 def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[Choice]:
     """The choices that the node's annotation allows on this axis."""
-    leaf = problem.along[node]
-    choices = [c for c in analysis.choices[node] if c.leaf < 0 or analysis.atoms.size(c.leaf) >= problem.size]
+    factor = problem.along[node]
+    choices = [c for c in analysis.choices[node] if c.factor < 0 or analysis.factors.size(c.factor) >= problem.size]
     op = analysis.ops[node]
     replicate_partial = Choice((REPLICATE_PARTIAL,) * len(op.operands), (REPLICATE_PARTIAL,) * len(output_shapes(node)))
-    if leaf is None:
+    if factor is None:
         choices = [c for c in choices if c.form not in ASKED]
         # a rank without rows would wait for the others, and messages are padded to the largest part
-        choices = [c for c in choices if c.leaf < 0 or problem.units(node, c.leaf) >= problem.size]
+        choices = [c for c in choices if c.factor < 0 or problem.units(node, c.factor) >= problem.size]
         return [*choices, replicate_partial] if op.operands else choices
-    cut = [c for c in analysis.choices[node] if c.leaf == leaf >= 0]
-    linear = [c for c in choices if c.leaf < 0 and PARTIAL in c.inputs]
+    cut = [c for c in analysis.choices[node] if c.factor == factor >= 0]
+    linear = [c for c in choices if c.factor < 0 and PARTIAL in c.inputs]
     if cut:
         return cut + linear
     return [choices[0], replicate_partial, *linear] if op.operands else [choices[0]]
@@ -114,8 +114,8 @@ class _Segment:
     def __init__(self, solver: _Solver, nodes: Sequence[fx.Node], last: Mapping[Value, int], offset: int) -> None:
         self.nodes = nodes
         self.values: dict[Value, int] = {}
-        self.leaves: dict[int, int] = {}
-        self.leaves_by_id: list[int] = []
+        self.factors: dict[int, int] = {}
+        self.factors_by_id: list[int] = []
         self._placed: dict[tuple[Placement, bool], Canonical] = {}
         self.steps: list[tuple] = []
         self.dead: list[list[int]] = []
@@ -143,7 +143,10 @@ class _Segment:
             self.dead.append(sorted(dead))
             key.append((operands, outputs, choices, split, tuple(self.dead[-1])))
         self.info = [
-            (*solver.describe(v), None if (p := solver.problem.fixed.get(v)) is None else self.place(p, solver.needs_grad(v)))
+            (
+                *solver.describe(v),
+                None if (p := solver.problem.fixed.get(v)) is None else self.place(p, solver.needs_grad(v)),
+            )
             for v in self.values
         ]
         self.key = (tuple(key), tuple(self.info))
@@ -163,17 +166,17 @@ class _Segment:
     def _place(self, placement: Placement, grad: bool) -> Canonical:
         if placement.kind == "R*" and not grad:
             placement = REPLICATE
-        atom = -1
-        if placement.atom >= 0:
-            atom = self.leaves.setdefault(placement.atom, len(self.leaves))
-            if atom == len(self.leaves_by_id):
-                self.leaves_by_id.append(placement.atom)
-        return placement.kind, placement.dim, atom
+        factor = -1
+        if placement.factor >= 0:
+            factor = self.factors.setdefault(placement.factor, len(self.factors))
+            if factor == len(self.factors_by_id):
+                self.factors_by_id.append(placement.factor)
+        return placement.kind, placement.dim, factor
 
-    def concrete(self, placement: tuple[str, int, int]) -> Placement:
+    def concrete(self, placement: Canonical) -> Placement:
         """The inverse of :meth:`place`."""
-        kind, dim, atom = placement
-        return Placement(kind, dim, -1 if atom < 0 else self.leaves_by_id[atom])  # type: ignore[arg-type]
+        kind, dim, factor = placement
+        return Placement(kind, dim, -1 if factor < 0 else self.factors_by_id[factor])  # type: ignore[arg-type]
 
 
 Canonical = tuple[str, int, int]
@@ -181,7 +184,7 @@ Canonical = tuple[str, int, int]
 
 
 def _tuple(placement: Placement) -> Canonical:
-    return placement.kind, placement.dim, placement.atom
+    return placement.kind, placement.dim, placement.factor
 
 
 State = tuple[tuple[int, frozenset[Canonical]], ...]
@@ -213,7 +216,7 @@ class _Solver:
         cost = COLLECTIVES.get(choice.form, 0) * self.problem.prices.latency
         if choice.form == "halo":
             cost += 2 * self._halo_bytes(node, choice.inputs[0].dim)
-        if choice.leaf < 0:
+        if choice.factor < 0:
             cost += self.work[node]
             kept = [i for i, p in enumerate(choice.outputs) if p == PARTIAL]
             cost += sum(self.problem.local_bytes((node, i)) for i in kept) * self.problem.prices.byte_touched
@@ -525,7 +528,7 @@ class _SegmentPrices:
 
 
 def solve_time(
-    analysis: Analysis, nodes: Sequence[fx.Node], batch_leaf: int, free: frozenset[Value], *, apart: bool = False
+    analysis: Analysis, nodes: Sequence[fx.Node], batch_factor: int, free: frozenset[Value], *, apart: bool = False
 ) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
     """Division of every operator into micro-batches: along the batch, without bridges.
 
@@ -551,10 +554,10 @@ def solve_time(
                     return False
             return True
 
-        ordered = sorted(analysis.choices[node], key=lambda c: (c.leaf != batch_leaf, c.leaf >= 0))
+        ordered = sorted(analysis.choices[node], key=lambda c: (c.factor != batch_factor, c.factor >= 0))
         if apart:
             ordered = [replace(c, form="") if c.form in COLLECTIVES else c for c in ordered]
-        usable = [c for c in ordered if c.leaf in (-1, batch_leaf) and c.form not in COLLECTIVES and fits(c)]
+        usable = [c for c in ordered if c.factor in (-1, batch_factor) and c.form not in COLLECTIVES and fits(c)]
         if usable:
             choice = usable[0]
         else:

@@ -179,7 +179,7 @@ def set_default_strategy(strategy: Annotation | None) -> None:
     if strategy is None:
         _DEFAULT.set(None)
         return
-    if not isinstance(strategy, Annotation) or strategy.strategy.kind not in ("replicate", "split"):
+    if not isinstance(strategy, Annotation) or not strategy.strategy.makes_axis:
         raise AnnotationError(
             f"the default strategy is whale.replicate(...), whale.split(...) or None, not {strategy!s}; put a stage or "
             f"a cluster on a region"
@@ -227,7 +227,7 @@ class _Mark:
         last = len(self.strategies) - 1
         found: list[Scope] = []
         for depth, strategy in enumerate(self.strategies):
-            of_key = strategy.kind in ("stage", "cluster")
+            of_key = not strategy.makes_axis
             region = key if of_key else path if depth == last else f"{path}#{depth}"
             found.append(Scope(strategy=strategy, region=region or _ROOT))
         return tuple(found)

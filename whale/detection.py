@@ -16,7 +16,7 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.device_names import matching_types
 from whale.planner.catalog import device_types
-from whale.profiling.places import Place, places_of
+from whale.profiling.places import RankLocation, places_of
 from whale.runtime.launch import World
 
 __all__ = ["cluster_of", "detect"]
@@ -46,10 +46,10 @@ def detect(world: World) -> Cluster:
     return cluster_of(places_of(world, None))
 
 
-def cluster_of(places: Sequence[Place]) -> Cluster:
+def cluster_of(places: Sequence[RankLocation]) -> Cluster:
     """The cluster of ranks with these devices.
 
-    >>> places = [Place(rank=rank, device_type="cpu", node="here", memory_bytes=2**34) for rank in range(2)]
+    >>> places = [RankLocation(rank=rank, device_type="cpu", node="here", memory_bytes=2**34) for rank in range(2)]
     >>> [device.memory_bytes / 2**30 for device in cluster_of(places).devices]
     [8.0, 8.0]
     """
@@ -71,7 +71,7 @@ def cluster_of(places: Sequence[Place]) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def _type_of(place: Place, places: Sequence[Place]) -> DeviceType:
+def _type_of(place: RankLocation, places: Sequence[RankLocation]) -> DeviceType:
     alike = [other for other in places if other.device_type == place.device_type]
     if place.device_type == "cpu":
         sharing = Counter(other.node for other in places)
@@ -95,10 +95,10 @@ def _type_of(place: Place, places: Sequence[Place]) -> DeviceType:
     return replace(any_type, name=place.device_type, memory_bytes=memory)
 
 
-def _known(place: Place) -> DeviceType | None:
+def _known(place: RankLocation) -> DeviceType | None:
     """The catalog's accelerator for a driver's name: the same model, with as much memory.
 
-    >>> found = _known(Place(rank=0, device_type="H100-80GB-HBM3", node="n", memory_bytes=85_520_809_984))
+    >>> found = _known(RankLocation(rank=0, device_type="H100-80GB-HBM3", node="n", memory_bytes=85_520_809_984))
     >>> found.name if found else None
     'H100-SXM5-80GB'
     """

@@ -21,8 +21,17 @@ from typing import Literal, get_args
 
 from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Device
-from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy, check_nesting
-from whale.ir.virtual_device import MeshAxis, RegionRole, RegionRoles, VirtualDevice
+from whale.ir.strategy import (
+    REPLICAS,
+    DeviceSelection,
+    RegionRole,
+    Scope,
+    ScopePath,
+    Strategy,
+    check_nesting,
+    role_of_axis,
+)
+from whale.ir.virtual_device import MeshAxis, RegionRoles, VirtualDevice
 from whale.planner.assignment.mesh import Mesh, lay_out, needs_of
 
 __all__ = [
@@ -131,7 +140,7 @@ def place(
         raise UsageError(f"unknown preference {prefer!r}; use {' or '.join(map(repr, get_args(Preference)))}")
     if len({device.rank for device in devices}) < len(devices):
         raise UsageError("two devices have the same rank")
-    if default is not None and default.kind not in ("replicate", "split"):
+    if default is not None and not default.makes_axis:
         raise UsageError(f"the default strategy is replicate or split, not {default}")
 
     demands = [_demand(index, stage, default) for index, stage in enumerate(stages)]
@@ -278,10 +287,10 @@ def axes_of(mesh: Mesh, num_replicas: int) -> tuple[tuple[MeshAxis, ...], Region
     data: tuple[RegionRole, ...] = ()
     if num_replicas > 1:
         axes.append(MeshAxis(name="data", size=num_replicas))
-        data = ("replicate",)
+        data = (REPLICAS,)
     counts: dict[str, int] = {}
     for position, size in enumerate(mesh.sizes):
-        role = "split" if any(roles[position] != "replicate" for roles in mesh.roles.values()) else "replicate"
+        role = role_of_axis(roles[position] for roles in mesh.roles.values())
         counts[role] = counts.get(role, 0) + 1
         axes.append(MeshAxis(name=role if counts[role] == 1 else f"{role}{counts[role]}", size=size))
     roles = tuple((region, data + of_region) for region, of_region in sorted(mesh.roles.items()))
@@ -311,7 +320,7 @@ def _demand(index: int, request: StageRequest, default: Strategy | None) -> _Dem
         check_nesting(scope.strategy for scope in (*request.outer, *inside, *path))
     needs = needs_of(request.regions, default)
     takes_rest = needs.takes_rest
-    unannotated = any(all(scope.strategy.kind == "cluster" for scope in path) for path in request.regions)
+    unannotated = any(all(scope.strategy.chooses_devices for scope in path) for path in request.regions)
     if request.stage is None and unannotated and default is not None and default.degree is None:
         takes_rest = True
     degree = None if request.stage is None else request.stage.strategy.degree
@@ -361,7 +370,7 @@ def outer_degree(stages: Sequence[StageRequest]) -> int:
     """Number of replicas requested by ``replicate(n)`` around the stages; equal for all stages."""
     found: dict[int, str] = {}
     for stage in stages:
-        degree = prod(scope.strategy.degree or 1 for scope in stage.outer if scope.strategy.kind == "replicate")
+        degree = prod(scope.strategy.degree or 1 for scope in stage.outer if scope.strategy.divides_batch)
         found.setdefault(degree, stage.name)
     if len(found) > 1:
         parts = " and ".join(f"{degree} around {name}" for degree, name in found.items())

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from whale.errors import InfeasibleError, PlanMismatchError, UsageError
 from whale.ir.cluster import Device
 from whale.ir.plan import Plan, PlanStage
-from whale.ir.strategy import Strategy
-from whale.ir.virtual_device import MeshAxis, RegionRoles, Role, VirtualDevice
+from whale.ir.strategy import Role, Strategy, role_of_axis
+from whale.ir.virtual_device import MeshAxis, RegionRoles, VirtualDevice
 from whale.planner.assignment.assign import Assignment, StagePlacement, StageRequest, axes_of, outer_degree, selected
 from whale.planner.assignment.mesh import lay_out
 
@@ -125,8 +125,8 @@ def _place(
 
 
 def axis_role(roles: RegionRoles, position: int) -> Role:
-    """The role of an axis in a plan: ``split`` if any region is split along it."""
-    return "split" if any(of_region[position] != "replicate" for of_region in roles.values()) else "replicate"
+    """The role of an axis in a plan."""
+    return role_of_axis(of_region[position] for of_region in roles.values())
 
 
 def _shown(axes: Sequence[tuple[str, int, str]]) -> str:

@@ -16,8 +16,7 @@ from math import lcm, prod
 from typing import NamedTuple
 
 from whale.errors import AnnotationError
-from whale.ir.strategy import Scope, ScopePath, Strategy, region_of
-from whale.ir.virtual_device import Along, RegionRole
+from whale.ir.strategy import REPLICAS, RegionRole, Scope, ScopePath, Strategy, region_of
 
 __all__ = ["Mesh", "Needs", "lay_out", "needs_of"]
 
@@ -118,12 +117,12 @@ def lay_out(regions: Sequence[ScopePath], degree: int, *, owner: str, default: S
     sizes = tuple(outer // inner for outer, inner in pairwise(strides))
     roles = {region_of(path): _roles(factors[plain], strides) for path, plain in annotated.items()}
     if "" not in roles:
-        roles[""] = _roles((_Factor(degree, "replicate", True),), strides)
+        roles[""] = _roles((_Factor(degree, REPLICAS, True),), strides)
     return Mesh(sizes=sizes, roles=roles)
 
 
 def _without_clusters(path: ScopePath) -> ScopePath:
-    return tuple(scope for scope in path if scope.strategy.kind != "cluster")
+    return tuple(scope for scope in path if not scope.strategy.chooses_devices)
 
 
 def _tree(regions: Iterable[ScopePath]) -> _Region:
@@ -182,16 +181,13 @@ def _fill(
         if any(child.takes_rest() for child in node.children.values()):
             inside = available // degree
         run = (*outer, *_repeated(available // inside, degree, node.strategy, region_of(path)))
-    found[path] = (*run, _Factor(inside, "replicate", True))
+    found[path] = (*run, _Factor(inside, REPLICAS, True))
     for scope, child in node.children.items():
         _fill(child, inside, (*path, scope), run, found)
 
 
 def _repeated(available: int, degree: int, strategy: Strategy, region: str) -> tuple[_Factor, ...]:
-    role: RegionRole = "split" if strategy.kind == "split" else "replicate"
-    if strategy.dim is not None:
-        role = Along(dim=strategy.dim, region=region)
-    return (_Factor(available // degree, "replicate", True), _Factor(degree, role, False))
+    return (_Factor(available // degree, REPLICAS, True), _Factor(degree, strategy.role(region), False))
 
 
 def _strides(run: Sequence[_Factor]) -> frozenset[int]:

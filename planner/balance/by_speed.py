@@ -16,8 +16,8 @@ from typing import Any
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import Affine, ModelProfile
-from whale.planner.balance.cuts import CutProblem, Group, Tie, fastest_cut
-from whale.planner.balance.shares import Remedy, Worker, fastest_shares
+from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
+from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.uniform import Stages
@@ -169,7 +169,7 @@ def _ends(stages: Stages) -> tuple[int, int]:
     return layout.rank(stage=0, replica=0), layout.rank(stage=layout.configuration.pipeline - 1, replica=0)
 
 
-def _group(stages: Stages, stage: int, rows: float) -> Group:
+def _group(stages: Stages, stage: int, rows: float) -> StageGroup:
     layout, profile = stages.layout, stages.profile
     replicas = list({_key(stages, replica, (stage,)): replica for replica in range(layout.data)}.values())
     first_of = {kind: layer for layer, kind in reversed(list(enumerate(profile.layers)))}
@@ -183,7 +183,7 @@ def _group(stages: Stages, stage: int, rows: float) -> Group:
     kept = {kind: max(cost.kept for cost in found) * stages.prices.waste for kind, found in costs.items()}
     working = {kind: max(cost.working for cost in found) * stages.prices.waste for kind, found in costs.items()}
     state = {kind: stages.state([layer]).total for kind, layer in first_of.items()}
-    return Group(
+    return StageGroup(
         name=f"{smallest.name} (stage {stage})",
         seconds=tuple(seconds[kind] for kind in profile.layers),
         fixed_bytes=tuple(state[kind] for kind in profile.layers),
@@ -256,8 +256,7 @@ def _need(stages: Stages, cuts: Sequence[range], stage: int, replica: int) -> tu
         return (kept + max(cost.working for cost in costs)) * stages.prices.waste
 
     even = given.batch / layout.data
-    slope = (activations(2 * even) - activations(even)) / even
-    return smallest.name, Affine(fixed + max(0.0, activations(even) - slope * even), slope), smallest.memory_bytes
+    return smallest.name, memory_between(activations, even, 2 * even, fixed=fixed), smallest.memory_bytes
 
 
 def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:

@@ -27,7 +27,7 @@ from whale.planner.schedules.in_flight import in_flight
 __all__ = [
     "Cut",
     "CutProblem",
-    "Group",
+    "StageGroup",
     "Tie",
     "evenest_cut",
     "fastest_cut",
@@ -36,14 +36,14 @@ __all__ = [
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Objective = Literal["step", "slowest"]
-Send = Callable[[int, "Group", "Group"], float]
+Send = Callable[[int, "StageGroup", "StageGroup"], float]
 
 GAP = 1e-9
 """Relative difference below which two step times are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class StageGroup:
     """A group of devices that runs one stage, with the cost of every layer there; equal groups are interchangeable.
 
     Attributes:
@@ -94,7 +94,7 @@ class CutProblem:
         starts: layers that must begin a stage.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[StageGroup, ...]
     micro_batches: int
     send: Send | None = None
     ties: tuple[Tie, ...] = ()
@@ -141,7 +141,7 @@ class Cut:
         step_seconds: the objective.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[StageGroup, ...]
     starts: tuple[int, ...]
     seconds: tuple[float, ...]
     fullest_bytes: tuple[float, ...]
@@ -171,7 +171,7 @@ def fastest_cut(
         InfeasibleError: no partition fits; the message says what the fullest stage lacks in the partition that fills
             memory most evenly.
 
-    >>> fast, slow = (Group(name=n, seconds=(t,) * 6, fixed_bytes=(1,) * 6, kept_bytes=(1,) * 6) for n, t in
+    >>> fast, slow = (StageGroup(name=n, seconds=(t,) * 6, fixed_bytes=(1,) * 6, kept_bytes=(1,) * 6) for n, t in
     ...               (("fast", 1.0), ("slow", 2.0)))
     >>> found = fastest_cut(CutProblem(groups=(slow, fast), micro_batches=8))
     >>> found.starts, found.seconds, found.step_seconds

@@ -18,8 +18,8 @@ from math import inf, prod
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.profile import Affine
 from whale.ir.shares import shares
-from whale.ir.virtual_device import Role
-from whale.planner.balance.shares import Move, Worker, fastest_shares
+from whale.ir.strategy import Role, divides_batch
+from whale.planner.balance.shares import Move, Worker, fastest_shares, memory_between
 
 __all__ = ["AxisToShare", "MeshDevice", "MeshShares", "mesh_shares"]
 
@@ -37,14 +37,19 @@ class AxisToShare:
     units: int = 0
 
     @property
+    def divides_batch(self) -> bool:
+        """Whether its units are rows."""
+        return divides_batch(self.role)
+
+    @property
     def minimum(self) -> int:
         """Smallest share: a replica may have no rows, but every shard of a split has a unit."""
-        return 1 if self.role == "split" else 0
+        return 0 if self.divides_batch else 1
 
     @property
     def unit(self) -> str:
         """The unit in error messages."""
-        return "rows" if self.role == "replicate" else f"units of axis {self.name!r}"
+        return "rows" if self.divides_batch else f"units of axis {self.name!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ def mesh_shares(axes: Sequence[AxisToShare], devices: Sequence[MeshDevice], *, r
     """
     if prod(axis.size for axis in axes) != len(devices) or not devices:
         raise UsageError(f"a mesh of {[axis.size for axis in axes]} has no {len(devices)} devices")
-    axes = [replace(axis, units=rows) if axis.role == "replicate" else axis for axis in axes]
+    axes = [replace(axis, units=rows) if axis.divides_batch else axis for axis in axes]
     mesh = _Mesh(axes, devices, rows)
     found, problem = [], None
     for start in mesh.starts():
@@ -143,7 +148,7 @@ class _Mesh:
             for index, (axis, own, at) in enumerate(zip(self.axes, units, coordinates, strict=True)):
                 if index == apart or not axis.units:
                     continue
-                if axis.role == "replicate":
+                if axis.divides_batch:
                     rows *= own[at] / axis.units
                 else:
                     fraction *= own[at] / axis.units
@@ -176,15 +181,14 @@ class _Mesh:
         def worker(members: list[int]) -> Worker:
             own = [(self.devices[position], others[position]) for position in members]
 
-            def part(other: tuple[float, float], share: int) -> tuple[float, float]:
+            def part(other: tuple[float, float], share: float) -> tuple[float, float]:
                 rows, fraction = other
-                if axis.role == "replicate":
+                if axis.divides_batch:
                     return rows * share / max(1, axis.units), fraction
                 return rows, fraction * share / max(1, axis.units)
 
             def need(device: MeshDevice, other: tuple[float, float]) -> Affine:
-                fixed = device.bytes(*part(other, 0))
-                return Affine(fixed, (device.bytes(*part(other, axis.units)) - fixed) / max(1, axis.units))
+                return memory_between(lambda share: device.bytes(*part(other, share)), 0, axis.units)
 
             device, other = min(own, key=lambda one: _room(need(*one), one[0].capacity_bytes))
             return Worker(

@@ -24,7 +24,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.profile import Affine
 from whale.planner.advice import advised, gib
 
-__all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares"]
+__all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares", "memory_between"]
 
 _NOTHING = Affine(0, 0)
 MOST_ONE_BY_ONE = 1024
@@ -64,6 +64,16 @@ class Worker:
         while self.memory(held) > self.capacity_bytes:  # at most once: the division rounds
             held -= 1
         return held + 1 if self.memory(held + 1) <= self.capacity_bytes else held
+
+
+def memory_between(needed: Callable[[float], float], low: float, high: float, *, fixed: float = 0.0) -> Affine:
+    """Return the memory of a worker: *fixed* bytes, and the line through what it needs for two numbers of units.
+
+    >>> memory_between(lambda units: 3 + 2 * units, 1, 4, fixed=10)
+    Affine(fixed=13.0, per_row=2.0)
+    """
+    per_unit = (needed(high) - needed(low)) / (high - low) if high > low else 0.0
+    return Affine(fixed + max(0.0, needed(low) - per_unit * low), per_unit)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from whale.ir.cluster import DeviceType
-from whale.ir.profile import Affine, ModelProfile
+from whale.ir.profile import Affine, LayerKind, ModelProfile
 from whale.planner.cost.layers import LayerSeconds, Recompute, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
     Largest,
@@ -34,6 +35,9 @@ __all__ = ["Degrees", "LayerCosts", "LayerMemo"]
 
 MOST_USUAL_ROWS = 4096
 """Limit of the powers of two of rows that are priced together; a search asks for most of them."""
+
+MOST_ADDING = 16
+"""Number of micro-batches beyond which tables do not distinguish: 15 of 16 accumulate gradients."""
 
 Degrees = tuple[int, int]
 """The tensor and the expert degree of a device's part of a layer."""
@@ -75,7 +79,7 @@ class LayerCosts:
     def seconds(
         self, kind: int, type_: DeviceType, degrees: Degrees, rows: float, micro_batches: int, shards: int = 1
     ) -> LayerSeconds:
-        """Return the seconds of a layer on a device, without its collectives.
+        """Return the seconds of a layer on a device, without its collectives, on average over the micro-batches.
 
         Args:
             kind: of the layer, a position in the profile's kinds.
@@ -85,11 +89,11 @@ class LayerCosts:
             micro_batches: of the step.
             shards: devices that share the optimizer's states.
         """
-        key = (kind, type_, degrees, micro_batches, shards)
+        key = (kind, type_, degrees, shards)
         known = self.memo.seconds
         if (*key, rows) not in known:
             wanted = _usual_rows(rows)
-            found = layer_seconds_by_rows(
+            priced = layer_seconds_by_rows(
                 self.profile.kinds[kind],
                 type_,
                 wanted,
@@ -103,12 +107,12 @@ class LayerCosts:
                 optimizer=self.optimizer if self.runs else None,
                 optimizer_shards=shards if self.stack.zero else 1,
                 accumulate=self.stack.zero < 2,
-                num_micro_batches=micro_batches,
                 calibration=self.stack.calibration,
             )
             share = self.stack.calibration.sustained.get(type_.name, 1.0)
-            known.update(((*key, count), _sustained(one, share)) for count, one in zip(wanted, found, strict=True))
-        return known[*key, rows]
+            known.update(((*key, count), _sustained(one, share)) for count, one in zip(wanted, priced, strict=True))
+        found = known[*key, rows]
+        return found.averaged(micro_batches) if micro_batches > 1 and found.accumulation else found
 
     def seconds_of_part(
         self, kind: int, type_: DeviceType, fraction: float, expert: int, rows: int, micro_batches: int
@@ -137,13 +141,20 @@ class LayerCosts:
         return _blend(at(above), at(below), share, 1 - share)
 
     def adding(self, micro_batches: int) -> int:
-        """The number of micro-batches if the time of any layer depends on it, else 1."""
-        return micro_batches if any(self._accumulates) else 1
+        """The number of micro-batches for which those of tables are priced: a power of two, and at most
+        `MOST_ADDING`, as more of them accumulate gradients in nearly the same part; 1 if no layer's time depends on
+        it."""
+        return min(MOST_ADDING, 1 << (micro_batches - 1).bit_length()) if any(self._accumulates) else 1
 
     @cached_property
     def _accumulates(self) -> list[bool]:
-        """Whether a layer's time depends on the number of micro-batches: where adding up gradients was measured."""
-        return [any(times.accumulation for times in kind.measured) for kind in self.profile.kinds]
+        """Whether a layer's time depends on the number of micro-batches: where accumulating gradients costs time."""
+        return [self.runs or any(times.accumulation for times in kind.measured) for kind in self.profile.kinds]
+
+    @cached_property
+    def meeting(self) -> frozenset[int]:
+        """The kinds of layers that have collectives between replicas."""
+        return frozenset(index for index, kind in enumerate(self.profile.kinds) if _meets(kind))
 
     def repeats(self, kind: int) -> bool:
         """Whether layers of a kind are blocks, and not the embeddings or the head."""
@@ -260,6 +271,11 @@ class LayerCosts:
         return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, self.stack.zero)
 
 
+def _meets(kind: LayerKind) -> bool:
+    both = [(*one.forward_communications, *one.backward_communications) for one in kind.variants[:1]]
+    return any(one.group == "replica" for one in chain(*both))
+
+
 def _sustained(one: LayerSeconds, share: float) -> LayerSeconds:
     """Times at a share of the rate, unless they were measured or are the host's."""
     if one.measured or share == 1:
@@ -269,6 +285,7 @@ def _sustained(one: LayerSeconds, share: float) -> LayerSeconds:
         forward=max(one.forward, (one.forward - one.forward_slack) / share),
         backward=max(one.backward, (one.backward - one.backward_slack) / share),
         weights=one.weights / share,
+        accumulation=one.accumulation / share,
         forward_slack=max(0.0, one.forward - (one.forward - one.forward_slack) / share),
         backward_slack=max(0.0, one.backward - (one.backward - one.backward_slack) / share),
     )

@@ -66,7 +66,8 @@ class LayerSeconds:
 
     Attributes:
         forward: seconds, without collectives (those that were measured inside are in).
-        backward: the same, recomputation included.
+        backward: the same of a step's first micro-batch, recomputation included.
+        accumulation: seconds more of a later micro-batch's backward, which adds to the gradients that there are.
         weights: the part of ``backward`` that only gradients of weights need.
         update: the optimizer's step for the layer's parameters, once a step.
         forward_collectives, backward_collectives: to be priced on a network.
@@ -79,11 +80,17 @@ class LayerSeconds:
     backward: float
     weights: float
     update: float
+    accumulation: float = 0.0
     forward_collectives: tuple[Collective, ...] = ()
     backward_collectives: tuple[Collective, ...] = ()
     forward_slack: float = 0.0
     backward_slack: float = 0.0
     measured: bool = False
+
+    def averaged(self, num_micro_batches: int) -> LayerSeconds:
+        """The mean over the micro-batches of a step, of which all but the first accumulate gradients."""
+        added = self.accumulation * (1 - 1 / num_micro_batches)
+        return replace(self, backward=self.backward + added, weights=self.weights + added, accumulation=0.0)
 
 
 def layer_seconds(kind: LayerKind, device: DeviceType, *, rows: float, **how: Any) -> LayerSeconds:
@@ -106,7 +113,6 @@ def layer_seconds_by_rows(
     optimizer: str | None = None,
     optimizer_shards: int = 1,
     accumulate: bool = True,
-    num_micro_batches: int = 1,
     calibration: Calibration = CALIBRATION,
 ) -> list[LayerSeconds]:
     """How long a layer takes for micro-batches of several numbers of rows, each by itself (fractions where context
@@ -130,7 +136,6 @@ def layer_seconds_by_rows(
             fused Adam that may have master weights.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
         accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
-        num_micro_batches: of a step, of which the first adds nothing up, where that was measured.
         calibration: constants of kernels and launches.
 
     Raises:
@@ -140,8 +145,7 @@ def layer_seconds_by_rows(
     times = _nearest_times(kind, device, tensor_degree)
     found: list[LayerSeconds] = []
     if times is not None:
-        adding = (num_micro_batches - 1) / num_micro_batches if accumulate else 0.0
-        found = [_measured_seconds(times, tensor_degree, one, recompute, adding) for one in rows]
+        found = [_measured_seconds(times, tensor_degree, one, recompute, accumulate) for one in rows]
         if times.includes_communication or not kind.variants:
             return found
     fused = attention_is_fused(device, number, eager=eager) if fused_attention is None else fused_attention
@@ -149,8 +153,9 @@ def layer_seconds_by_rows(
     added_bytes: float = 0 if fused else ACCUMULATE_BYTES
     if eager and optimizer is None:
         added_bytes = EAGER_ACCUMULATE_BYTES[number.mixed]
-    elif eager:  # gradients stay in the number type of the run; the first micro-batch's is kept as it is
-        added_bytes = 3 * number.element_bytes * (num_micro_batches - 1) / num_micro_batches
+    later_bytes = 0
+    if eager and optimizer is not None:  # gradients stay in the number type of the run; the first is kept as it is
+        added_bytes, later_bytes = 0, 3 * number.element_bytes
 
     def modelled(variant: LayerVariant) -> list[LayerSeconds]:
         degree = expert_degree if variant.expert_degree == 1 else 1
@@ -166,8 +171,8 @@ def layer_seconds_by_rows(
             expert_degree=degree,
             calibration=calibration,
         )
-        added = parameters * added_bytes if accumulate else 0.0
-        return priced.seconds(recompute, added, parameters / optimizer_shards * moved)
+        added, later = (parameters * each if accumulate else 0.0 for each in (added_bytes, later_bytes))
+        return priced.seconds(recompute, added, later, parameters / optimizer_shards * moved)
 
     variant = variant_of(kind, tensor_degree, expert_degree)
     if times is None:
@@ -204,16 +209,19 @@ class _Priced:
     expert_degree: int
     calibration: Calibration
 
-    def seconds(self, recompute: Recompute, added_bytes: float, updated_bytes: float) -> list[LayerSeconds]:
-        """Seconds for each number of rows; each backward moves *added_bytes*, the update *updated_bytes* once."""
+    def seconds(
+        self, recompute: Recompute, added_bytes: float, later_bytes: float, updated_bytes: float
+    ) -> list[LayerSeconds]:
+        """Seconds for each number of rows; each backward moves *added_bytes*, all but the first *later_bytes*, the
+        update *updated_bytes* once."""
         variant, silicon, constants = self.variant, self._silicon(eager=False), self.calibration
         bandwidth = self.device.memory_bandwidth * silicon.bandwidth
         forward, forward_host, _ = self._of(variant.forward)
         backward, backward_host, weights = self._of(variant.backward, backward=True)
         if added_bytes:
             backward, weights = backward + added_bytes / bandwidth, weights + added_bytes / bandwidth
-        forward_host += constants.collective_launch_seconds * len(variant.forward_communications)
-        backward_host += constants.collective_launch_seconds * len(variant.backward_communications)
+        forward_host += constants.collective_launch_seconds * _num_inside(variant.forward_communications)
+        backward_host += constants.collective_launch_seconds * _num_inside(variant.backward_communications)
         if variant.tensor_degree > 4:
             forward_host *= constants.lockstep_slowdown
             backward_host *= constants.lockstep_slowdown
@@ -228,6 +236,7 @@ class _Priced:
                 backward=max(back, backward_host),
                 weights=of_weights,
                 update=updated_bytes / bandwidth,
+                accumulation=max(back + later_bytes / bandwidth, backward_host) - max(back, backward_host),
                 forward_slack=max(0.0, forward_host - ahead),
                 backward_slack=max(0.0, backward_host - back),
             )
@@ -321,6 +330,11 @@ def attention_is_fused(device: DeviceType, precision: Precision, *, eager: bool 
     return precision.name in ("bf16", "fp8") and "bfloat16" in dict(device.rates)
 
 
+def _num_inside(communications: Iterable[Communication]) -> int:
+    """The number of collectives of a layer on a single replica."""
+    return sum(one.group != "replica" for one in communications)
+
+
 def _in_core(kernel: Kernel) -> bool:
     return kernel.attention or kernel.kind == "attention"
 
@@ -342,20 +356,19 @@ def _nearest_times(kind: LayerKind, device: DeviceType, tensor_degree: int) -> M
 
 
 def _measured_seconds(
-    times: MeasuredTimes, tensor_degree: int, rows: float, recompute: Recompute, adding: float
+    times: MeasuredTimes, tensor_degree: int, rows: float, recompute: Recompute, accumulate: bool
 ) -> LayerSeconds:
-    """From measured times; at other degrees work is taken as divided. *adding* is the share of the micro-batches whose
-    gradients are added to others."""
+    """From measured times; at other degrees work is taken as divided."""
     share = times.tensor_degree / tensor_degree
     forward = _at(times, _never_falling(times.forward), rows) * share
     backward = _at(times, _never_falling(times.backward), rows) * share + (forward if recompute == "full" else 0.0)
-    if times.accumulation:
-        backward += _at(times, times.accumulation, rows) * share * adding
+    accumulated = accumulate and bool(times.accumulation)
     return LayerSeconds(
         forward=forward,
         backward=backward,
         weights=backward / 2,
         update=_at(times, times.update, rows) * share,
+        accumulation=_at(times, times.accumulation, rows) * share if accumulated else 0.0,
         measured=True,
     )
 
@@ -375,6 +388,7 @@ def _by_the_model(measured: LayerSeconds, whole: LayerSeconds, split: LayerSecon
         backward=backward,
         weights=min(backward, as_many("weights")),
         update=as_many("update"),
+        accumulation=as_many("accumulation"),
     )
 
 

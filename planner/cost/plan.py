@@ -19,6 +19,7 @@ from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Redu
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
+from whale.planner.cost.replicas import between_replicas, with_meetings
 from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
 from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
 from whale.planner.cost.step import overlap_slowdown, step, timing_of
@@ -138,7 +139,8 @@ class PlanCost:
                     _with_gathers(prices, stage, kind, cost, micro_batches, pipelined)
                     for kind, cost in zip(own_kinds, costs, strict=True)
                 ]
-            found_costs.append(tuple(costs))
+            met = between_replicas(prices, stage.layers, own_kinds[0].group, max(stage.rows), stage.data_group)
+            found_costs.append(tuple(with_meetings(costs, *met)))
         return cls(
             prices=prices,
             stages=tuple(stages),
@@ -256,14 +258,16 @@ class PlanCost:
         """The message of *rows* rows forward and that of gradients back, between the ranks that stand for replicas."""
         here, there = self.stages[boundary], self.stages[boundary + 1]
         ends = [
-            (here.slice(pair.source), self.kinds[boundary][self.of[boundary][pair.source]]),
-            (there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
+            (boundary, here.slice(pair.source), self.kinds[boundary][self.of[boundary][pair.source]]),
+            (boundary + 1, there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
         ]
         whole = self.prices.output_bytes(here.last - 1, rows)
         found = []
-        for (source, kind), (target, other) in (ends, ends[::-1]):
+        for (index, source, kind), (_, target, other) in (ends, ends[::-1]):
             size = self.prices.handed(whole, len(source), len(target), positions=other.group.positions)
-            hop = self.prices.hop(source, target, other.group, size, whole)
+            node = self.prices.cluster.node_of(source[0])
+            senders = len(self._ranks[index].intersection(node.ranks))
+            hop = self.prices.hop(source, target, other.group, size, whole, senders)
             transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
             link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)
             found.append((transfer, link))
@@ -344,6 +348,7 @@ class PlanCost:
                     dense -= shared / stage.tensor if place in seen or self._is_apart(readers) else 0.0
                     seen.add(place)
             spent = prices.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
+            spent += between_replicas(prices, members, kind.group, kind.rows, stage.data_group)[1]
             each = (max(0.0, dense), experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))
@@ -471,6 +476,11 @@ class PlanCost:
     def _sets(self) -> tuple[frozenset[int], ...]:
         """For each stage the set of ranks that runs it, as a number."""
         return tuple(frozenset(own[:1]) for own in _on_same_ranks(self.stages))
+
+    @cached_property
+    def _ranks(self) -> tuple[frozenset[int], ...]:
+        """The ranks of each stage, as a set."""
+        return tuple(frozenset(stage.ranks) for stage in self.stages)
 
     def _messages(self, index: int, kind: _Kind) -> float:
         """Bytes of the messages of a stage that a rank holds at a time."""

@@ -401,7 +401,7 @@ class CostModel(LayerCosts):
 
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
         degree = group.expert if one.group == "expert" else group.tensor
-        if degree == 1:
+        if degree == 1 or one.group == "replica":  # priced for a stage: `whale.planner.cost.replicas`
             return 0.0
         return one.num * self._among(group, one.group, one.kind, one.bytes)
 
@@ -522,15 +522,24 @@ class CostModel(LayerCosts):
             return round(whole * max(1.0, target / source))
         return round(whole / (min(source, target) if self.runs or self.stack.scatters else positions))
 
-    def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
+    def hop(
+        self,
+        source: Sequence[int],
+        target: Sequence[int],
+        into: TensorGroup,
+        num_bytes: int,
+        whole: float,
+        senders: int | None = None,
+    ) -> Hop:
         """Seconds of *num_bytes* (`handed`) from a device of the group *source* to one of *target*, all pairs sending
-        at once; in stacks other than Whale's, ``into`` (the target's) then gathers *whole*."""
+        at once; in stacks other than Whale's, ``into`` (the target's) then gathers *whole*. *senders* devices of the
+        node belong to the stage that sends; None: all of them."""
         a, b = source[0], target[0]
         node = self.cluster.node_of(a)
         same = self.cluster.node_of(b) is node
         sharing = 1
         if not same and node.inter is not None:
-            senders = len(node.ranks)  # all replicas of the node send
+            senders = len(node.ranks) if senders is None else senders
             if not self.runs:
                 senders = min(len(source), len(target)) if self.stack.scatters else into.positions
             sharing = max(1, senders // node.inter.num_adapters)

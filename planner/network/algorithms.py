@@ -23,7 +23,7 @@ from whale.planner.network.curves import measured_seconds, peak
 from whale.planner.network.links import LinkKind
 from whale.planner.network.topology import Member, Topology
 
-__all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "Group", "Line", "able_nodes", "linked", "fastest"]
+__all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "GroupShape", "Line", "able_nodes", "linked", "fastest"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Algorithm = Literal["none", "ring", "tree", "multicast", "hierarchical", "pairwise", "send", "measured"]
@@ -86,7 +86,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class GroupShape:
     """The shape of a group: all that its collectives' durations depend on.
 
     ``intra`` is None where no two ranks share a node, ``inter`` where all do.
@@ -99,7 +99,7 @@ class Group:
     inter: Line | None
 
     @classmethod
-    def of(cls, topology: Topology, members: Sequence[Member], sharing: int = 1) -> Group:
+    def of(cls, topology: Topology, members: Sequence[Member], sharing: int = 1) -> GroupShape:
         """The shape of the group with these members, *sharing* of which communicate at once.
 
         Groups of different nodes have the worst figures of all their nodes, in any order.
@@ -116,7 +116,7 @@ class Group:
         return _with_curves(topology, members, group, sharing) if topology.curves else group
 
     @classmethod
-    def measured(cls, topology: Topology, curve: LinkCurve, nodes: Sequence[Node]) -> Group:
+    def measured(cls, topology: Topology, curve: LinkCurve, nodes: Sequence[Node]) -> GroupShape:
         """The shape of the ranks among which a collective was timed, had they been on nodes such as these."""
         within = curve.within == "node"
         num_nodes = 1 if within else max(2, ceil(curve.ranks / curve.devices))
@@ -173,7 +173,7 @@ def _worst(lines: Sequence[Line]) -> Line | None:
     return replace(slowest, kind=kind, hop=max(line.hop for line in lines))
 
 
-def _with_curves(topology: Topology, members: Sequence[Member], group: Group, sharing: int) -> Group:
+def _with_curves(topology: Topology, members: Sequence[Member], group: GroupShape, sharing: int) -> GroupShape:
     """Replace the model of lines by measured sends between devices of these types.
 
     Curves of another number of devices in a node are scaled as the model scales.
@@ -240,7 +240,7 @@ def _as_timed(topology: Topology, curve: LinkCurve, node: Node) -> float:
 # ------------------------------------------------------------------------------------
 
 
-def _ring(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+def _ring(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """Ring: every rank passes parts on to the next, 2 (n - 1) times for an all-reduce and n - 1 times for the others.
 
     A ring goes through each node once, and as many rings as there are adapters share the bytes.
@@ -264,7 +264,7 @@ def _ring(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
     return min(ring, fast, key=lambda duration: duration.seconds)
 
 
-def _tree(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+def _tree(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """Double binary tree: up and down two trees of nodes with half of the bytes each, a chain within each node.
 
     A node inside one tree is a leaf of the other: it sends everything twice, whatever the number of nodes.
@@ -280,7 +280,7 @@ def _tree(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
     return _duration("tree", group, line, latency, rounds * num_bytes / line.rate(part) / TREE_BANDWIDTH)
 
 
-def _multicast(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+def _multicast(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """NVLink SHARP: the switch of a node sums and distributes; a device sends its bytes once and 1/n of the sum."""
     line, n = group.intra, group.num_ranks
     if kind != "all_reduce" or line is None or line.curves or group.inter or not line.kind.multicast_efficiency:
@@ -292,7 +292,7 @@ def _multicast(group: Group, kind: Collective, num_bytes: float) -> Duration | N
     )
 
 
-def _hierarchical(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+def _hierarchical(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """Hierarchical: reduce-scatter in each node, all-reduce of the parts between nodes over all adapters, all-gather in
     each node."""
     if kind != "all_reduce" or group.inter is None or group.intra is None:
@@ -307,7 +307,7 @@ def _hierarchical(group: Group, kind: Collective, num_bytes: float) -> Duration 
     return _duration("hierarchical", group, line, latency, seconds_within + seconds_between)
 
 
-def _pairwise(group: Group, kind: Collective, num_bytes: float) -> Duration | None:
+def _pairwise(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """All-to-all: every rank sends every other its part, concurrently; a node's ranks share its outgoing links."""
     if kind != "all_to_all":
         return None
@@ -325,16 +325,16 @@ def _rounds(kind: Collective) -> int:
     return 2 if kind == "all_reduce" else 1
 
 
-def _duration(algorithm: Algorithm, group: Group, line: Line, latency: float, transfer: float) -> Duration:
+def _duration(algorithm: Algorithm, group: GroupShape, line: Line, latency: float, transfer: float) -> Duration:
     return Duration(algorithm=algorithm, latency=latency, transfer=transfer, line=line, between=line is group.inter)
 
 
-ALGORITHMS: Mapping[Algorithm, Callable[[Group, Collective, float], Duration | None]] = MappingProxyType(
+ALGORITHMS: Mapping[Algorithm, Callable[[GroupShape, Collective, float], Duration | None]] = MappingProxyType(
     {"ring": _ring, "tree": _tree, "multicast": _multicast, "hierarchical": _hierarchical, "pairwise": _pairwise}
 )
 
 
-def fastest(group: Group, kind: Collective, num_bytes: float) -> Duration:
+def fastest(group: GroupShape, kind: Collective, num_bytes: float) -> Duration:
     """The algorithm that a library would choose; none of those that Whale runs on has the hierarchical one."""
     durations = [price(group, kind, num_bytes) for name, price in ALGORITHMS.items() if name != "hierarchical"]
     return min((one for one in durations if one is not None), key=lambda duration: duration.seconds)

@@ -18,7 +18,7 @@ from whale.planner.network.algorithms import (
     Algorithm,
     Collective,
     Duration,
-    Group,
+    GroupShape,
     Line,
     able_nodes,
     fastest,
@@ -113,12 +113,12 @@ def collective(
     return _modelled(duration)
 
 
-def _group(topology: Topology, ranks: tuple[int, ...], sharing: int) -> tuple[tuple[Member, ...], Group]:
+def _group(topology: Topology, ranks: tuple[int, ...], sharing: int) -> tuple[tuple[Member, ...], GroupShape]:
     key = (ranks, sharing)
     if key not in topology.memo:
         members = topology.members(ranks)
-        topology.memo[key] = members, Group.of(topology, members, sharing)
-    found: tuple[tuple[Member, ...], Group] = topology.memo[key]
+        topology.memo[key] = members, GroupShape.of(topology, members, sharing)
+    found: tuple[tuple[Member, ...], GroupShape] = topology.memo[key]
     return found
 
 
@@ -162,7 +162,7 @@ def _measured(
     topology: Topology,
     kind: Collective,
     members: Sequence[Member],
-    group: Group,
+    group: GroupShape,
     num_bytes: float,
     sharing: int,
     modelled: CommunicationCost,
@@ -185,7 +185,7 @@ def _as_if_measured(
     topology: Topology,
     kind: Collective,
     members: Sequence[Member],
-    group: Group,
+    group: GroupShape,
     sharing: int,
     curve: LinkCurve,
 ) -> tuple[Sequence[float], Sequence[float]]:
@@ -198,9 +198,10 @@ def _as_if_measured(
     if key not in topology.memo:
         types = types_of(curve)
         own = [member.node for member in topology.unlike(members) if topology.has(member.node, types)]
-        here = Group.measured(topology, curve, own)
+        here = GroupShape.measured(topology, curve, own)
         there = [
-            [Group.measured(topology, curve, [node]) for node in able_nodes(topology, curve, type_)] for type_ in types
+            [GroupShape.measured(topology, curve, [node]) for node in able_nodes(topology, curve, type_)]
+            for type_ in types
         ]
 
         def seconds(size: float, told: float) -> float:

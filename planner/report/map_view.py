@@ -29,7 +29,7 @@ _BOX, _BOX_HEIGHT, _BOX_GAP = 108.0, 46.0, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankRole:
     """The role of one rank: its stages, and in the first of them its position along each axis and its shares.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
 class _Device:
     rank: int
     type: str
-    place: Place
+    place: RankRole
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -66,7 +66,7 @@ class _Node:
     devices: tuple[_Device, ...]
 
 
-def places_of(plan: Plan, stages: Sequence[Sequence[int]]) -> Mapping[int, Place]:
+def places_of(plan: Plan, stages: Sequence[Sequence[int]]) -> Mapping[int, RankRole]:
     """Return the role of each rank in the plan; ``stages`` are the ranks of each stage if the plan has none.
 
     >>> from whale.ir.plan import PlanAxis
@@ -76,34 +76,35 @@ def places_of(plan: Plan, stages: Sequence[Sequence[int]]) -> Mapping[int, Place
     >>> place.position, place.rows, place.count
     ((('r', 1, 2),), 0.25, 1)
     """
-    found: dict[int, Place] = {}
+    found: dict[int, RankRole] = {}
     rows = plan.micro_batch_rows
     for index, stage in enumerate(plan.stages or [PlanStage(ranks=tuple(ranks)) for ranks in stages]):
         for position, rank in enumerate(stage.ranks):
             if rank in found:
-                found[rank] = Place(stages=(*found[rank].stages, index))  # each stage has its own mesh
+                found[rank] = RankRole(stages=(*found[rank].stages, index))  # each stage has its own mesh
             else:
                 found[rank] = _place(stage, index, position, rows)
     return found
 
 
-def _place(stage: PlanStage, index: int, position: int, rows: int | None) -> Place:
+def _place(stage: PlanStage, index: int, position: int, rows: int | None) -> RankRole:
     coordinates: list[tuple[str, int, int]] = []
-    share = {"replicate": 1.0, "split": 1.0}
+    rows_share = part = 1.0
     stride = prod(axis.size for axis in stage.axes or ())
     for axis in stage.axes or ():
         stride //= axis.size
         at = position // stride % axis.size
-        coordinates.append(("r" if axis.role == "replicate" else "t", at, axis.size))
-        share[axis.role] *= axis.shares[at] / sum(axis.shares) if axis.shares else 1 / axis.size
-    whole = round(share["replicate"] * rows) if rows is not None and stage.axes is not None else None
-    exact = whole is not None and rows is not None and abs(whole - share["replicate"] * rows) < 1e-6
-    return Place(
+        coordinates.append(("r" if axis.divides_batch else "t", at, axis.size))
+        own = axis.shares[at] / sum(axis.shares) if axis.shares else 1 / axis.size
+        rows_share, part = (rows_share * own, part) if axis.divides_batch else (rows_share, part * own)
+    whole = round(rows_share * rows) if rows is not None and stage.axes is not None else None
+    exact = whole is not None and rows is not None and abs(whole - rows_share * rows) < 1e-6
+    return RankRole(
         stages=(index,),
         position=tuple(coordinates),
-        rows=share["replicate"],
+        rows=rows_share,
         count=whole if exact else None,
-        part=share["split"],
+        part=part,
     )
 
 
@@ -153,7 +154,7 @@ def map_view(plan: Plan, stages: Sequence[Sequence[int]], types: Mapping[int, st
 
 
 def _nodes(
-    world_size: int, places: Mapping[int, Place], types: Mapping[int, str], cluster: Cluster | None
+    world_size: int, places: Mapping[int, RankRole], types: Mapping[int, str], cluster: Cluster | None
 ) -> tuple[_Node, ...]:
     if cluster is not None:
         members = {node.name: list(node.ranks) for node in cluster.nodes}
@@ -165,7 +166,7 @@ def _nodes(
         _Node(
             name=name,
             devices=tuple(
-                _Device(rank=rank, type=types.get(rank, ""), place=places.get(rank, Place())) for rank in ranks
+                _Device(rank=rank, type=types.get(rank, ""), place=places.get(rank, RankRole())) for rank in ranks
             ),
         )
         for name, ranks in members.items()
@@ -241,7 +242,7 @@ def _device(box: Alike[_Device], num_stages: int, x: float, y: float, one_of_man
         yield element("text", short(text, 19), x=x + 6, y=y + 13 + 13.5 * line, class_=strong, fill=ink)
 
 
-def _share(place: Place) -> str:
+def _share(place: RankRole) -> str:
     """Shard and share, abbreviated."""
     parts = [f"t{at}/{size}" for letter, at, size in place.position if letter == "t"]
     if (

@@ -59,7 +59,7 @@ def schedule_order(
     micro_batches: int,
     devices_of_stage: Devices | None = None,
     seconds: Seconds | None = None,
-    hop_seconds: float | None = None,
+    p2p_seconds: float | None = None,
 ) -> Order:
     """Return the task order of the schedule called ``name``.
 
@@ -69,7 +69,7 @@ def schedule_order(
         micro_batches: at least 1; fewer than stages is allowed and leaves devices idle.
         devices_of_stage: the devices of each stage; by default every stage has its own device.
         seconds: time of a task, for schedules in `FITTED`. By default a backward takes two forwards.
-        hop_seconds: p2p time of a value from one stage to the next, for schedules in `FITTED` except ``greedy``.
+        p2p_seconds: p2p time of a value from one stage to the next, for schedules in `FITTED` except ``greedy``.
 
     Raises:
         UsageError: unknown name, less than one stage or micro-batch, or devices that do not fit the schedule.
@@ -98,7 +98,7 @@ def schedule_order(
         case "1f1b":
             return one_f_one_b(micro_batches, devices)
         case "1f1b_deep":
-            return one_f_one_b(micro_batches, devices, extra_warm_ups(num_stages, seconds or _typical, hop_seconds))
+            return one_f_one_b(micro_batches, devices, extra_warm_ups(num_stages, seconds or _typical, p2p_seconds))
         case "interleaved":
             return interleaved(micro_batches, devices)
         case "zero_bubble" | "zero_bubble_h2":
@@ -106,7 +106,7 @@ def schedule_order(
             return list_schedule(hand_made(num_stages, micro_batches, depth), devices, _typical)
         case "zero_bubble_1p" | "zero_bubble_2p":
             cost, limit = seconds or _typical, num_stages * (1 if name == "zero_bubble_1p" else 2)
-            lines = searched(num_stages, micro_batches, cost, hop_seconds=hop_seconds or 0.0, limit=limit)
+            lines = searched(num_stages, micro_batches, cost, p2p_seconds=p2p_seconds or 0.0, limit=limit)
             return list_schedule(lines, devices, cost)
     return greedy(micro_batches, devices, seconds or _typical)
 
@@ -140,7 +140,7 @@ def one_f_one_b(micro_batches: int, devices_of_stage: Devices, extra: Sequence[i
     return list_schedule(lines, devices_of_stage, _typical)
 
 
-def extra_warm_ups(num_stages: int, seconds: Seconds, hop_seconds: float | None = None) -> list[int]:
+def extra_warm_ups(num_stages: int, seconds: Seconds, p2p_seconds: float | None = None) -> list[int]:
     """Return the extra warm-up forwards of each 1F1B stage that hide p2p transfers.
 
     Between a stage's forward and its backward of the same micro-batch lie two p2p transfers for each later stage. Every
@@ -151,10 +151,10 @@ def extra_warm_ups(num_stages: int, seconds: Seconds, hop_seconds: float | None 
     [1, 1, 1, 0]
     """
     after = range(num_stages - 1, -1, -1)
-    if hop_seconds is None:
+    if p2p_seconds is None:
         return [min(1, number) for number in after]
     slowest = max(seconds(Task("F", stage, 0)) + seconds(Task("B", stage, 0)) for stage in range(num_stages))
-    return [ceil(2 * hop_seconds * number / slowest) if slowest else 0 for number in after]
+    return [ceil(2 * p2p_seconds * number / slowest) if slowest else 0 for number in after]
 
 
 def interleaved(micro_batches: int, devices_of_stage: Devices) -> Order:

@@ -47,7 +47,7 @@ def searched(
     micro_batches: int,
     seconds: Seconds,
     *,
-    hop_seconds: float = 0.0,
+    p2p_seconds: float = 0.0,
     limit: float,
     weights_share: float = 1.0,
 ) -> list[Line]:
@@ -66,7 +66,7 @@ def searched(
         num_stages: P; each has its own devices.
         micro_batches: M.
         seconds: time of each F, I and W.
-        hop_seconds: p2p time of a value from one stage to the next.
+        p2p_seconds: p2p time of a value from one stage to the next.
         limit: memory limit of a stage in micro-batches, at least 1.
         weights_share: fraction of a micro-batch's saved activations that its W needs; the rest is freed by
             the I. The executor frees everything with the W: 1.
@@ -78,7 +78,7 @@ def searched(
         raise InfeasibleError(f"a stage has at least 1 micro-batch in flight, but the limit is {limit}")
     best: _Search | None = None
     for options in product((True, False), repeat=3):
-        search = _Search(num_stages, micro_batches, seconds, hop_seconds, limit, weights_share, *options)
+        search = _Search(num_stages, micro_batches, seconds, p2p_seconds, limit, weights_share, *options)
         search.run()
         if best is None or search.longest_stage() < best.longest_stage():
             best = search
@@ -109,7 +109,7 @@ class _Search:
         num_stages: int,
         micro_batches: int,
         seconds: Seconds,
-        hop_seconds: float,
+        p2p_seconds: float,
         limit: float,
         weights_share: float,
         delay_first_backward: bool,
@@ -119,7 +119,7 @@ class _Search:
         self.stages = [_Stage(index) for index in range(num_stages)]
         self.micro_batches = micro_batches
         self.seconds = seconds
-        self.hop = hop_seconds
+        self.p2p = p2p_seconds
         self.limit = limit
         self.change: dict[Kind, float] = {"F": 1.0, "I": weights_share - 1.0, "W": -weights_share}
         self.delay_first_backward = delay_first_backward
@@ -163,7 +163,7 @@ class _Search:
         gradient = 0.0  # end of the first backward of the next stage
         for stage in reversed(self.stages):
             number, clock, held = 0, stage.clock, stage.in_flight
-            arrival = gradient + self.hop if stage is not self.stages[-1] else clock
+            arrival = gradient + self.p2p if stage is not self.stages[-1] else clock
             while stage.count["F"] + number < self.micro_batches and held + 1 <= self.limit:
                 forward = self._cost("F", stage, number)
                 if (clock if self.delay_first_backward else clock + forward) > arrival or clock == arrival:
@@ -191,7 +191,7 @@ class _Search:
         following = self.stages[stage.index + 1]
         if stage.count["F"] < following.count["F"] + 2:
             return False
-        gradient = following.clock + self._cost("F", following) + self._cost("I", following) + self.hop
+        gradient = following.clock + self._cost("F", following) + self._cost("I", following) + self.p2p
         if stage.clock >= gradient:
             return True
         number = self._weights_for_room(stage)
@@ -211,7 +211,7 @@ class _Search:
         index = stage.index + (-1 if kind == "F" else 1)
         if not 0 <= index < len(self.stages):
             return 0.0
-        return self.stages[index].ends[Task(kind, index, stage.count[kind])] + self.hop
+        return self.stages[index].ends[Task(kind, index, stage.count[kind])] + self.p2p
 
     def _put(self, kind: Kind, stage: _Stage) -> None:
         task = Task(kind, stage.index, stage.count[kind])

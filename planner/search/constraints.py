@@ -77,7 +77,7 @@ def _around(path: str, scopes: Mapping[str, ScopePath]) -> ScopePath:
 def _stage(path: ScopePath) -> Scope | None:
     cut = cut_at_stage(path)
     for scope in path:
-        if scope.strategy.kind == "cluster":
+        if scope.strategy.chooses_devices:
             raise UsageError(f"{scope}: the search chooses the devices of every stage; leave cluster(...) out")
     if cut.outer:
         raise UsageError(f"{cut.outer[0]} lies around {cut.stage}: the search knows replicas inside of stages only")
@@ -93,8 +93,7 @@ def _all_degrees(
         data, tensor = _degrees(path)
         return data, tensor, 1 if experts and (data, tensor) != (None, None) else None
     own, inner = cut_at_stage(path).inner, cut_at_stage(inside).inner
-    kinds = [scope.strategy.kind for scope in inner]
-    if {scope.strategy.kind for scope in own} - {"replicate"} or kinds not in (["split"], ["replicate", "split"]):
+    if not _only_replicas(own) or not _is_split(inner):
         nests = (" > ".join(str(scope.strategy) for scope in one) or "nothing" for one in (own, inner))
         raise UsageError(
             f"{next(nests)}, and for the experts in it {next(nests)}: the search knows experts that are split, or "
@@ -107,19 +106,18 @@ def _all_degrees(
 def _degrees(path: ScopePath) -> tuple[int | None, int | None]:
     """The data and tensor degree that a nest fixes; None: open."""
     cut = cut_at_stage(path)
-    kinds = [scope.strategy.kind for scope in cut.inner]
     along = next((scope.strategy for scope in cut.inner if scope.strategy.dim is not None), None)
     if along is not None:
         raise UsageError(f"{along}: the search knows no split along a dim; plan it with whale plan, or leave dim out")
-    if kinds not in ([], ["split"], ["replicate", "split"]) and set(kinds) != {"replicate"}:
+    if not _only_replicas(cut.inner) and not _is_split(cut.inner):
         nest = " > ".join(str(scope.strategy) for scope in cut.inner)
         raise UsageError(f"{nest}: the search knows replicate, split, and split inside of replicate")
-    tensor = next((scope.strategy.degree for scope in cut.inner if scope.strategy.kind == "split"), None)
-    replicas = [scope.strategy.degree for scope in cut.inner if scope.strategy.kind == "replicate"]
+    tensor = next((scope.strategy.degree for scope in cut.inner if scope.strategy.shards_operators), None)
+    replicas = [scope.strategy.degree for scope in cut.inner if scope.strategy.divides_batch]
     data = prod(filter(None, replicas)) if replicas and None not in replicas else None
-    if set(kinds) == {"replicate"} and data is None:  # on all devices of the stage, and so split on none
+    if cut.inner and _only_replicas(cut.inner) and data is None:  # on all devices of the stage, and so split on none
         tensor = 1
-    if kinds == ["split"] and tensor is None:
+    if len(cut.inner) == 1 and _is_split(cut.inner) and tensor is None:
         data = 1
     size = cut.stage.strategy.degree if cut.stage is not None else None
     if size is None:
@@ -136,6 +134,15 @@ def _degrees(path: ScopePath) -> tuple[int | None, int | None]:
     return data, tensor
 
 
+def _only_replicas(path: ScopePath) -> bool:
+    return all(scope.strategy.divides_batch for scope in path)
+
+
+def _is_split(path: ScopePath) -> bool:
+    """Whether a nest is a split, or one inside of replicas."""
+    return 0 < len(path) <= 2 and path[-1].strategy.shards_operators and _only_replicas(path[:-1])
+
+
 def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
     """Whether a plan that tells a module *told* keeps the strategy that it is annotated with.
 
@@ -145,9 +152,9 @@ def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
     >>> is_kept(split, [Strategy(kind="split", degree=2)]), is_kept(split, [Strategy(kind="replicate", degree=2)])
     (True, False)
     """
-    if strategy.kind == "cluster":
+    if strategy.chooses_devices:
         return False
-    if strategy.kind == "stage" or (strategy.kind == "replicate" and strategy.degree is None):
+    if strategy.makes_stage or (strategy.divides_batch and strategy.degree is None):
         return True
     same = (one for one in told if (one.kind, one.dim) == (strategy.kind, strategy.dim))
     return any(strategy.degree in (None, one.degree) for one in same)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale.errors import InfeasibleError
-from whale.ir.profile import Affine
-from whale.planner.balance.shares import Worker, fastest_shares
+from whale.planner.balance.shares import Worker, fastest_shares, memory_between
 from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.evaluate import score
@@ -94,15 +93,14 @@ def _worker(
             known[count] = cost.forward + cost.backward
         return known[count]
 
-    def activations(count: int) -> float:
+    def activations(count: float) -> float:
         cost = prices.stage(layers, group, count, micro_batches)
         return (held * cost.kept + cost.working) * prices.waste
 
-    slope = (activations(rows) - activations(1)) / max(1, rows - 1)
     overhead = max(prices.overhead_bytes[type_.name] for type_ in group.types)
     return Worker(
         name=group.types[0].name,
         seconds=seconds,
-        memory=Affine(state + overhead + max(0.0, activations(1) - slope), slope),
+        memory=memory_between(activations, 1, rows, fixed=state + overhead),
         capacity_bytes=group.memory_bytes,
     )

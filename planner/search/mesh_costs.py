@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.planner.balance.cuts import Group
+from whale.planner.balance.cuts import StageGroup
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import TensorGroup
@@ -139,6 +139,7 @@ class MeshCosts:
         sums: sums of the seconds that summing gradients takes, once a step.
         message: seconds of one message of gradients.
         beside: how the last backward and these sums slow each other.
+        met: sums of the seconds of collectives between slices that are in ``forward`` and ``backward``; None: none.
         hop: for each end of a stage the seconds of sending what it hands on to a stage like it, and as much back.
     """
 
@@ -152,6 +153,7 @@ class MeshCosts:
     message: float
     beside: Beside
     hop: Array
+    met: Array | None = None
 
     @cached_property
     def both(self) -> Array:
@@ -163,10 +165,18 @@ class MeshCosts:
         forward, backward, update, sums, leads = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
         if len(self.slices) > 1:  # one that is slower with some layers may be faster with others
+            met = self.met_in(first, last)
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
+            ahead, back = ahead + met[0], back + met[1]
         lead = max(leads[first : last + 1]) - leads[first]
         summed = overlap(sums[last] - sums[first], lead, self.message, self.beside)
         return ahead, back, update[last] - update[first] + summed.added
+
+    def met_in(self, first: int, last: int) -> tuple[float, float]:
+        """Seconds forward and backward of the collectives between slices in parts [first, last)."""
+        if self.met is None:
+            return 0.0, 0.0
+        return float(self.met[0, last] - self.met[0, first]), float(self.met[1, last] - self.met[1, first])
 
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
         """Cached `seconds` and `fullness` of parts [first, last)."""
@@ -233,20 +243,20 @@ class MeshCosts:
             self._pace_lists[key] = sums.tolist(), ends.tolist()
         return self._pace_lists[key]
 
-    def group(self, micro_batches: int) -> Group:
+    def group(self, micro_batches: int) -> StageGroup:
         """The mesh as `whale.planner.balance.cuts` sees it: memory as parts of the room of whichever slice has least
         for it."""
         if micro_batches not in self._groups:
             self._groups[micro_batches] = self._group(micro_batches)
         return self._groups[micro_batches]
 
-    def _group(self, micro_batches: int) -> Group:
+    def _group(self, micro_batches: int) -> StageGroup:
         sums, _ = self.pace(micro_batches)
         barred = self.allowed[1:] == np.arange(1, len(self.allowed))
         rooms = [max(one.room, 1.0) for one in self.slices]
         kept = np.max([np.diff(one.kept) / room for one, room in zip(self.slices, rooms, strict=True)], axis=0)
         working = np.max([one.working / room for one, room in zip(self.slices, rooms, strict=True)], axis=0)
-        return Group(
+        return StageGroup(
             name=" / ".join(map(str, self.mesh)),
             seconds=tuple(np.where(barred, BARRED_SECONDS, np.diff(sums)).tolist()),
             fixed_bytes=tuple((np.diff(self.slices[0].fixed) / min(rooms)).tolist()),
@@ -256,7 +266,7 @@ class MeshCosts:
         )
 
     @cached_property
-    def _groups(self) -> dict[int, Group]:
+    def _groups(self) -> dict[int, StageGroup]:
         return {}
 
     @cached_property

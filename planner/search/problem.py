@@ -105,6 +105,7 @@ class Found:
 
     Attributes:
         candidates: the best plans that differ in more than a cut or a row, best first; at least one.
+        near: plans on the meshes of a candidate with other numbers of micro-batches, best first.
         bound_seconds: no plan of the space takes less.
         dropped: what was left out, and why.
         points: plans that were looked at.
@@ -113,6 +114,7 @@ class Found:
     """
 
     candidates: tuple[Candidate, ...]
+    near: tuple[Candidate, ...]
     bound_seconds: float
     dropped: tuple[Dropped, ...]
     points: tuple[Point, ...]

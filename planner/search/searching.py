@@ -222,7 +222,7 @@ class _Search:
             if self.stages_scored < most:
                 self._refine(start, micro_batches, max_stages)
         self._restart(micro_batches, max_stages)
-        candidates = self._simulated()
+        candidates, near = self._simulated()
         if not candidates and self._over():
             raise InfeasibleError(
                 f"the search ended before it found a plan that fits, after {time.monotonic() - self.began:.1f} seconds "
@@ -230,11 +230,12 @@ class _Search:
             )
         if not candidates:
             raise InfeasibleError(self._shortage())
-        candidates.sort(key=lambda one: one.prediction.step_seconds)
+        candidates.sort(key=_step_seconds)
         self.bound = min(self.bound, candidates[0].prediction.step_seconds)
         self._tell()
         return Found(
             candidates=tuple(_best_of(candidates, self.settings.top)),
+            near=tuple(sorted(near, key=_step_seconds)),
             bound_seconds=self.bound,
             dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in self.dropped.items()),
             points=tuple(self.points),
@@ -488,13 +489,14 @@ class _Search:
 
     # The answer
 
-    def _simulated(self) -> list[Candidate]:
-        """The best partial plans on ranks, one of several with equal times. The best plan of one stage is among them,
-        because only a compiled plan knows how much of its gradient reductions overlaps the last backward."""
+    def _simulated(self) -> tuple[list[Candidate], list[Candidate]]:
+        """The best partial plans on ranks, one of several with equal times, and others on the meshes of one of these.
+        The best plan of one stage is among them, because only a compiled plan knows how much of its gradient reductions
+        overlaps the last backward."""
         most = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
         alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
         leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
-        found: dict[tuple[Mesh, ...], Candidate] = {}
+        found: dict[tuple[Mesh, ...], list[Candidate]] = {}
         seen: set[tuple[Times, int, str]] = set()
         for scored in [*alone, *leading]:
             draft = scored.draft
@@ -504,10 +506,9 @@ class _Search:
             candidate = laid_out(self.meshes, draft, self.batch)
             if candidate.prediction.fits:
                 seen.add(look)
-                known = found.get(draft.meshes)
-                if known is None or candidate.prediction.step_seconds < known.prediction.step_seconds:
-                    found[draft.meshes] = candidate
-        return list(found.values())
+                found.setdefault(draft.meshes, []).append(candidate)
+        alike = [sorted(one, key=_step_seconds) for one in found.values()]
+        return [best for best, *_ in alike], [other for _, *others in alike for other in others]
 
     # Nothing fits
 
@@ -541,6 +542,10 @@ class _Search:
             stopped=lambda: self.stopped() or bool(look.best),
         )
         return look.quick_look()
+
+
+def _step_seconds(candidate: Candidate) -> float:
+    return candidate.prediction.step_seconds
 
 
 def _best_of(candidates: Sequence[Candidate], count: int) -> list[Candidate]:

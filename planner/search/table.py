@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.planner.cost.overlap import Beside
+from whale.planner.cost.replicas import of_kind
 from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, Integers, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.space import Division, Mesh, MeshSpace, lay_out, replicas_of
@@ -87,18 +88,29 @@ class CostTable(MeshSpace):
         if len(slices) > 1:
             forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
         busiest = max(slices, key=lambda one: one.rows)
+        met = self._met(busiest, data_group)
         return MeshCosts(
             mesh=mesh,
             allowed=self.chain.allows(mesh),
             slices=slices,
-            forward=forward,
-            backward=backward,
+            forward=forward if met is None else forward + met[0],
+            backward=backward if met is None else backward + met[1],
+            met=met,
             update=update,
             sums=summed,
             message=message,
             beside=self._beside(mesh, data_group),
             hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
         )
+
+    def _met(self, replica: ReplicaCosts, data_group: Sequence[int]) -> Array | None:
+        """Seconds forward and backward (rows) up to each part of the collectives between replicas; None if no layer has
+        any."""
+        if not self.prices.meeting or len(data_group) < 2:
+            return None
+        group, rows, kinds = replica.group, replica.rows, range(len(self.prices.profile.kinds))
+        of_kinds = [of_kind(self.prices, kind, group, rows, data_group) for kind in kinds]
+        return np.array(of_kinds).T @ self._counts
 
     def stage(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
@@ -149,8 +161,9 @@ class CostTable(MeshSpace):
                 shares, high = within, middle
         chosen = [of(group, count) for count, (group, _) in zip(shares, groups, strict=True)]
         ahead, back = max((one.seconds(*part) for one in chosen if one.rows), key=sum)
-        once = self.costs(mesh, rows, micro_batches).stage(*part, held)[2]
-        return ahead, back, once, max(one.fullness(*part, held) for one in chosen)
+        costs = self.costs(mesh, rows, micro_batches)
+        once, met = costs.stage(*part, held)[2], costs.met_in(*part)
+        return ahead + met[0], back + met[1], once, max(one.fullness(*part, held) for one in chosen)
 
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
@@ -277,7 +290,7 @@ class CostTable(MeshSpace):
             below = group.expert << (own.bit_length() - 1) if rows else 0
             if own <= self.exact_rows or rows == below:
                 kinds = range(len(self.prices.profile.kinds))
-                priced = [self.prices.layer(kind, group, rows, micro_batches) for kind in kinds]
+                priced = [self.prices.layer(kind, group, rows, key[-1]) for kind in kinds]
                 hops = [self._hop(kind, group, rows) for kind in kinds]
                 found = np.array(
                     [

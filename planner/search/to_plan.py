@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
+from whale.ir.strategy import REPLICAS, SHARDS
 from whale.planner.search import Candidate, StageChoice
 
 __all__ = ["annotations_of", "plan_of", "split_shares"]
@@ -59,11 +60,11 @@ def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool) -> 
     axes = []
     if stage.data > 1:
         rows = stage.rows if ragged or len(set(stage.rows)) > 1 else ()
-        axes.append(PlanAxis(name="replicate", size=stage.data, role="replicate", shares=rows))
+        axes.append(PlanAxis(name=REPLICAS, size=stage.data, role=REPLICAS, shares=rows))
     if stage.tensor > 1:
-        axes.append(PlanAxis(name="split", size=stage.tensor, role="split", shares=shares))
+        axes.append(PlanAxis(name=SHARDS, size=stage.tensor, role=SHARDS, shares=shares))
     if stage.expert > 1:
-        axes.append(PlanAxis(name="split", size=stage.expert, role="split"))
+        axes.append(PlanAxis(name=SHARDS, size=stage.expert, role=SHARDS))
     return PlanStage(ranks=stage.ranks, axes=tuple(axes))
 
 

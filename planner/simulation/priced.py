@@ -15,7 +15,17 @@ from whale.ir.schedule import Kind
 from whale.ir.workload import LinkTime, Reduction, StageWork, Workload
 from whale.planner.simulation.timeline import PARTS, Part
 
-__all__ = ["Bucket", "Group", "Link", "Loads", "Message", "PricedPrograms", "PricedTask", "RankState", "price_programs"]
+__all__ = [
+    "Bucket",
+    "TaskGroup",
+    "Link",
+    "Loads",
+    "Message",
+    "PricedPrograms",
+    "PricedTask",
+    "RankState",
+    "price_programs",
+]
 
 Key = tuple[int, str, int]
 """Key of a received tensor: edge, direction, micro-batch."""
@@ -108,7 +118,7 @@ class PricedTask:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class TaskGroup:
     """Ranks that run a stage's tasks together."""
 
     size: int
@@ -164,7 +174,7 @@ class PricedPrograms:
     """The input of the engine; ``groups`` by stage and rank."""
 
     ranks: dict[int, RankState]
-    groups: dict[tuple[int, int], Group]
+    groups: dict[tuple[int, int], TaskGroup]
 
 
 def price_programs(
@@ -234,10 +244,10 @@ class _Pricing:
         self.unsent = {pair: deque(messages) for pair, messages in self.unmatched.items()}
 
     def result(self) -> PricedPrograms:
-        groups: dict[tuple[int, int], Group] = {}
+        groups: dict[tuple[int, int], TaskGroup] = {}
         for index, stage in enumerate(self.workload.stages):
             for ranks in stage.together:
-                group = Group(len(ranks))
+                group = TaskGroup(len(ranks))
                 groups |= {(index, rank): group for rank in ranks}
         ranks_of = {rank: self._rank(rank, program) for rank, program in self.programs.items()}
         return PricedPrograms(ranks=ranks_of, groups=groups)

@@ -21,7 +21,7 @@ from whale.planner.simulation.timeline import Timeline
 
 __all__ = [
     "check_workload",
-    "hop_seconds",
+    "p2p_seconds",
     "order_of",
     "programs_of",
     "simulate",
@@ -108,7 +108,7 @@ def order_of(workload: Workload) -> Order:
         workload.micro_batches,
         devices,
         task_seconds(workload),
-        hop_seconds(workload),
+        p2p_seconds(workload),
     )
 
 
@@ -122,7 +122,7 @@ def task_seconds(workload: Workload) -> Callable[[Task], float]:
     return lambda task: times[task.kind, task.stage]
 
 
-def hop_seconds(workload: Workload) -> float:
+def p2p_seconds(workload: Workload) -> float:
     """Return the p2p time of the slowest message between stages on idle links."""
     links = {(link.source, link.target): link for link in workload.links}
     transfers = [transfer for boundary in workload.boundaries for transfer in (*boundary.forward, *boundary.backward)]

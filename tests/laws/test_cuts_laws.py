@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.errors import InfeasibleError
-from whale.planner.balance.cuts import CutProblem, Group, Tie, fastest_cut, price
+from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut, price
 
 NUMBERS = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.7])
 
@@ -20,7 +20,7 @@ def problems(draw: st.DrawFn, max_layers: int = 7, max_groups: int = 4) -> CutPr
         return tuple(draw(st.lists(NUMBERS, min_size=num_layers, max_size=num_layers)))
 
     kinds = [
-        Group(
+        StageGroup(
             name=f"kind {index}",
             seconds=figures(),
             fixed_bytes=figures(),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.errors import InfeasibleError
-from whale.ir.virtual_device import Role
+from whale.ir.strategy import Role
 from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, mesh_shares
 
 SPEEDS = st.sampled_from([0.5, 1.0, 1.6, 2.0, 5.0])

@@ -179,24 +179,24 @@ def analysed(name: str) -> tuple[Captured, Analysis, dict[Value, Tensor]]:
 
 
 def values_of(captured: Captured, placed: dict[str, Tensor]) -> dict[Value, Tensor]:
-    """Every tensor of the graph, each a leaf of autograd with a gradient where the graph has one."""
+    """Every tensor of the graph, each a factor of autograd with a gradient where the graph has one."""
     env: dict[fx.Node, Any] = {}
     found: dict[Value, Tensor] = {}
 
-    def leaf(x: Any, node: fx.Node) -> Any:
+    def factor(x: Any, node: fx.Node) -> Any:
         if isinstance(x, (tuple, list)):
-            return [leaf(item, node) for item in x]
+            return [factor(item, node) for item in x]
         if isinstance(x, Tensor):
             return x.detach().clone().requires_grad_(bool(node.meta["grad"]) and x.is_floating_point())
         return x
 
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            env[node] = leaf(placed.get(node.name), node)
+            env[node] = factor(placed.get(node.name), node)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)
-            env[node] = env[node] if node.target is operator.getitem else leaf(env[node], node)
+            env[node] = env[node] if node.target is operator.getitem else factor(env[node], node)
         else:
             continue
         results = env[node] if isinstance(env[node], list) else [env[node]]
@@ -225,7 +225,7 @@ def key(analysis: Analysis, node: fx.Node) -> str:
 
     def cut(value: Value, placed: Placement) -> object:
         through = analysis.dims[value][placed.dim] if placed.kind == "S" else []
-        return placed.kind, placed.dim, analysis.atoms.segments(through, placed.atom, {}) if through else ()
+        return placed.kind, placed.dim, analysis.factors.segments(through, placed.factor, {}) if through else ()
 
     operands = analysis.ops[node].operands
     choices = [
@@ -273,9 +273,11 @@ def test_every_operator_that_has_rows_of_the_batch_can_be_cut_along_them(name: s
     _, analysis, _ = analysed(name)
     for node, choices in analysis.choices.items():
         operands = analysis.ops[node].operands
-        rows = any(analysis.atoms.count(dim, analysis.batch_leaf) == 1 for v in operands for dim in analysis.dims[v])
+        rows = any(
+            analysis.factors.count(dim, analysis.batch_factor) == 1 for v in operands for dim in analysis.dims[v]
+        )
         if rows and not analysis.rules[node].opaque:
-            assert any(choice.leaf == analysis.batch_leaf for choice in choices), node.format_node()
+            assert any(choice.factor == analysis.batch_factor for choice in choices), node.format_node()
 
 
 def leaves(name: str, parameter: str, dim: int) -> list[int]:
@@ -284,10 +286,12 @@ def leaves(name: str, parameter: str, dim: int) -> list[int]:
     node = next(n for n in captured.graph.nodes if captured.parameters.get(n.name, "").endswith(parameter))
     reader = next(n for n in node.users if is_call(n))
     position = analysis.ops[reader].operands.index((node, 0))
-    offered = {(c.inputs[position].dim, c.inputs[position].atom) for c in analysis.choices[reader]}
+    offered = {(c.inputs[position].dim, c.inputs[position].factor) for c in analysis.choices[reader]}
     assert value_tensor((node, 0)).dim() > dim
-    atoms = analysis.atoms
-    return [atoms.size(leaf) for leaf in atoms.leaves(analysis.dims[(node, 0)][dim]) if (dim, leaf) in offered]
+    factors = analysis.factors
+    return [
+        factors.size(factor) for factor in factors.cuttable(analysis.dims[(node, 0)][dim]) if (dim, factor) in offered
+    ]
 
 
 @pytest.mark.parametrize(

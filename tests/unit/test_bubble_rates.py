@@ -80,7 +80,7 @@ def searched_order(row: Row, limit: int) -> Order:
         return {"F": row.forward, "I": row.inputs, "W": row.weights}[task.kind]
 
     lines = searched(
-        row.stages, row.micro_batches, seconds, hop_seconds=row.hop, limit=limit * row.stages, weights_share=share
+        row.stages, row.micro_batches, seconds, p2p_seconds=row.hop, limit=limit * row.stages, weights_share=share
     )
     return list_schedule(lines, [frozenset({stage}) for stage in range(row.stages)], seconds)
 

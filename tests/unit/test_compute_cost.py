@@ -99,7 +99,7 @@ def test_gradients_are_added_up_by_all_micro_batches_but_the_first() -> None:
         accumulation=(0.4,),
     )
     kind = LayerKind(name="h", measured=(times,))
-    spent = [layer_seconds(kind, A100, rows=1, num_micro_batches=count).backward for count in (1, 4)]
+    spent = [layer_seconds(kind, A100, rows=1).averaged(count).backward for count in (1, 4)]
     assert spent == [2.0, 2.3]
 
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from whale.errors import InfeasibleError, UsageError
-from whale.planner.balance.cuts import CutProblem, Group, Tie, fastest_cut, price
+from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut, price
 
 GIB = 2**30
 
 
-def group(name: str, seconds: float, num_layers: int = 12, *, gib: float = float("inf")) -> Group:
+def group(name: str, seconds: float, num_layers: int = 12, *, gib: float = float("inf")) -> StageGroup:
     """Layers of 1 GiB of state that keep 1 GiB of a micro-batch."""
-    return Group(
+    return StageGroup(
         name=name,
         seconds=(seconds,) * num_layers,
         fixed_bytes=(GIB,) * num_layers,
@@ -60,7 +60,7 @@ def test_a_dear_boundary_is_not_cut() -> None:
 
 
 def test_a_tied_parameter_is_held_once_by_a_stage_that_has_both_layers() -> None:
-    card = Group(name="card", seconds=(1, 1, 1), fixed_bytes=(10, 1, 10), kept_bytes=(0, 0, 0), capacity_bytes=11)
+    card = StageGroup(name="card", seconds=(1, 1, 1), fixed_bytes=(10, 1, 10), kept_bytes=(0, 0, 0), capacity_bytes=11)
     whole = CutProblem(groups=(card,), micro_batches=1)
     assert fastest_cut(replace(whole, ties=(Tie((0, 2), 10),))).fullest_bytes == (11,)
     with pytest.raises(InfeasibleError):

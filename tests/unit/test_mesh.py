@@ -3,8 +3,7 @@
 import pytest
 
 from whale.errors import AnnotationError
-from whale.ir.strategy import DeviceSelection, Scope, ScopePath, Strategy
-from whale.ir.virtual_device import Along
+from whale.ir.strategy import Along, DeviceSelection, Scope, ScopePath, Strategy
 from whale.planner.assignment.mesh import Mesh, lay_out, needs_of
 
 

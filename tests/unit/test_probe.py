@@ -58,7 +58,7 @@ def test_layers_with_data_compute_the_loss_and_the_gradients_of_the_model(gpt: A
     layers = runnable_layers(
         models[6], gpt.model, gpt.batch, degree=1, rows=6, positions=range(len(chain.layers)), device=CPU
     )
-    steps = probe.Chain(layers, device=CPU, micro_batches=1, optimizer=_Keeping)
+    steps = probe.TimedLayers(layers, device=CPU, micro_batches=1, optimizer=_Keeping)
     times, update = steps.step()
     assert len(times) == len(layers) == 5 and update > 0
     assert all(min(layer[:2]) > 0 and layer[2] == 0 for layer in times)
@@ -103,18 +103,18 @@ def test_what_comes_before_the_memory_is_there_does_not_count(gpt: Any, monkeypa
     layers = runnable_layers(models[2], gpt.model, gpt.batch, degree=1, rows=2, positions=[0, 1], device=CPU)
     every = iter([9.0, 5.0])
 
-    def step(chain: probe.Chain) -> tuple[list[list[float]], float]:
+    def step(chain: probe.TimedLayers) -> tuple[list[list[float]], float]:
         one = next(every, 1.0)
         return [[one, one, one] for _ in chain.layers], 0.0
 
-    monkeypatch.setattr(probe.Chain, "step", step)
+    monkeypatch.setattr(probe.TimedLayers, "step", step)
     found = probe.layer_seconds(layers, device=CPU, seconds=0.0, micro_batches=2)
     assert [times.first_backward for times in found] == [1.0, 1.0]
 
 
 def test_the_layers_of_a_model_are_measured_and_resumed(gpt: Any) -> None:
     world = World(rank=0, size=1, device=CPU, failures=Failures(0))
-    places = (profiling.Place(rank=0, device_type="cpu", node="here", memory_bytes=2**30),)
+    places = (profiling.RankLocation(rank=0, device_type="cpu", node="here", memory_bytes=2**30),)
     start = profile_model(gpt.model, gpt.batch, tensor_degrees=(1, 2))
     calls = []
 

@@ -43,7 +43,7 @@ def coupled(model: nn.Module, x: Tensor) -> set[str]:
     operands = {value for node in nodes for value in analysis.ops[node].operands}
     free = {value for value in operands if value[0] in floating}
     free |= {v for v in operands if v[0].op == "placeholder" and v[0].name not in captured.parameters}
-    _, found = solve_time(analysis, nodes, analysis.batch_leaf, frozenset(free))
+    _, found = solve_time(analysis, nodes, analysis.batch_factor, frozenset(free))
     return {str(node.target) for node in found}
 
 

@@ -150,12 +150,12 @@ def test_a_quick_stage_has_no_forward_that_the_stage_before_has_not() -> None:
     st.floats(0.0, 5.0),
 )
 def test_searched_orders_are_orders_whatever_stages_and_hops_take(
-    seconds: list[tuple[float, float, float]], micro_batches: int, name: str, hop_seconds: float
+    seconds: list[tuple[float, float, float]], micro_batches: int, name: str, p2p_seconds: float
 ) -> None:
     def cost(task: Task) -> float:
         return seconds[task.stage]["FIW".index(task.kind)]
 
-    order = schedule_order(name, len(seconds), micro_batches, seconds=cost, hop_seconds=hop_seconds)
+    order = schedule_order(name, len(seconds), micro_batches, seconds=cost, p2p_seconds=p2p_seconds)
     check_order(order, len(seconds), micro_batches)
 
 

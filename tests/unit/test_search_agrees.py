@@ -67,3 +67,44 @@ def test_sums_overlap_the_last_backward_in_the_search_as_in_compiled_plans(
         errors[name] = abs(candidate.prediction.step_seconds / compiled.prediction.step_seconds - 1)
     assert max(errors.values()) < 0.1, errors
     assert sum(errors.values()) / len(errors) < 0.04, errors
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 4), (2, 8)])
+def test_gradients_that_micro_batches_accumulate_are_priced(
+    gpt: tuple[CandidateCompiler, ModelProfile], replicas: int, micro_batches: int
+) -> None:
+    trial, profile = gpt
+    cluster = Cluster.homogeneous(replicas, V100, num_devices_per_node=replicas, intra=V100.intra_node, inter=None)
+    mesh = Mesh(0, len(profile.layers), tuple(range(replicas)), replicas, 1)
+    assert abs(ratio(trial, profile, cluster, mesh, micro_batches) - 1) < (0.001 if replicas == 1 else 0.03)
+
+
+@pytest.fixture(scope="module")
+def resnet() -> tuple[CandidateCompiler, ModelProfile]:
+    sizes = {"layers": 14, "width": 1, "classes": 10, "size": 32}
+    loaded = load_model(str(EXAMPLES / "resnet.py:resnet"), sizes, batch_size=BATCH, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), name="resnet")
+    return CandidateCompiler(loaded.model, loaded.batch, name="resnet"), profile
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1), (0, 1, 2, 3)])
+def test_statistics_of_batch_norms_are_summed_over_replicas_in_the_search(
+    resnet: tuple[CandidateCompiler, ModelProfile], ranks: tuple[int, ...]
+) -> None:
+    """One replica has none."""
+    trial, profile = resnet
+    network = Link(bandwidth=1.25e10, latency=1.5e-5)
+    cluster = Cluster.homogeneous(4, V100, num_devices_per_node=2, intra=V100.intra_node, inter=network)
+    mesh = Mesh(0, len(profile.layers), ranks, len(ranks), 1)
+    assert abs(ratio(trial, profile, cluster, mesh, 1) - 1) < 0.03
+
+
+def ratio(trial: CandidateCompiler, profile: ModelProfile, cluster: Cluster, mesh: Mesh, micro_batches: int) -> float:
+    """Seconds of a plan of one stage by the search, as a part of those once it is compiled."""
+    prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
+    rows = (BATCH // micro_batches // mesh.data,) * mesh.data
+    stages = [StageChoice(**mesh._asdict(), rows=rows)]
+    candidate = score(prices, stages, micro_batches=micro_batches, batch=BATCH)
+    compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
+    assert compiled.compiled, compiled.reason
+    return candidate.prediction.step_seconds / compiled.prediction.step_seconds

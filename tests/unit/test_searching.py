@@ -122,3 +122,17 @@ def test_pictures_take_the_precision_that_is_asked_for() -> None:
     loaded = load_model("examples/models/resnet.py:resnet", sizes, batch_size=2, device="meta")
     assert in_precision(loaded, "fp16") == "fp16"
     assert [str(x.dtype) for x in loaded.batch.values()] == ["torch.float16", "torch.int64"]
+
+
+def test_plans_that_could_be_better_than_what_compiling_shows_are_compiled_too() -> None:
+    """Plans with the micro-batches of the best one take longer than the search said, others do not."""
+    cluster = machines([card("fast")] * 2 + [card("slow")] * 2, SLOW)
+
+    def slower(plan: Plan, prediction: Prediction) -> Prediction:
+        factor = 1.3 if plan.micro_batches == first.micro_batches else 1.0
+        return prediction.model_copy(update={"step_seconds": prediction.step_seconds * factor})
+
+    first = searched(Model(faster(1, 1.0)), profile(), cluster, top=1).best.plan
+    found = searched(Model(slower), profile(), cluster, top=2)
+    assert found.best.plan.micro_batches != first.micro_batches
+    assert found.best.prediction.step_seconds < 1.29 * first.prediction.step_seconds

@@ -51,3 +51,8 @@ def test_float64_is_slow_on_cards_for_graphics() -> None:
 def test_more_power_never_lowers_the_clock(watts: float, more: float, boost: float) -> None:
     low, high = clock(watts, boost), clock(watts * more, boost)
     assert 0 < low <= high + 1e-9 <= 1 + 1e-9
+
+
+def test_every_type_in_the_catalog_has_a_float32_rate_of_its_own() -> None:
+    unlisted = [name for name, type_ in TYPES.items() if "float32" not in dict(type_.rates)]
+    assert not unlisted, "they would be priced at their slowest listed rate, that of bfloat16"

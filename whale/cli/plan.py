@@ -116,7 +116,7 @@ def plan(
     scopes = module_scopes(loaded.model)
     if profile is None:
         note(f"profiling {loaded.name}")
-        split = any(scope.strategy.kind == "split" for path in scopes.values() for scope in path)
+        split = any(scope.strategy.shards_operators for path in scopes.values() for scope in path)
         degrees = [degree for degree in (1, 2, 4, 8) if degree == 1 or (split and degree <= len(cluster.devices))]
         profile = profile_model(
             loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name

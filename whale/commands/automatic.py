@@ -170,7 +170,7 @@ def tensor_degrees(
 def _asked(cluster: Cluster, scopes: Mapping[str, ScopePath] | None) -> set[int]:
     """The degrees of annotated splits, as far as there are devices."""
     every = (scope.strategy for path in (scopes or {}).values() for scope in path)
-    degrees = (one.degree for one in every if one.kind == "split" and one.degree is not None)
+    degrees = (one.degree for one in every if one.shards_operators and one.degree is not None)
     return {degree for degree in degrees if degree <= len(cluster.devices)}
 
 

@@ -209,7 +209,7 @@ class _Problem:
         for index, (own, shares) in enumerate(zip(order, stages, strict=True)):
             for axis, units, moves in zip(self.start.stages[index].axes or (), shares.units, shares.moves, strict=True):
                 if len(set(units)) > 1:
-                    what = "rows of a micro-batch" if axis.role == "replicate" else "units"
+                    what = "rows of a micro-batch" if axis.divides_batch else "units"
                     shown = ", ".join(map(str, units[:16]))
                     reasons.append(f"stage {index} on ranks {_shown(own)}: {what} along {axis.name!r} are {shown}")
                 reasons += [f"stage {index}: {move.reason}" for move in moves]
@@ -230,7 +230,7 @@ class _Problem:
         overlapping = len({rank for own in sets for rank in own}) < sum(map(len, sets))
         graphs = self.compilation.partition.stages
         paths = {path for graph in graphs for path in (graph.cut.outer, *graph.scopes.values())}
-        clusters = any(scope.strategy.kind == "cluster" for path in paths for scope in path)
+        clusters = any(scope.strategy.chooses_devices for path in paths for scope in path)
         best: tuple[tuple[float, float], list[tuple[int, ...]], list[MeshShares]] | None = None
         problem: InfeasibleError | None = None
         seen: set[Any] = set()
@@ -274,9 +274,9 @@ class _Problem:
     def _units(self, stage: PlacedStage, axis: int) -> int:
         """Units of a split axis: the smallest number of units among its operators, such as heads."""
         sizes = {
-            self.compilation.analysis.atoms.size(choices[axis + 1].leaf)
+            self.compilation.analysis.factors.size(choices[axis + 1].factor)
             for choices in stage.choices.values()
-            if choices[axis + 1].leaf >= 0
+            if choices[axis + 1].factor >= 0
         }
         size = stage.mesh.axes[axis].size
         return min((units for units in sizes if units >= size), default=size)
@@ -318,9 +318,9 @@ def _with_shares(axes: Sequence[PlanAxis], shares: MeshShares) -> tuple[PlanAxis
     """
     found, counted = [], False
     for axis, units in zip(axes, shares.units, strict=True):
-        outermost = axis.role == "replicate" and not counted
-        counted = counted or axis.role == "replicate"
-        given: tuple[int | float, ...] = units if outermost or axis.role == "split" else tuple(map(float, units))
+        outermost = axis.divides_batch and not counted
+        counted = counted or axis.divides_batch
+        given: tuple[int | float, ...] = units if outermost or not axis.divides_batch else tuple(map(float, units))
         equal = len(set(units)) == 1
         found.append(axis.model_copy(update={"shares": () if equal else given}))
     return tuple(found)

@@ -55,6 +55,12 @@ LEAST_SHARE = 0.25
 RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
 
+MOST_UNSURE = 8
+"""Number of further candidates that are compiled because they could be better than the best compiled one."""
+
+GAIN = 1e-3
+"""Smallest relative improvement for which another candidate is compiled."""
+
 REORDERED = 2
 """Number of the best compiled plans on which schedules are tried that the search does not price."""
 
@@ -240,7 +246,8 @@ class _Tried:
 
     def best_of(self, found: Found, simple: Sequence[Candidate], top: int) -> None:
         """Compile the best that a search found, then each of the *simple* plans that could be better, then the others
-        of the *top*; and as long as none of these can be run, the next ones."""
+        of the *top*; as long as none of these can be run, the next ones; and at last those that would be better than
+        the best so far if compiling made them as much faster as any of these."""
         first, *others = found.candidates[:top]
         self.compile(first, self.schedule)
         for candidate in simple:
@@ -251,6 +258,14 @@ class _Tried:
             self.compile(candidate, self.schedule)
         for candidate in found.candidates[top:]:
             if self.choices or self.over():
+                break
+            self.compile(candidate, self.schedule)
+        unsure = sorted((*found.candidates[top:], *found.near), key=lambda one: one.prediction.step_seconds)
+        for candidate in unsure[:MOST_UNSURE]:
+            compiled = [one for one in self.choices if one.compiled]
+            gained = min((_seconds(one) / one.candidate.prediction.step_seconds for one in compiled), default=0.0)
+            best = min(map(_seconds, compiled), default=0.0)
+            if candidate.prediction.step_seconds * gained >= best * (1 - GAIN) or self.late():
                 break
             self.compile(candidate, self.schedule)
 
@@ -285,6 +300,10 @@ class _Tried:
                 if said and said / real < self.room.get(type_, 1.0):
                     self.room[type_], tighter = said / real, True
         return _with_memory(cluster, self.room) if tighter else None
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.prediction.step_seconds
 
 
 def _with_memory(cluster: Cluster, parts: Mapping[str, float]) -> Cluster:

@@ -229,7 +229,7 @@ class Compilation:
 def _form(analysis: Analysis, value: Value, placement: Placement) -> StoredForm:
     if placement.kind != "S":
         return placement.kind, -1, ()
-    return "S", placement.dim, analysis.atoms.segments(analysis.dims[value][placement.dim], placement.atom, {})
+    return "S", placement.dim, analysis.factors.segments(analysis.dims[value][placement.dim], placement.factor, {})
 
 
 def placement_of(analysis: Analysis, value: Value, form: StoredForm) -> Placement:
@@ -237,7 +237,7 @@ def placement_of(analysis: Analysis, value: Value, form: StoredForm) -> Placemen
     kind, dim, segments = form
     if kind != "S":
         return Placement(kind)  # type: ignore[arg-type]
-    for leaf in analysis.atoms.leaves(analysis.dims[value][dim]):
-        if analysis.atoms.segments(analysis.dims[value][dim], leaf, {}) == segments:
-            return Placement("S", dim, leaf)
+    for factor in analysis.factors.cuttable(analysis.dims[value][dim]):
+        if analysis.factors.segments(analysis.dims[value][dim], factor, {}) == segments:
+            return Placement("S", dim, factor)
     raise UsageError(f"{value[0].name} cannot be stored in this batch's graph as it is: its dim {dim} is cut elsewhere")

@@ -31,7 +31,7 @@ from whale.ir.strategy import ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.schedules.orders import schedule_order
-from whale.planner.simulation.simulate import check_workload, hop_seconds, task_seconds
+from whale.planner.simulation.simulate import check_workload, p2p_seconds, task_seconds
 from whale.runtime.module import Shard
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
@@ -182,7 +182,7 @@ def _times(plan: Plan | None, num_stages: int) -> tuple[Callable[[Task], float],
     if workload is None or len(workload.stages) != num_stages:
         return ()
     check_workload(workload)
-    return task_seconds(workload), hop_seconds(workload)
+    return task_seconds(workload), p2p_seconds(workload)
 
 
 def _place_stages(
@@ -258,8 +258,8 @@ def _check_units(analysis: Analysis, stages: Sequence[PlacedStage], plan: Plan) 
     """
     for stage, planned in zip(stages, plan.stages, strict=True):
         for position, axis in enumerate(planned.axes or ()):
-            leaves = {choices[position + 1].leaf for choices in stage.choices.values()} - {-1}
-            most = max((analysis.atoms.size(leaf) for leaf in leaves), default=0)
+            factors = {choices[position + 1].factor for choices in stage.choices.values()} - {-1}
+            most = max((analysis.factors.size(factor) for factor in factors), default=0)
             if axis.counts_units and sum(axis.shares) > most:
                 raise PlanMismatchError(
                     f"the plan's stages.{stage.index}.axes.{position}.shares sum to {sum(axis.shares)} units, but what "

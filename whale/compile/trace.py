@@ -68,7 +68,7 @@ class Traced:
     @cached_property
     def units(self) -> int:
         """Independent rows of the batch; 1 if the batch cannot be divided."""
-        return self.analysis.atoms.size(self.analysis.batch_leaf) if self.analysis.batch_leaf >= 0 else 1
+        return self.analysis.factors.size(self.analysis.batch_factor) if self.analysis.batch_factor >= 0 else 1
 
     def stages(self, scopes: Mapping[str, ScopePath]) -> Partition:
         """The stages under other annotations, by module path as `whale.annotations.module_scopes` returns them.

@@ -254,7 +254,7 @@ def capture(
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     scopes = (scope for path in module_scopes(model).values() for scope in path)
-    annotated = dict.fromkeys(s.region for s in scopes if s.strategy.kind == "stage")
+    annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
     return captured
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from whale.errors import CaptureError, UsageError, WhaleError
 
 __all__ = [
-    "Place",
+    "SourceLine",
     "capture_error",
     "check_batch",
     "check_hooks",
@@ -42,7 +42,7 @@ __all__ = [
 aten = torch.ops.aten
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a source file."""
 
     file: str
@@ -70,32 +70,32 @@ def _is_model(file: str) -> bool:
     return not os.path.abspath(file).startswith(_NOT_THE_MODEL)
 
 
-def _place_of_traceback(traceback: TracebackType | None) -> Place | None:
+def _place_of_traceback(traceback: TracebackType | None) -> SourceLine | None:
     found = None
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if _is_model(file):
-            found = Place(file, traceback.tb_lineno)
+            found = SourceLine(file, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
 
 
-def _place_of_frame(frame: FrameType | None) -> Place | None:
+def _place_of_frame(frame: FrameType | None) -> SourceLine | None:
     while frame is not None:
         if _is_model(frame.f_code.co_filename):
-            return Place(frame.f_code.co_filename, frame.f_lineno)
+            return SourceLine(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
-def place_of_node(node: fx.Node) -> Place | None:
+def place_of_node(node: fx.Node) -> SourceLine | None:
     """The innermost line of the model's own source that made an operator."""
     found = None
     for line in (node.meta.get("stack_trace") or "").splitlines():
         if line.strip().startswith("File "):
             file, number = line.strip().removeprefix('File "').split('", line ')
             if _is_model(file):
-                found = Place(file, int(number.split(",")[0]))
+                found = SourceLine(file, int(number.split(",")[0]))
     return found
 
 
@@ -117,12 +117,12 @@ def modules_around(node: fx.Node) -> list[str]:
     return [path.removeprefix("model").removeprefix(".") for path in paths if path]
 
 
-def _place_of_forward(model: nn.Module) -> Place | None:
+def _place_of_forward(model: nn.Module) -> SourceLine | None:
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return Place(code.co_filename, code.co_firstlineno) if code else None
+    return SourceLine(code.co_filename, code.co_firstlineno) if code else None
 
 
-def _located(message: str, place: Place | None) -> CaptureError:
+def _located(message: str, place: SourceLine | None) -> CaptureError:
     return CaptureError(message, file=place.file if place else None, line=place.line if place else None)
 
 

@@ -26,7 +26,7 @@ from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, resolve, value_tensor
 from whale.ir.strategy import Scope, Strategy
 
-__all__ = ["Chain", "Layer", "chain_of"]
+__all__ = ["LayerChain", "Layer", "chain_of"]
 
 _SUBSTANCE = 0.7
 """Fraction of a layer's parameters above which the children of an inner list are the layers instead."""
@@ -51,7 +51,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class LayerChain:
     """A model as a chain of layers.
 
     ``captured`` and ``partition`` hold one layer of each kind: stage *k* of the partition is kind *k*. ``names`` are of
@@ -64,7 +64,7 @@ class Chain:
     partition: Partition
 
 
-def chain_of(captured: Captured, model: nn.Module) -> Chain:
+def chain_of(captured: Captured, model: nn.Module) -> LayerChain:
     """Cut a captured model into layers. Its graph is consumed and becomes the chain's."""
     pinned = partition(captured, NodeScopes()).stages[0].nodes
     segments = _segments(captured, pinned, _layer_paths(model, pinned))
@@ -92,7 +92,7 @@ def chain_of(captured: Captured, model: nn.Module) -> Chain:
         for kind, segment in enumerate(firsts)
         for node in segment.nodes
     }
-    return Chain(
+    return LayerChain(
         layers=layers,
         names=tuple(s.name for s in firsts),
         captured=captured,

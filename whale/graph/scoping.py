@@ -62,7 +62,7 @@ def scopes_by_module(paths: Mapping[fx.Node, tuple[str, ...]], scopes: Mapping[s
     for own in paths.values():
         if own not in known:
             known[own] = next((scopes[path] for path in own if path in scopes), ())
-    stages = (scope.region for path in scopes.values() for scope in path if scope.strategy.kind == "stage")
+    stages = (scope.region for path in scopes.values() for scope in path if scope.strategy.makes_stage)
     return NodeScopes(
         of={node: known[own] for node, own in paths.items() if known[own]},
         stage_regions=tuple(dict.fromkeys(stages)),

@@ -27,13 +27,13 @@ from typing import Literal
 class Placement:
     """Placement of a tensor on one mesh axis. Use the constants, or :func:`shard`.
 
-    ``dim`` and ``atom`` are set for shards only: the sharded tensor dim and the axis factor (see ``strategies.axes``)
+    ``dim`` and ``factor`` are set for shards only: the sharded tensor dim and the axis factor (see ``strategies.axes``)
     along which it is cut.
     """
 
     kind: Literal["R", "R*", "S", "P"]
     dim: int = -1
-    atom: int = -1
+    factor: int = -1
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.kind == "S" else self.kind
@@ -56,9 +56,9 @@ REPLICATE_PARTIAL = Placement("R*")
 PARTIAL = Placement("P")
 
 
-def shard(dim: int, atom: int) -> Placement:
-    """A tensor sharded along axis factor *atom* of its dim *dim*."""
-    return Placement("S", dim, atom)
+def shard(dim: int, factor: int) -> Placement:
+    """A tensor sharded along axis factor *factor* of its dim *dim*."""
+    return Placement("S", dim, factor)
 
 
 @dataclass(frozen=True)

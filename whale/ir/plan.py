@@ -34,8 +34,7 @@ from whale.ir.json_text import format_json
 from whale.ir.module_pattern import ModulePattern
 from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
-from whale.ir.strategy import Strategy, check_nesting, parse_strategy
-from whale.ir.virtual_device import Role
+from whale.ir.strategy import Role, Strategy, check_nesting, divides_batch, parse_strategy
 from whale.ir.workload import Prediction, Workload
 
 __all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage"]
@@ -97,9 +96,14 @@ class PlanAxis(Record):
             raise ValueError(f"shares: there are {len(self.shares)} for an axis of size {self.size}")
         if any(share < 0 or share > 1e12 or not isfinite(share) for share in self.shares):
             raise ValueError(f"shares: {_shown(self.shares)} must lie between 0 and 1e12")
-        if self.shares and (not any(self.shares) or (self.role == "split" and not all(self.shares))):
+        if self.shares and (not any(self.shares) or (not self.divides_batch and not all(self.shares))):
             raise ValueError(f"shares: {_shown(self.shares)} leaves a slice of the axis without work")
         return self
+
+    @property
+    def divides_batch(self) -> bool:
+        """Whether its shares are of the rows; else they are of the operators' units."""
+        return divides_batch(self.role)
 
     @property
     def counts_units(self) -> bool:
@@ -144,7 +148,7 @@ class PlanStage(Record):
     @property
     def batch_axis(self) -> PlanAxis | None:
         """The outermost axis along which the rows of a micro-batch are divided, if there is one."""
-        return next((axis for axis in self.axes or () if axis.role == "replicate"), None)
+        return next((axis for axis in self.axes or () if axis.divides_batch), None)
 
 
 class ModelIdentity(Record):

@@ -100,14 +100,15 @@ class Kernel(Record):
 
 
 class Communication(Record):
-    """A collective inside a layer, as the strategies declare it, over the ``tensor``, ``expert`` or ``context`` group.
+    """A collective inside a layer, as the strategies declare it, over the ``tensor``, ``expert`` or ``context`` group,
+    or over the ``replica`` group, which holds the same parameters and divides the rows of a micro-batch.
 
     ``size`` is the whole tensor: the input of an all-reduce or reduce-scatter, the result of an all-gather, the
     exchanged tensor of an all-to-all on one device.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-    group: Literal["tensor", "expert", "context"] = "tensor"
+    group: Literal["tensor", "expert", "context", "replica"] = "tensor"
     size: Amount
     count: Annotated[int, Field(ge=1)] = 1
 

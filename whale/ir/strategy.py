@@ -15,9 +15,14 @@ from typing import Literal, NamedTuple, get_args
 from whale.errors import AnnotationError
 
 __all__ = [
+    "REPLICAS",
+    "SHARDS",
+    "Along",
     "DeviceSelection",
     "Kind",
     "Layout",
+    "RegionRole",
+    "Role",
     "Scope",
     "ScopePath",
     "StageCut",
@@ -25,12 +30,21 @@ __all__ = [
     "check_nesting",
     "cut_at_stage",
     "decode_scopes",
+    "divides_batch",
     "encode_scopes",
     "parse_strategy",
     "region_of",
+    "role_of_axis",
+    "shards_operators",
 ]
 
 Kind = Literal["replicate", "split", "stage", "cluster"]
+Role = Literal["replicate", "split"]
+"""Role of a mesh axis: each replica computes its share of the batch, or each device its shard of the operators."""
+
+REPLICAS: Role = "replicate"
+SHARDS: Role = "split"
+
 Layout = Literal["all", "row", "average", "ranks", "type", "name"]
 
 MAX_DIMS = 64
@@ -85,6 +99,42 @@ class DeviceSelection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Along:
+    """Role of a region that is split along a dim of its input: ``split(n, dim=...)``.
+
+    Attributes:
+        dim: of the tensors that come into *region*; negative: from the last.
+        region: identity of the region that was annotated so; the empty string is the unannotated rest.
+    """
+
+    dim: int
+    region: str
+
+
+RegionRole = Role | Along
+"""Role of a region along a mesh axis; that of a split without a dim splits operators as their matrices are stored."""
+
+
+def divides_batch(role: RegionRole) -> bool:
+    """Whether the devices along an axis compute whole operators, each on its share of the rows."""
+    return role == REPLICAS
+
+
+def shards_operators(role: RegionRole) -> bool:
+    """Whether the devices along an axis compute operators together, each with its shard of the matrices."""
+    return role == SHARDS
+
+
+def role_of_axis(roles: Iterable[RegionRole]) -> Role:
+    """The role of an axis that regions use in these ways: replicas if it divides the batch for all of them.
+
+    >>> role_of_axis(["replicate", "split"])
+    'split'
+    """
+    return REPLICAS if all(map(divides_batch, roles)) else SHARDS
+
+
+@dataclass(frozen=True, kw_only=True)
 class Strategy:
     """One annotation, as data.
 
@@ -123,6 +173,37 @@ class Strategy:
                     f"split(dim={self.dim!r}): the dim is a whole number that a tensor may have, as in "
                     "whale.split(2, dim=1) for the second dim of what comes into the region"
                 )
+
+    @property
+    def divides_batch(self) -> bool:
+        """Whether its devices are replicas, each with its share of the rows."""
+        return self.kind == "replicate"
+
+    @property
+    def shards_operators(self) -> bool:
+        """Whether its devices compute each operator together."""
+        return self.kind == "split"
+
+    @property
+    def makes_stage(self) -> bool:
+        """Whether its region is a stage of the pipeline."""
+        return self.kind == "stage"
+
+    @property
+    def chooses_devices(self) -> bool:
+        """Whether it says which devices, and nothing of what they compute."""
+        return self.kind == "cluster"
+
+    @property
+    def makes_axis(self) -> bool:
+        """Whether its degree is an axis of a stage's mesh."""
+        return not self.makes_stage and not self.chooses_devices
+
+    def role(self, region: str) -> RegionRole:
+        """The role of its region along the axis that it makes."""
+        if self.dim is not None:
+            return Along(dim=self.dim, region=region)
+        return SHARDS if self.shards_operators else REPLICAS
 
     def __str__(self) -> str:
         if self.devices is not None:
@@ -210,14 +291,14 @@ def check_nesting(strategies: Iterable[Strategy]) -> None:
     """
     outer: list[Strategy] = []
     for strategy in strategies:
-        if strategy.kind == "stage":
+        if strategy.makes_stage:
             for other in outer:
-                if other.kind == "stage":
+                if other.makes_stage:
                     raise AnnotationError(
                         f"{strategy} lies in {other}: a stage cannot contain a stage; put one after the other, or use "
                         "replicate or split inside the stage"
                     )
-                if other.kind == "split":
+                if other.shards_operators:
                     raise AnnotationError(
                         f"{strategy} lies in {other}: a split region cannot be cut into stages; put {other} inside "
                         f"{strategy}"
@@ -235,7 +316,7 @@ def cut_at_stage(path: ScopePath) -> StageCut:
     """
     check_nesting(scope.strategy for scope in path)
     for index, scope in enumerate(path):
-        if scope.strategy.kind == "stage":
+        if scope.strategy.makes_stage:
             return StageCut(path[:index], scope, path[index + 1 :])
     return StageCut((), None, path)
 

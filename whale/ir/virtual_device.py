@@ -11,32 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Literal
 
 from whale.errors import UsageError
-from whale.ir.strategy import ScopePath
+from whale.ir.strategy import RegionRole, ScopePath
 
-__all__ = ["Along", "MeshAxis", "RegionRole", "RegionRoles", "Role", "VirtualDevice"]
-
-Role = Literal["replicate", "split"]
-"""Role of a mesh axis: each replica computes its share of the batch, or each device its shard of the operators."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Along:
-    """Role of a region that is split along a dim of its input: ``split(n, dim=...)``.
-
-    Attributes:
-        dim: of the tensors that come into *region*; negative: from the last.
-        region: identity of the region that was annotated so; the empty string is the unannotated rest.
-    """
-
-    dim: int
-    region: str
-
-
-RegionRole = Role | Along
-"""Role of a region along a mesh axis; ``split`` without a dim splits operators as their matrices are stored."""
+__all__ = ["MeshAxis", "RegionRoles", "VirtualDevice"]
 
 
 @dataclass(frozen=True, kw_only=True)

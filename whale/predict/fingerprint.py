@@ -188,7 +188,7 @@ class _Numbers:
         if isinstance(x, slice):
             return slice, tuple(self._token(item, places) for item in (x.start, x.stop, x.step))
         if isinstance(x, Placement):
-            return Placement, x.kind, x.dim, self.number("atom", x.atom)
+            return Placement, x.kind, x.dim, self.number("factor", x.factor)
         if is_dataclass(x) and not isinstance(x, type):
             return type(x), self._named({field.name: getattr(x, field.name) for field in fields(x)}, places)
         if isinstance(x, nn.Module) and not x._parameters and not x._buffers:

@@ -14,6 +14,7 @@ from whale.compile.compilation import Compilation
 from whale.errors import UsageError
 from whale.graph.capture_checks import module_of
 from whale.ir.profile import ModelProfile
+from whale.ir.strategy import RegionRole, divides_batch, shards_operators
 from whale.strategies.layout import unit_shares
 from whale.strategies.lowering import PlacedStage
 
@@ -93,12 +94,12 @@ def _parts(
     shares = [stage.mesh.axis_shares(axis) for axis in range(len(stage.mesh.axes))]
     sums = [sum(own) for own in shares]
 
-    def part(role: Sequence[object], of_experts: Sequence[object], coordinates: Sequence[int]) -> Part:
+    def part(role: Sequence[RegionRole], of_experts: Sequence[RegionRole], coordinates: Sequence[int]) -> Part:
         rows, fraction, expert = max(compilation.rows), 1.0, 1
         for axis, (one, other, at) in enumerate(zip(role, of_experts, coordinates, strict=True)):
-            if one == "replicate":
+            if divides_batch(one):
                 rows = unit_shares(rows, stage.layout.axes[axis + 1])[at]
-                expert *= stage.mesh.shape[axis] if other == "split" else 1
+                expert *= stage.mesh.shape[axis] if shards_operators(other) else 1
             else:
                 fraction *= shares[axis][at] / sums[axis]
         return Part(rows=rows, fraction=fraction, expert=expert)

@@ -7,12 +7,12 @@
 from whale.profiling.layers import layer_items
 from whale.profiling.machine import Sizes, machine_items
 from whale.profiling.measuring import PREPARATION_SECONDS, Item, measure_items
-from whale.profiling.places import Place, places_of
+from whale.profiling.places import RankLocation, places_of
 
 __all__ = [
     "PREPARATION_SECONDS",
     "Item",
-    "Place",
+    "RankLocation",
     "Sizes",
     "layer_items",
     "machine_items",

@@ -16,7 +16,7 @@ from torch import nn
 from whale.errors import UsageError
 from whale.ir.profile import LayerKind, MeasuredTimes, ModelProfile
 from whale.profiling.measuring import Item
-from whale.profiling.places import Place, first_of_types
+from whale.profiling.places import RankLocation, first_of_types
 from whale.runtime import probe
 from whale.runtime.launch import World
 from whale.strategies.layers import LayeredModel
@@ -32,7 +32,7 @@ MICRO_BATCHES = 2
 
 def layer_items(
     world: World,
-    places: Sequence[Place],
+    places: Sequence[RankLocation],
     profile: ModelProfile,
     capture: Callable[[], Mapping[int, LayeredModel]],
     model: nn.Module,
@@ -60,7 +60,7 @@ def layer_items(
 
 def _layers(
     world: World,
-    place: Place,
+    place: RankLocation,
     chain: ModelProfile,
     captured: Callable[[], Mapping[int, LayeredModel]],
     model: nn.Module,

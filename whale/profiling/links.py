@@ -15,7 +15,7 @@ import torch.distributed as dist
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.ir.program import BUCKET_BYTES
 from whale.profiling.measuring import Item
-from whale.profiling.places import Place
+from whale.profiling.places import RankLocation
 from whale.runtime import probe
 from whale.runtime.launch import World, groups
 
@@ -24,7 +24,7 @@ __all__ = ["OPERATIONS", "link_items"]
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def link_items(world: World, places: Sequence[Place], messages: Sequence[int]) -> list[Item]:
+def link_items(world: World, places: Sequence[RankLocation], messages: Sequence[int]) -> list[Item]:
     """Each kind of pair and group on its first ranks, at these bytes of a message."""
     pairs = _pairs(places)
     sets = _sets(places, pairs)
@@ -43,7 +43,7 @@ def link_items(world: World, places: Sequence[Place], messages: Sequence[int]) -
     return items
 
 
-def _pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
+def _pairs(places: Sequence[RankLocation]) -> list[tuple[int, int]]:
     """The first pair of ranks of each kind: of these two types, within a node or between nodes."""
     found: dict[tuple[Any, ...], tuple[int, int]] = {}
     for one, other in combinations(places, 2):
@@ -51,14 +51,14 @@ def _pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def _sets(places: Sequence[Place], pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+def _sets(places: Sequence[RankLocation], pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
     """The first group of each kind among: the pairs, powers of two of a node's devices, powers of two of nodes with a
     device each, of one type of device or as they come, and all devices."""
-    nodes: dict[str, list[Place]] = {}
+    nodes: dict[str, list[RankLocation]] = {}
     for place in places:
         nodes.setdefault(place.node, []).append(place)
     firsts = [members[0] for members in nodes.values()]
-    alike: dict[str, list[Place]] = {}
+    alike: dict[str, list[RankLocation]] = {}
     for place in firsts:
         alike.setdefault(place.device_type, []).append(place)
     groups_of = [[places[rank] for rank in pair] for pair in pairs]
@@ -79,7 +79,7 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(1, most.bit_length()) if 2**power < most]
 
 
-def _kind(members: Sequence[Place]) -> tuple[Any, ...]:
+def _kind(members: Sequence[RankLocation]) -> tuple[Any, ...]:
     """Key of a group: its types, and the number of each on each node."""
     by_node: dict[str, list[str]] = {}
     for place in members:
@@ -87,7 +87,7 @@ def _kind(members: Sequence[Place]) -> tuple[Any, ...]:
     return tuple(sorted(tuple(sorted(types)) for types in by_node.values()))
 
 
-def _send(world: World, places: Sequence[Place], pair: tuple[int, int], group: Any, size: int) -> Item:
+def _send(world: World, places: Sequence[RankLocation], pair: tuple[int, int], group: Any, size: int) -> Item:
     def run(seconds: float) -> float:
         rank, peer = pair if world.rank == pair[0] else pair[::-1]
         measured = probe.send_seconds(size, rank, peer, group, device=world.device, seconds=seconds)
@@ -97,7 +97,7 @@ def _send(world: World, places: Sequence[Place], pair: tuple[int, int], group: A
 
 
 def _collective(
-    world: World, places: Sequence[Place], operation: str, ranks: tuple[int, ...], group: Any, size: int
+    world: World, places: Sequence[RankLocation], operation: str, ranks: tuple[int, ...], group: Any, size: int
 ) -> Item:
     def run(seconds: float) -> float:
         measured = probe.collective_seconds(
@@ -109,7 +109,7 @@ def _collective(
 
 
 def _interference(
-    world: World, places: Sequence[Place], ranks: tuple[int, ...], two: tuple[Any, Any], sizes: Sequence[int]
+    world: World, places: Sequence[RankLocation], ranks: tuple[int, ...], two: tuple[Any, Any], sizes: Sequence[int]
 ) -> Item:
     """Interference of gradient reductions with concurrent work, stored in the curve of the all-reduces."""
     bucket = max((size for size in sizes if size <= BUCKET_BYTES), default=sizes[0])
@@ -143,15 +143,15 @@ def _interference(
     return Item(name=name, ranks=ranks, known=known, run=run, merged=merged)
 
 
-def _types(places: Sequence[Place], ranks: Sequence[int]) -> list[str]:
+def _types(places: Sequence[RankLocation], ranks: Sequence[int]) -> list[str]:
     return sorted(places[rank].device_type for rank in ranks)
 
 
-def _told(places: Sequence[Place], ranks: Sequence[int]) -> str:
+def _told(places: Sequence[RankLocation], ranks: Sequence[int]) -> str:
     return f"{len(ranks)}: {', '.join(_types(places, ranks))}"
 
 
-def _identity(places: Sequence[Place], operation: str, ranks: Sequence[int]) -> dict[str, Any]:
+def _identity(places: Sequence[RankLocation], operation: str, ranks: Sequence[int]) -> dict[str, Any]:
     """Fields that identify the curve of these ranks."""
     types, nodes = _types(places, ranks), [places[rank].node for rank in ranks]
     return {
@@ -174,7 +174,7 @@ def _is_of(identity: Mapping[str, Any]) -> Callable[[LinkCurve], bool]:
 
 def _link_item(
     world: World,
-    places: Sequence[Place],
+    places: Sequence[RankLocation],
     operation: str,
     ranks: tuple[int, ...],
     size: int,

@@ -14,7 +14,7 @@ from whale.ir.profile import MeasuredRate, ModelProfile
 from whale.ir.program import BUCKET_BYTES
 from whale.profiling.links import link_items
 from whale.profiling.measuring import Item
-from whale.profiling.places import Place, first_of_types
+from whale.profiling.places import RankLocation, first_of_types
 from whale.runtime import probe
 from whale.runtime.launch import World
 
@@ -44,7 +44,7 @@ class Sizes:
         )
 
 
-def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[Item]:
+def machine_items(world: World, places: Sequence[RankLocation], sizes: Sizes) -> list[Item]:
     """Links, then devices: each type of device on its first rank, each kind of pair and group on its first ranks."""
     items = link_items(world, places, sizes.messages)
     for place in first_of_types(places):
@@ -53,7 +53,7 @@ def machine_items(world: World, places: Sequence[Place], sizes: Sizes) -> list[I
     return items
 
 
-def _rate(world: World, place: Place, kind: str, dtype: str, dims: tuple[int, ...]) -> Item:
+def _rate(world: World, place: RankLocation, kind: str, dtype: str, dims: tuple[int, ...]) -> Item:
     side = dims[0]
 
     def run(seconds: float) -> list[float]:

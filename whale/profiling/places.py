@@ -17,11 +17,11 @@ from whale.ir.cluster import Cluster
 from whale.runtime.launch import World
 from whale.runtime.store import Board
 
-__all__ = ["Place", "first_of_types", "places_of"]
+__all__ = ["RankLocation", "first_of_types", "places_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankLocation:
     """Location of a rank: its device type, its node, and the memory of the device in bytes."""
 
     rank: int
@@ -30,7 +30,7 @@ class Place:
     memory_bytes: int
 
 
-def places_of(world: World, cluster: Cluster | None) -> tuple[Place, ...]:
+def places_of(world: World, cluster: Cluster | None) -> tuple[RankLocation, ...]:
     """Locations of all ranks: from the cluster, in which rank r is device r, or as the ranks detect them.
 
     Raises:
@@ -43,14 +43,14 @@ def places_of(world: World, cluster: Cluster | None) -> tuple[Place, ...]:
         )
     if cluster is not None:
         return tuple(
-            Place(rank=d.rank, device_type=d.type.name, node=d.node, memory_bytes=d.memory_bytes)
+            RankLocation(rank=d.rank, device_type=d.type.name, node=d.node, memory_bytes=d.memory_bytes)
             for d in cluster.devices
         )
     board = Board(world, "profile")
     board.put(f"place/{world.rank}", [_device_name(world.device), socket.gethostname(), _memory_bytes(world.device)])
     found = [board.get(f"place/{rank}") for rank in range(world.size)]
     return tuple(
-        Place(rank=rank, device_type=name, node=node, memory_bytes=memory)
+        RankLocation(rank=rank, device_type=name, node=node, memory_bytes=memory)
         for rank, (name, node, memory) in enumerate(found)
     )
 
@@ -69,9 +69,9 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def first_of_types(places: Sequence[Place]) -> list[Place]:
+def first_of_types(places: Sequence[RankLocation]) -> list[RankLocation]:
     """The first rank of each type of device."""
-    firsts: dict[str, Place] = {}
+    firsts: dict[str, RankLocation] = {}
     for place in places:
         firsts.setdefault(place.device_type, place)
     return list(firsts.values())

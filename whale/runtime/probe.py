@@ -24,7 +24,7 @@ from whale.runtime import collectives
 from whale.runtime.stage import LocalStage
 
 __all__ = [
-    "Chain",
+    "TimedLayers",
     "Layer",
     "LayerSeconds",
     "Measured",
@@ -398,7 +398,7 @@ def layer_seconds(
     output of the layer before, if that has the right shape. So caches, the allocator and the memory are in the state of
     a real step, and the layers' times sum to the step's.
     """
-    chain = Chain(layers, device=device, micro_batches=micro_batches, optimizer=optimizer)
+    chain = TimedLayers(layers, device=device, micro_batches=micro_batches, optimizer=optimizer)
     chain.step()  # makes the states of the optimizers, in memory that activations had
     begin = time.perf_counter()
     chain.step()  # so that these need memory once more
@@ -407,7 +407,7 @@ def layer_seconds(
     return _layer_seconds(layers, steps, ceil(WINDOW_SECONDS / estimate), micro_batches)
 
 
-class Chain:
+class TimedLayers:
     """Layers, one after another, that can be trained step by step while every part of a step is timed."""
 
     FORWARD, FIRST_BACKWARD, BACKWARD = range(3)
