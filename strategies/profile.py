@@ -373,7 +373,7 @@ class _KindCosts:
         stage, traces = first.place(self.kind, degree, experts), self.traces[degree, experts]
         exchanges = () if experts else self._exchanges([t.forward for t in traces], stage)
         regions = _Regions(attention_cores(first.captured.graph), expert_operators(stage.nodes))
-        trainable, of_experts, largest, frozen = _parameters(first, stage, in_parts=bool(experts))
+        sizes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
         group: Literal["tensor", "expert"] = "expert" if experts else "tensor"
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
         return LayerVariant(
@@ -385,10 +385,11 @@ class _KindCosts:
             backward_communications=self._communications([t.backward_calls for t in traces], group) + exchanges[::-1],
             saved=saved,
             working=self._working([t.alive for t in traces], saved),
-            parameters=trainable,
+            parameters=sum(sizes),
             expert_parameters=of_experts,
             buffers=frozen,
-            largest=largest,
+            largest=max(sizes, default=0),
+            sizes=sizes,
         )
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
@@ -551,20 +552,19 @@ def _exchanged(call: CollectiveCall) -> int:
     return sum(prod(shape) for shape in call.shapes)
 
 
-def _parameters(model: LayeredModel, stage: PlacedStage, *, in_parts: bool) -> tuple[int, int, int, int]:
-    """Elements on one device: trainable, those of experts among them (or all sharded ones), the largest one, and
+def _parameters(model: LayeredModel, stage: PlacedStage, *, in_parts: bool) -> tuple[tuple[int, ...], int, int]:
+    """Elements on one device: of each trainable parameter, those of experts among them (or all sharded ones), and
     elements that are not trained."""
     captured = model.captured
     at = (0, *stage.mesh.coordinates(0))
-    trainable = of_experts = largest = 0
+    sizes, of_experts = [], 0
     frozen: dict[Value, int] = {}
     matrices = expert_matrices(stage.nodes)
     for value, placements in stage.stored.items():
         if value[0].name in captured.parameters:
             count = prod(stage.layout.local_shape(value, placements, at))
             if needs_grad(value):
-                trainable += count
-                largest = max(largest, count)
+                sizes.append(count)
                 is_part = any(placement.kind == "S" for placement in placements[1:])
                 of_experts += count if (is_part if in_parts else value in matrices) else 0
             else:
@@ -573,4 +573,4 @@ def _parameters(model: LayeredModel, stage: PlacedStage, *, in_parts: bool) -> t
         for value in operands(node):
             if value[0].name in captured.buffers:
                 frozen[value] = value_tensor(value).numel()
-    return trainable, of_experts, largest, sum(frozen.values())
+    return tuple(sizes), of_experts, sum(frozen.values())

@@ -189,8 +189,10 @@ class _Walk:
             fits = fits and need + overhead <= group.memory_bytes
         tied = sum(shared / mesh.tensor for _, shared in prices.profile.tied)
         size = prices.gradient_bytes
-        sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size)
-        sync += prices.all_reduce(data_group, mesh.size, experts * size)
+        sync = prices.all_reduce(self.meshes.dense_group(mesh), mesh.tensor, max(0.0, dense - tied) * size, layers)
+        sync += prices.all_reduce(data_group, mesh.size, experts * size, layers)
         beside = Beside(overlap_slowdown(prices.num_of_types))
-        added = overlap(sync, sync - beside.rate * slowest, 0.0, beside).added  # if the last backward hides all it can
+        added = overlap(
+            sync, sync - beside.rate * slowest, 0.0, beside, slowest
+        ).added  # if the last backward hides all it can
         return _Cost(busy, forward, backward, added + once, fits)

@@ -40,7 +40,7 @@ class Overlap(NamedTuple):
     added: float
 
 
-def overlap(total: float, lead: float, message: float, beside: Beside) -> Overlap:
+def overlap(total: float, lead: float, message: float, beside: Beside, backward: float) -> Overlap:
     """Return how gradient sums overlap the last backward of their stage.
 
     Args:
@@ -48,11 +48,16 @@ def overlap(total: float, lead: float, message: float, beside: Beside) -> Overla
         lead: the most by which the sums of its first layers, whichever, outlast their backwards (`largest_lead`).
         message: seconds of one bucket, the last of which has nothing to hide behind.
         beside: how both slow each other.
+        backward: seconds of the backward; before the first bucket it has the part of it that makes a bucket, if sums
+            outlast it.
 
-    >>> overlap(total=6.0, lead=2.0, message=0.5, beside=Beside(0.25))
+    >>> overlap(total=6.0, lead=2.0, message=0.5, beside=Beside(0.25), backward=12.0)
     Overlap(exposed=2.5, hidden=2.8, added=3.2)
+    >>> overlap(total=6.0, lead=4.0, message=0.5, beside=Beside(0.0), backward=2.4).exposed
+    4.2
     """
-    exposed = min(total, message + max(0.0, lead))
+    filling = min(message, beside.rate * backward * message / total) if total else 0.0
+    exposed = min(total, max(message, filling + max(0.0, lead)))
     hidden = (total - exposed) / beside.rate
     return Overlap(exposed, hidden, exposed + beside.slowdown * hidden)
 

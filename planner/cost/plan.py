@@ -207,13 +207,21 @@ class PlanCost:
             schedule=self.schedule,
             stages=tuple(works),
             boundaries=boundaries,
-            reductions=tuple(self._reductions(last_share)),
+            reductions=tuple(sorted(self._reductions(last_share), key=self._launched_at)),
             links=links,
             update=tuple(update),
             overhead=self.prices.overhead_of(sorted({rank for stage in self.stages for rank in stage.ranks})),
             overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
             blocking_transfers=self.prices.stack.blocks,
         )
+
+    def _launched_at(self, reduction: Reduction) -> tuple[int, bool]:
+        """Sort key: as Whale's ranks launch reductions, later stages first, whose backwards end first; in a stage a
+        parameter that others read too first if it is of the first layer, as embeddings are."""
+        first = reduction.stages[0]
+        shared = [readers for readers, _ in self.prices.profile.tied if self._owners(readers) == reduction.stages]
+        leads = len(reduction.stages) > 1 and any(self.stages[first].first in readers for readers in shared)
+        return -min(reduction.stages), not leads
 
     def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
         """Transfers between kinds of replicas. A replica that sends to several of a kind, or receives from
@@ -304,26 +312,32 @@ class PlanCost:
             group = tuple(rank for index in owners for rank in self.stages[index].data_group)
             if prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
                 degree, group = 1, tuple(rank for index in owners for rank in self.stages[index].ranks)
-            seconds = prices.all_reduce(group, degree, shared / degree * size)
+            seconds = prices.over("all_reduce", group, degree, shared / degree * size)
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
 
     def _sums(self, index: int, apart: Sequence[tuple[Sequence[int], float]]) -> list[_Sum]:
-        """The sums of a stage's dense gradients and of those of its experts, over its replicas."""
+        """The sums of a stage's dense gradients and of those of its experts, over its replicas: those of the slowest of
+        the data groups, which may lie differently in nodes."""
         stage, prices = self.stages[index], self.prices
         dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
         dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
         found = []
-        for group, num_alike, elements in (
-            (stage.data_group, stage.tensor, max(0.0, dense)),
-            (stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts),
+        for every, stride, num_alike, elements in (
+            (stage.ranks, stage.tensor, stage.tensor, max(0.0, dense)),
+            (stage.data_group, stage.expert, stage.tensor * stage.expert, experts),
         ):
             num_bytes = elements * prices.gradient_bytes
-            if prices.stack.zero:
-                seconds = prices.over("reduce_scatter", group, num_alike, num_bytes)
-            else:
-                seconds = prices.all_reduce(group, num_alike, num_bytes)
-            found.append(_Sum(group, num_alike, num_bytes, seconds))
+            groups = {prices.shape(every[first::stride]): every[first::stride] for first in range(stride)}
+            slowest = None
+            for group in groups.values():
+                if prices.stack.zero:
+                    seconds = prices.over("reduce_scatter", group, num_alike, num_bytes)
+                else:
+                    seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers)
+                if slowest is None or seconds > slowest.seconds:
+                    slowest = _Sum(group, num_alike, num_bytes, seconds)
+            found.extend([slowest] if slowest else [])
         return found
 
     def _overlapped(self, index: int, sums: Sequence[_Sum], last_share: float) -> tuple[float, Beside]:
@@ -331,7 +345,7 @@ class PlanCost:
         other."""
         prices, stage = self.prices, self.stages[index]
         largest = max(sums, key=lambda one: one.seconds)
-        message = prices.message_bytes(largest.bytes, largest.num_alike)
+        message = prices.message_bytes(largest.bytes, largest.num_alike, stage.layers)
         beside = prices.beside(largest.group, largest.num_alike, message)
         slowest = max(range(len(self.kinds[index])), key=lambda place: self.costs[index][place].backward)
         kind, backward = self.kinds[index][slowest], self.costs[index][slowest].backward * last_share
@@ -352,8 +366,9 @@ class PlanCost:
             each = (max(0.0, dense), experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))
-        total, num = sum(one.seconds for one in sums), largest.bytes / message
-        found = overlap(total, largest_lead(layers, beside), largest.seconds / num, beside)
+        total = sum(one.seconds for one in sums)
+        num = largest.bytes / message
+        found = overlap(total, largest_lead(layers, beside), largest.seconds / num, beside, backward)
         return max(0.0, 1.0 - found.hidden / backward), beside
 
     def _gathered_after(self, stage: ChainStage, forward: float) -> float:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
-from whale.ir.program import BUCKET_BYTES
+from whale.planner.cost.buckets import num_buckets_of
 from whale.planner.cost.layer_cost import LayerCosts, LayerMemo
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
@@ -163,6 +163,7 @@ class CostModel(LayerCosts):
     _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
     _known: dict[tuple[tuple[int, ...], int, int, int], TensorGroup] = field(default_factory=dict, init=False)
     _within: dict[tuple[int, tuple[int, ...], int, int], TensorGroup] = field(default_factory=dict, init=False)
+    _messages: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
     _shapes: dict[tuple[int, ...], Shape] = field(default_factory=dict, init=False)
     _sharings: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict, init=False)
@@ -473,18 +474,39 @@ class CostModel(LayerCosts):
             return 0.0
         return self.collective(kind, ranks, num_bytes, self._sharing(ranks, num_alike))
 
-    def all_reduce(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
-        """Seconds to sum gradients over the data group *ranks* (one of each tensor group) while the other *degree* - 1
-        data groups of the stage do the same. As Whale runs it they come in messages, one after the other."""
+    def all_reduce(
+        self, ranks: Sequence[int], degree: int, num_bytes: float, layers: Iterable[int] | None = None
+    ) -> float:
+        """Seconds to sum gradients, of *layers* or of the whole model, over the data group *ranks* (one of each tensor
+        group) while the other *degree* - 1 data groups of the stage do the same. As Whale runs it they come in
+        messages, one after the other."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
-        message = self.message_bytes(num_bytes, degree)
+        message = self.message_bytes(num_bytes, degree, layers)
         return num_bytes / message * self.over("all_reduce", ranks, degree, message)
 
-    def message_bytes(self, num_bytes: float, degree: int) -> float:
-        """Bytes of a message of a gradient reduction: a bucket, or a larger parameter; in other stacks all
+    def message_bytes(self, num_bytes: float, degree: int, layers: Iterable[int] | None = None) -> float:
+        """Bytes of a message of a gradient reduction, on average: a bucket, or a larger parameter; in other stacks all
         gradients."""
-        return min(num_bytes, max(BUCKET_BYTES, self._largest_bytes / degree)) if self.runs else num_bytes
+        if not self.runs:
+            return num_bytes
+        kinds = self._counts if layers is None else Counter(self.profile.layers[index] for index in layers)
+        whole = messages = 0.0
+        for kind, count in kinds.items():
+            size, num = self._messages_of(kind, degree)
+            whole, messages = whole + count * size, messages + count * num
+        return min(num_bytes, whole / max(1.0, messages)) if whole else num_bytes
+
+    def _messages_of(self, kind: int, degree: int) -> tuple[float, float]:
+        """Bytes of the gradients of a layer of a kind on one of *degree* devices, and the number of their messages."""
+        if (kind, degree) not in self._messages:
+            known = self.tensor_degrees[0]
+            size = known / degree * self.gradient_bytes
+            self._messages[kind, degree] = (
+                sum(self.parameters_of(kind, known)) * size,
+                num_buckets_of(self.profile.kinds[kind], known, size),
+            )
+        return self._messages[kind, degree]
 
     def beside(self, ranks: Sequence[int], num_alike: int, num_bytes: float) -> Beside:
         """How the last backward and a message of gradients over a data group slow each other: as measured, else as
@@ -501,18 +523,6 @@ class CostModel(LayerCosts):
                     found = Beside(max(known, default=0.0), told.stretch)
             self.memo.besides[key] = found
         return self.memo.besides[key]
-
-    @cached_property
-    def _largest_bytes(self) -> float:
-        """Bytes of the gradients of a layer's largest parameter, each of which is a message of its own: on average over
-        the bytes of the model. All gradients of a layer if that is not known."""
-        sizes = []
-        for index, num in Counter(self.profile.layers).items():
-            kind, whole = self.profile.kinds[index], sum(self.parameters_of(index, self.tensor_degrees[0]))
-            largest = variant_of(kind, self.tensor_degrees[0]).largest if kind.variants else 0
-            sizes.append((num * whole, (largest or whole) * self.tensor_degrees[0]))
-        total = sum(weight for weight, _ in sizes)
-        return sum(weight * size for weight, size in sizes) / max(total, 1.0) * self.gradient_bytes
 
     # Messages
 

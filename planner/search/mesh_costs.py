@@ -169,7 +169,7 @@ class MeshCosts:
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
             ahead, back = ahead + met[0], back + met[1]
         lead = max(leads[first : last + 1]) - leads[first]
-        summed = overlap(sums[last] - sums[first], lead, self.message, self.beside)
+        summed = overlap(sums[last] - sums[first], lead, self.message, self.beside, back)
         return ahead, back, update[last] - update[first] + summed.added
 
     def met_in(self, first: int, last: int) -> tuple[float, float]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
 from whale.planner.catalog import device_types
+from whale.planner.cost.buckets import REPEATS, num_buckets
 from whale.planner.cost.kernels import matmul_seconds
 from whale.planner.cost.layers import layer_seconds, layer_seconds_by_rows
 from whale.planner.cost.precision import precision_named
+from whale.runtime.reduce import bucketize
 
 A100 = device_types()["A100-SXM4-80GB"]
 H100 = device_types()["H100-SXM5-80GB"]
@@ -188,3 +195,9 @@ def test_many_numbers_of_rows_take_what_each_takes_by_itself() -> None:
     alone = [layer_seconds(kind, H100, rows=count, **how) for count in rows]
     assert layer_seconds_by_rows(kind, H100, rows, **how) == alone
     assert alone[0].forward < alone[2].forward
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_buckets_of_layers_are_those_of_the_runtime(sizes: list[int]) -> None:
+    made = bucketize([Parameter(torch.empty(size, device="meta")) for size in sizes * REPEATS], capacity_bytes=4 * 8)
+    assert num_buckets(sizes, capacity=8) == len(made) / REPEATS

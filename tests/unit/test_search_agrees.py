@@ -93,10 +93,34 @@ def test_statistics_of_batch_norms_are_summed_over_replicas_in_the_search(
 ) -> None:
     """One replica has none."""
     trial, profile = resnet
-    network = Link(bandwidth=1.25e10, latency=1.5e-5)
+    network = Link(bandwidth=1.25e9, latency=1.5e-5)
     cluster = Cluster.homogeneous(4, V100, num_devices_per_node=2, intra=V100.intra_node, inter=network)
     mesh = Mesh(0, len(profile.layers), ranks, len(ranks), 1)
     assert abs(ratio(trial, profile, cluster, mesh, 1) - 1) < 0.03
+
+
+def test_the_slowest_of_unlike_data_groups_decides(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
+    """The data group (0, 2) of two tensor groups lies in a node, (1, 3) between nodes."""
+    trial, profile = gpt
+    devices = [("a", V100), ("a", V100), ("a", V100), ("b", V100)]
+    cluster = Cluster.of(devices, intra=V100.intra_node, inter=Link(bandwidth=1.25e9, latency=1.5e-5))
+    assert abs(ratio(trial, profile, cluster, Mesh(0, len(profile.layers), (0, 1, 2, 3), 2, 2), 1) - 1) < 0.1
+
+
+def test_reductions_of_tied_parameters_are_launched_as_in_compiled_plans(
+    gpt: tuple[CandidateCompiler, ModelProfile],
+) -> None:
+    """The embeddings' sum waits for the last stage's, and that of the first stage for it."""
+    trial, profile = gpt
+    network = Link(bandwidth=1.25e9, latency=1.5e-5)
+    cluster = Cluster.homogeneous(4, V100, num_devices_per_node=1, intra=V100.intra_node, inter=network)
+    prices, num = CostModel.of(profile, cluster, precision="fp32", batch=BATCH), len(profile.layers)
+    meshes = Mesh(0, num // 2, (0, 1), 2, 1), Mesh(num // 2, num, (2, 3), 2, 1)
+    stages = [StageChoice(**mesh._asdict(), rows=(2, 2)) for mesh in meshes]
+    candidate = score(prices, stages, micro_batches=4, batch=BATCH)
+    compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
+    assert [one.stages for one in candidate.workload.reductions] == [(1,), (0, 1), (0,)]
+    assert abs(candidate.prediction.step_seconds / compiled.prediction.step_seconds - 1) < 0.03
 
 
 def ratio(trial: CandidateCompiler, profile: ModelProfile, cluster: Cluster, mesh: Mesh, micro_batches: int) -> float:

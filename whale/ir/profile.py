@@ -145,6 +145,7 @@ class LayerVariant(Record):
             them, whole where ``expert_degree`` is 1.
         buffers: elements that are not trained.
         largest: elements of the largest of the parameters.
+        sizes: elements of each trainable parameter, in the order of the forward; none if unknown.
     """
 
     tensor_degree: Annotated[int, Field(ge=1)]
@@ -159,6 +160,7 @@ class LayerVariant(Record):
     expert_parameters: NonNegative = 0
     buffers: NonNegative = 0
     largest: NonNegative = 0
+    sizes: tuple[NonNegative, ...] = ()
 
 
 class MeasuredTimes(Record):
