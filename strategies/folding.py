@@ -242,7 +242,7 @@ class _Search:
             for i in range(run.at(layer), run.at(layer + 1)):
                 if not all(self._is_near(run, layer, value) for value in self.operands[i]):
                     return False
-                later = self._atoms(i, run.length) if layer + 1 < run.count else ()
+                later = self._factors(i, run.length) if layer + 1 < run.count else ()
                 if any(renamed.setdefault(a, b) != b for a, b in later):
                     return False
             if len(set(renamed.values())) < len(renamed):
@@ -253,7 +253,7 @@ class _Search:
             return False
         return all(self._cut_alike(run, v, w) for v, w in self._renamed(run).items())
 
-    def _atoms(self, i: int, length: int) -> Iterator[tuple[int, int]]:
+    def _factors(self, i: int, length: int) -> Iterator[tuple[int, int]]:
         """Pairs of axis factors of an operator, with those that derive its floating operands, and of the same one layer
         later."""
         pairs = [(self.nodes[i], self.nodes[i + length])]

@@ -102,6 +102,7 @@ def place_stage(
         outputs[problem.loss] = "sum"
     for axis, mesh_axis in enumerate(mesh.axes):
 
+        @cache
         def local_bytes(value: Value) -> int:
             """Size of the largest shard, as earlier axes have cut it."""
             tensor = value_tensor(value)

@@ -115,7 +115,8 @@ class _Segment:
         self.nodes = nodes
         self.values: dict[Value, int] = {}
         self.factors: dict[int, int] = {}
-        self.placements: dict[Placement, int] = {}
+        self.factors_by_id: list[int] = []
+        self._placed: dict[tuple[Placement, bool], Canonical] = {}
         self.steps: list[tuple] = []
         self.dead: list[list[int]] = []
         key: list[object] = []
@@ -123,10 +124,11 @@ class _Segment:
             op = solver.analysis.ops[node]
             operands = tuple(self._value(v) if v not in solver.problem.free else -1 for v in op.operands)
             outputs = tuple(self._value((node, i)) for i in range(len(output_shapes(node))))
+            grads = [solver.needs_grad(v) for v in op.operands]
             choices = tuple(
                 (
-                    tuple(self.place(p, needs_grad(v)) for p, v in zip(c.inputs, op.operands, strict=True)),
-                    tuple(self.place(p, needs_grad((node, i))) for i, p in enumerate(c.outputs)),
+                    tuple([self.place(p, grad) for p, grad in zip(c.inputs, grads, strict=True)]),
+                    tuple([self.place(p, solver.needs_grad((node, i))) for i, p in enumerate(c.outputs)]),
                     solver.price(node, c),
                 )
                 for c in solver.allowed[node]
@@ -141,28 +143,40 @@ class _Segment:
             self.dead.append(sorted(dead))
             key.append((operands, outputs, choices, split, tuple(self.dead[-1])))
         self.info = [
-            (*solver.describe(v), None if (p := solver.problem.fixed.get(v)) is None else self.place(p, needs_grad(v)))
+            (
+                *solver.describe(v),
+                None if (p := solver.problem.fixed.get(v)) is None else self.place(p, solver.needs_grad(v)),
+            )
             for v in self.values
         ]
         self.key = (tuple(key), tuple(self.info))
         self.values_by_id = list(self.values)
-        self.placements_by_id = list(self.placements)
 
     def _value(self, value: Value) -> int:
         return self.values.setdefault(value, len(self.values))
 
-    def place(self, placement: Placement, grad: bool) -> tuple[str, int, int]:
+    def place(self, placement: Placement, grad: bool) -> Canonical:
         """Canonical form of a placement: kind, dim, number of the factor. Without a gradient, replicated with partial
         gradient is replicated."""
+        at = (placement, grad)
+        if at not in self._placed:
+            self._placed[at] = self._place(placement, grad)
+        return self._placed[at]
+
+    def _place(self, placement: Placement, grad: bool) -> Canonical:
         if placement.kind == "R*" and not grad:
             placement = REPLICATE
-        factor = -1 if placement.factor < 0 else self.factors.setdefault(placement.factor, len(self.factors))
+        factor = -1
+        if placement.factor >= 0:
+            factor = self.factors.setdefault(placement.factor, len(self.factors))
+            if factor == len(self.factors_by_id):
+                self.factors_by_id.append(placement.factor)
         return placement.kind, placement.dim, factor
 
-    def concrete(self, placement: tuple[str, int, int]) -> Placement:
+    def concrete(self, placement: Canonical) -> Placement:
         """The inverse of :meth:`place`."""
         kind, dim, factor = placement
-        return Placement(kind, dim, -1 if factor < 0 else list(self.factors)[factor])  # type: ignore[arg-type]
+        return Placement(kind, dim, -1 if factor < 0 else self.factors_by_id[factor])  # type: ignore[arg-type]
 
 
 Canonical = tuple[str, int, int]
@@ -185,6 +199,8 @@ class _Solver:
         self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = analysis.solved.setdefault(
             (problem.size, problem.prices), {}
         )
+        self.needs_grad = cache(needs_grad)
+        self.describe = cache(self._describe)
         self.bridges: dict[tuple, float] = {}
         self.emulations: dict[tuple, float] = {}
         split = {v for n in problem.nodes if problem.along[n] is None for v in analysis.ops[n].operands}
@@ -238,7 +254,7 @@ class _Solver:
             m for group in readers.values() for m in group if nbytes(m) * self.problem.size <= sum(map(nbytes, group))
         }
 
-    def describe(self, value: Value) -> tuple:
+    def _describe(self, value: Value) -> tuple:
         """Key on which the price of a value's bridges depends."""
         matrix = value in self.problem.parameters and value_tensor(value).dim() >= 2
         matrix = matrix and value not in self.small

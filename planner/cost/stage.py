@@ -165,6 +165,8 @@ class CostModel(LayerCosts):
     _within: dict[tuple[int, tuple[int, ...], int, int], TensorGroup] = field(default_factory=dict, init=False)
     _messages: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
+    _shapes: dict[tuple[int, ...], Shape] = field(default_factory=dict, init=False)
+    _sharings: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -286,7 +288,20 @@ class CostModel(LayerCosts):
         return self._groups[kind]
 
     def shape(self, ranks: Sequence[int]) -> Shape:
-        """Key for the location of ranks. Linear in the ranks."""
+        """Key for the location of ranks. Linear in the ranks; each group is looked at once."""
+        key = tuple(ranks)
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(key)
+        return self._shapes[key]
+
+    def _sharing(self, ranks: Sequence[int], num_alike: int) -> int:
+        """`Topology.sharing`; each group is looked at once."""
+        key = (tuple(ranks), num_alike)
+        if key not in self._sharings:
+            self._sharings[key] = self.topology.sharing(*key)
+        return self._sharings[key]
+
+    def _shape(self, ranks: tuple[int, ...]) -> Shape:
         kinds, places, parts = self._kinds_of_nodes, self._places, self._parts
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
@@ -457,7 +472,7 @@ class CostModel(LayerCosts):
         """Seconds of one collective over a data group, in each of *num_alike* of the stage at once."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
-        return self.collective(kind, ranks, num_bytes, self.topology.sharing(ranks, num_alike))
+        return self.collective(kind, ranks, num_bytes, self._sharing(ranks, num_alike))
 
     def all_reduce(
         self, ranks: Sequence[int], degree: int, num_bytes: float, layers: Iterable[int] | None = None
@@ -500,7 +515,7 @@ class CostModel(LayerCosts):
         if key not in self.memo.besides:
             found = Beside(overlap_slowdown(self.num_of_types))
             if self.profile.links and len(ranks) > 1:
-                sharing = self.topology.sharing(ranks, num_alike)
+                sharing = self._sharing(ranks, num_alike)
                 told = collective(self.topology, "all_reduce", ranks, num_bytes, sharing=sharing).beside
                 if told is not None:
                     types = {self.cluster.devices[rank].type.name for rank in ranks}

@@ -22,7 +22,7 @@ class Effort(NamedTuple):
         refined: largest number of partial plans from which a descent starts.
         stages_descended: about the total stages of all partial plans that these descents score.
         leaders: of the best plans, near one of which a descent starts again.
-        restarts: how often another descent starts near one of the best, some random moves away, at most.
+        restarts: how often in a row another descent near one of the best, some random moves away, may find no better.
         stages_refined: total stages of all partial plans that a descent scores.
         stages_restarted: about the total stages of all partial plans that restarts score.
     """
@@ -49,7 +49,7 @@ QUICK = Effort(
     refined=12,
     stages_descended=8_000,
     leaders=1,
-    restarts=20,
+    restarts=8,
     stages_refined=2_000,
     stages_restarted=6_000,
 )
@@ -62,7 +62,7 @@ THOROUGH = Effort(
     refined=40,
     stages_descended=64_000,
     leaders=8,
-    restarts=100,
+    restarts=30,
     stages_refined=8_000,
     stages_restarted=64_000,
 )

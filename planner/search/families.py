@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import ceil, gcd, inf, prod
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from whale.planner.search.partition import DeviceCountProgram, GroupedStages, Op
 from whale.planner.search.space import Division, Mesh, Pool
 from whale.planner.search.table import CostTable, Pace
 
-__all__ = ["HELD", "Family", "any_meshes", "families_of", "fit_divisions", "held_together"]
+__all__ = ["HELD", "EvenPace", "Family", "Outlook", "any_meshes", "fit_divisions", "held_together", "outlooks"]
 
 Sized = tuple[tuple[int, ...], Mesh]
 """A mesh with the units of each dimension that it takes."""
@@ -120,7 +120,7 @@ class Family:
         """The part of the layers of some kind that its devices hold together, at most: whatever the stages, the one
         that is r-th from the end has r micro-batches in flight, and they have no more units than there are."""
         rows, extremes = meshes.rows(batch, self.micro_batches), self.extremes
-        stages = [meshes.parts_held(mesh, rows, self.micro_batches)[0][:, : self.max_stages] for _, mesh in extremes]
+        stages = [meshes.parts_held(mesh, rows, self.micro_batches)[:, : self.max_stages] for _, mesh in extremes]
         if self.one_of_each:
             return held_together(stages, [self.quotas[_dimension(units)] for units, _ in extremes])
         alone: list[Array | float] = [0.0] * len(self.quotas)
@@ -257,14 +257,39 @@ def fit_divisions(meshes: CostTable, counts: Sequence[int]) -> list[Division]:
     ]
 
 
-def families_of(meshes: CostTable, batch: int, micro_batches: int, max_stages: int) -> list[Family]:
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The step time that a family could reach, before its meshes are listed.
+
+    Attributes:
+        name: of the family.
+        reach: seconds of a step to which it could come at best, without gradient reductions.
+        make: lists its meshes.
+    """
+
+    name: str
+    reach: float
+    make: Callable[[], Family]
+
+    @cached_property
+    def family(self) -> Family:
+        """The family."""
+        return self.make()
+
+
+def outlooks(meshes: CostTable, batch: int, micro_batches: int, max_stages: int) -> Iterator[Outlook]:
     """All families for a number of micro-batches."""
     rows = meshes.rows(batch, micro_batches)
-    found = [any_meshes(meshes, rows, micro_batches, max_stages)]
-    found.append(_matched(meshes, rows, micro_batches, max_stages))
-    found += _replicas(meshes, rows, micro_batches, max_stages)
-    found += _alike(meshes, rows, micro_batches, max_stages)
-    return [family for family in found if family is not None]
+    listed = [any_meshes(meshes, rows, micro_batches, max_stages), _matched(meshes, rows, micro_batches, max_stages)]
+    for family in (*listed, *_alike(meshes, rows, micro_batches, max_stages)):
+        if family is not None and family.extremes:
+            reach = family.reach(family.even_work(meshes, batch))
+            yield Outlook(name=family.name, reach=reach, make=partial(_itself, family))
+    yield from _replicas(meshes, rows, micro_batches, max_stages)
+
+
+def _itself(family: Family) -> Family:
+    return family
 
 
 def _unit(pool: Pool, most: int) -> int:
@@ -275,7 +300,7 @@ def _unit(pool: Pool, most: int) -> int:
     return min(pool.per_node, 1 << (least - 1).bit_length())
 
 
-def any_meshes(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family | None:
+def any_meshes(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family:
     """The family *any*."""
     pools = meshes.pools
     most = UNITS.get(len(pools), 2)
@@ -321,61 +346,115 @@ def _matched(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) 
     return _family("matched", meshes, micro_batches, chosen, quotas, min(max_stages, DEEPEST["matched"]))
 
 
-def _replicas(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+class _Line(NamedTuple):
+    """Stages that devices of a pool may make at a data degree.
+
+    Attributes:
+        mesh: of each; None: the pool is left out.
+        quota: how many there may be.
+        held: what they hold together at most, of each kind of layer.
+        pace: seconds of a micro-batch of the whole chain on one, and of handing it on.
+    """
+
+    mesh: Mesh | None
+    quota: int
+    held: Array
+    pace: float
+    hop: float
+
+
+def _replicas(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Outlook]:
     pools = meshes.pools
-    most = max(len(pool.ranks) for pool in pools)
-    data_degrees = [degree for degree in _degrees(most) if degree <= rows]
-    choices = [meshes.divisions(pool) for pool in pools]
-    for data in data_degrees:
-        share = -(-rows // data)
-        fitting = [
-            [division for division in own if not meshes.too_large(index, division, share)]
-            for index, own in enumerate(choices)
-        ]
-        yield from _of_data_degree(meshes, rows, micro_batches, max_stages, data, fitting)
+    degrees = [degree for degree in _degrees(max(len(pool.ranks) for pool in pools)) if degree <= rows]
+    lines = [
+        _lines(meshes, rows, micro_batches, max_stages, index, [data for data in degrees if data <= len(pool.ranks)])
+        for index, pool in enumerate(pools)
+    ]
+    nothing = _Line(None, 0, np.zeros(len(meshes.layer_counts)), inf, inf)
+    for data in degrees:
+        own = [line.get(data, [nothing]) for line in lines]
+        yield from _of_data_degree(meshes, micro_batches, max_stages, data, own)
+
+
+def _lines(
+    meshes: CostTable, rows: int, micro_batches: int, max_stages: int, index: int, degrees: Sequence[int]
+) -> dict[int, list[_Line]]:
+    """The stages that devices of a pool may make at each data degree; none where a tensor or expert degree is too large
+    for the pool, or no degree holds a layer."""
+    pool, num_pools = meshes.pools[index], len(meshes.pools)
+    found: dict[int, list[_Line]] = {data: [] for data in degrees}
+    unfit = dict.fromkeys(degrees, False)
+    for division in meshes.divisions(pool):
+        chosen = []
+        for data in degrees:
+            if not meshes.too_large(index, division, -(-rows // data)):
+                if data * prod(division) <= len(pool.ranks):
+                    chosen.append(data)
+                else:
+                    unfit[data] = True
+        if not chosen:
+            continue
+        quotas = [len(pool.ranks) // (data * prod(division)) for data in chosen]
+        held = meshes.together_held(
+            index, division, [-(-rows // data) for data in chosen], [min(q, max_stages) for q in quotas], micro_batches
+        )
+        for data, quota, own in zip(chosen, quotas, held, strict=True):
+            mesh = Mesh(_single(index, data * prod(division), num_pools), *division)
+            pace = meshes.work(mesh, rows, micro_batches)
+            found[data].append(_Line(mesh, quota, own, max(pace.of_chain, 1e-12), pace.hop))
+    nothing = _Line(None, 0, np.zeros(len(meshes.layer_counts)), inf, inf)
+    return {data: own if own and not unfit[data] else [*own, nothing] for data, own in found.items()}
 
 
 def _of_data_degree(
-    meshes: CostTable, rows: int, micro_batches: int, max_stages: int, data: int, choices: Sequence[Sequence[Division]]
-) -> Iterator[Family | None]:
-    """The meshes of the family *replicas* with a data degree; pools without a tensor degree are omitted.
+    meshes: CostTable, micro_batches: int, max_stages: int, data: int, lines: Sequence[Sequence[_Line]]
+) -> Iterator[Outlook]:
+    """The families *replicas* of a data degree, one for each choice of a line for each pool.
 
-    CostTable whose devices cannot hold the model, by their number alone, are represented by the nearest one.
+    Those whose devices cannot hold the model, by their number alone, are represented by the nearest one.
     """
-    pools = meshes.pools
-    lines: list[list[tuple[int, Mesh | None]]] = []  # for each pool how many stages it may make, on which mesh
-    held: list[Array] = []  # what these hold together at most, of each kind of layer (second axis)
-    for index, (pool, divisions) in enumerate(zip(pools, choices, strict=True)):
-        usable = [division for division in divisions if data * prod(division) <= len(pool.ranks)]
-        line: list[tuple[int, Mesh | None]] = []
-        parts: list[Array] = []
-        for division in usable:
-            size = data * prod(division)
-            mesh, quota = Mesh(_single(index, size, len(pools)), *division), len(pool.ranks) // size
-            line.append((quota, mesh))
-            parts.append(meshes.parts_held(mesh, rows, micro_batches)[1][:, min(quota, max_stages) - 1])
-        if not divisions or len(usable) < len(divisions):
-            line.append((0, None))
-            parts.append(np.zeros(len(meshes.layer_counts)))
-        lines.append(line)
-        held.append(np.array(parts))
     chosen = np.indices([len(line) for line in lines]).reshape(len(lines), -1)
-    quotas = np.array([np.array([quota for quota, _ in line])[at] for line, at in zip(lines, chosen, strict=True)])
+    quotas = np.array([np.array([one.quota for one in line])[at] for line, at in zip(lines, chosen, strict=True)])
     stages = quotas.sum(axis=0)
-    together = np.sum([parts[at] for parts, at in zip(held, chosen, strict=True)], axis=0).min(axis=1)
+    held = [np.array([one.held for one in line])[at] for line, at in zip(lines, chosen, strict=True)]
+    together = np.sum(held, axis=0).min(axis=1)
     deep = 2 * max_stages - 1 if data <= FEW_REPLICAS else max_stages  # idle devices, but as many cuts as there can be
     possible = (stages > 1) & (stages <= max(deep, max_stages))
     enough, short = np.flatnonzero(possible & (together >= HELD)), np.flatnonzero(possible & (together < HELD))
-    nearest = short[together[short].argsort()[-1:]]
-    for place in (*enough.tolist(), *nearest.tolist()):
-        taken = [line[at][1] for line, at in zip(lines, chosen[:, place].tolist(), strict=True)]
-        sized = [(_single(index, 1, len(pools)), mesh) for index, mesh in enumerate(taken) if mesh is not None]
+    places = np.concatenate([enough, short[together[short].argsort()[-1:]]])
+    rates = [
+        np.array([one.quota / one.pace for one in line])[at[places]] for line, at in zip(lines, chosen, strict=True)
+    ]
+    hops = [np.array([one.hop for one in line])[at[places]] for line, at in zip(lines, chosen, strict=True)]
+    reaches = _reaches(1 / np.sum(rates, axis=0), np.min(hops, axis=0), stages[places], micro_batches)
+    for place, reach in zip(places.tolist(), reaches.tolist(), strict=True):
         num = 1 if together[place] >= HELD else len(short)
-        own = tuple(quotas[:, place].tolist())
-        yield _family("replicas", meshes, micro_batches, sized, own, max_stages, num=num)
+        own = [line[at] for line, at in zip(lines, chosen[:, place].tolist(), strict=True)]
+        yield Outlook(
+            name="replicas", reach=reach, make=partial(_of_lines, meshes, micro_batches, max_stages, own, num)
+        )
 
 
-def _alike(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family | None]:
+def _of_lines(meshes: CostTable, micro_batches: int, max_stages: int, lines: Sequence[_Line], num: int) -> Family:
+    sized = [(_single(index, 1, len(lines)), one.mesh) for index, one in enumerate(lines) if one.mesh is not None]
+    quotas = tuple(one.quota for one in lines)
+    return _family("replicas", meshes, micro_batches, sized, quotas, max_stages, num=num)
+
+
+def _reaches(even: Array, hops: Array, stages: Array, micro_batches: int) -> Array:
+    """`Family.reach` of several families of one mesh a stage, without gradient reductions."""
+    depth, least = stages.astype(float), np.full(len(even), inf)
+    while len(even):
+        sent = (depth - 1) * hops * (1 + np.maximum(0, micro_batches - depth) / depth)
+        step = (micro_batches - 1 + depth) * even * stages / depth + sent
+        better = step < least
+        if not better.any():
+            break
+        least, depth = np.where(better, step, least), np.maximum(depth - better, 1.0)
+    return least
+
+
+def _alike(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Family]:
     nums = [len(pool.ranks) for pool in meshes.pools]
     if len(nums) < 2:
         return
@@ -408,20 +487,17 @@ def _family(
     quotas: tuple[int, ...],
     deepest: int,
     num: int = 1,
-) -> Family | None:
-    """The family of these meshes, if there are any that are of one dimension."""
-    extremes = _extremes(chosen)
-    if not extremes:
-        return None
+) -> Family:
+    """The family of these meshes; without `Family.extremes` it has none of one dimension."""
     sizes = [sum(units) for units, _ in chosen]
     return Family(
         name=name,
         meshes=tuple(chosen),
         quotas=quotas,
-        max_stages=max(1, min(deepest, len(meshes.chain), sum(quotas) // min(sizes))),
+        max_stages=max(1, min(deepest, len(meshes.chain), sum(quotas) // min(sizes, default=1))),
         micro_batches=micro_batches,
         num=num,
-        extremes=tuple(extremes),
+        extremes=tuple(_extremes(chosen)),
     )
 
 

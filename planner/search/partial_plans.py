@@ -268,7 +268,8 @@ def quick_cuts(
     """Cuts whose slowest stage is about as fast as memory allows, with the remainder at the first stages or at the
     last; none if nothing fits, or if the slowest stage takes more than *within* seconds per micro-batch.
 
-    Every stage from the last reaches back as far as a bound lets it, and the bound is bisected.
+    Every stage from the last reaches back as far as a bound lets it, and the bound is bisected between the times that
+    stages can take.
     """
     depth, parts = len(sequence), len(meshes.chain)
     if depth > parts:
@@ -289,30 +290,35 @@ def quick_cuts(
         stages.append((*pace, hardest[mesh], costs[mesh], held, stage))
     backward = stages[::-1]
 
-    def cut(bound: float) -> tuple[int, ...] | None:
-        starts, end = [], parts
+    def cut(bound: float) -> tuple[tuple[int, ...] | None, float]:
+        """The first parts within a bound, with the time of the slowest stage; or none, with a bound below which there
+        are none either."""
+        starts, end, slowest, more = [], parts, 0.0, inf
         for sums, ends, least, own, held, stage in backward:
             first = bisect_left(sums, ends[end] - bound)
-            if first < least[end]:
-                first = max(first, own.reach_list(held)[end])
+            if first < least[end] and first < (held_from := own.reach_list(held)[end]):
+                first = held_from
+            elif first > stage:
+                more = min(more, ends[end] - sums[first - 1])
             if first < stage:
                 first = stage
             if first >= end:
-                return None
+                return None, more
+            slowest = max(slowest, ends[end] - sums[first])
             starts.append(first)
             end = first
-        return tuple(reversed(starts)) if end == 0 else None
+        return (None, more) if end else (tuple(reversed(starts)), slowest)
 
-    low, high = 0.0, min(most, 1.5 * even)
-    while (found := cut(high)) is None and high < most:
-        low, high = high, min(most, 2 * high)
-    if found is None:
-        return []
-    low = low if low or cut(0.9 * even) else min(0.9 * even, high)
+    found, low, high = None, 0.0, min(most, 1.5 * even)
+    while found is None:
+        found, bound = cut(high)
+        if found is None and (high >= most or bound > most):
+            return []
+        low, high = (low, bound) if found else (bound, min(most, max(2 * high, bound)))
+    likely = 0.9 * even
     while high - low > PRECISION * high:
-        middle = (low + high) / 2
-        better = cut(middle)
-        found, low, high = (found, middle, high) if better is None else (better, low, middle)
+        better, bound = cut(likely if low < likely < high else (low + high) / 2)
+        found, low, high = (found, bound, high) if better is None else (better, low, bound)
     starts = [0]  # now every stage from the first goes on as far as the bound lets it
     for sums, ends, least, own, held, stage in stages[:-1]:
         first, end = starts[-1], max(found[stage + 1], starts[-1] + 1)

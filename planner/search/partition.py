@@ -277,8 +277,7 @@ class GroupedStages:
         max_stages: int,
     ) -> None:
         self.chain, self.micro_batches, self.max_stages = chain, micro_batches, max_stages
-        self.schedule = schedule
-        self.most_held = in_flight(schedule, max_stages, 0, micro_batches)
+        self.held = [in_flight(schedule, stages, 0, micro_batches) for stages in range(1, max_stages + 1)]
         self.paces = {run.costs.mesh: run.costs.pace_lists(micro_batches) for run in runs}
         most = HIGHEST * least
         if micro_batches > 1:
@@ -288,7 +287,7 @@ class GroupedStages:
         def tried(order: Sequence[StageGroup]) -> float:
             bound, sequence = self._best(order, least, most)
             if sequence:
-                fewer = [(times * bound, self._within(order, times * bound)) for times in SLOWER]
+                fewer = [(times * bound, self._within(order, times * bound)[0]) for times in SLOWER]
                 for seconds, one in ((bound, sequence), (bound, self._all(order)), *fewer):
                     if one:
                         found[one] = min(seconds, found.get(one, seconds))
@@ -315,13 +314,12 @@ class GroupedStages:
 
     def _best(self, order: Sequence[StageGroup], low: float, high: float) -> tuple[float, tuple[Mesh, ...]]:
         """The least bound in between that this order (last run first) keeps, and its meshes; none if it keeps none."""
-        found = self._within(order, high)
-        if found and (better := self._within(order, low)):
-            return low, better
+        found, high = self._within(order, high)
+        bound = low
         while found and high - low > PRECISION * high:
-            middle = (low + high) / 2
-            better = self._within(order, middle)
-            found, low, high = (better, low, middle) if better else (found, middle, high)
+            better, bound = self._within(order, bound)
+            found, low, high = (better, low, bound) if better else (found, bound, high)
+            bound = (low + high) / 2
         return high, found
 
     def _all(self, order: Sequence[StageGroup]) -> tuple[Mesh, ...]:
@@ -329,25 +327,28 @@ class GroupedStages:
         found = [costs.mesh for costs, num in order for _ in range(num)]
         return tuple(reversed(found[: self.max_stages]))
 
-    def _within(self, order: Sequence[StageGroup], bound: float) -> tuple[Mesh, ...]:
-        """The meshes of the stages that take the whole chain within a bound, of this order; none if they cannot."""
+    def _within(self, order: Sequence[StageGroup], bound: float) -> tuple[tuple[Mesh, ...], float]:
+        """The meshes of the stages that take the whole chain within a bound, of this order, and the time of the slowest
+        stage; or none, with a bound below which there are none either."""
         found: list[Mesh] = []
-        end, bound = len(self.chain), bound * (1 + 1e-9)
+        end, slowest, more, bound = len(self.chain), 0.0, inf, bound * (1 + 1e-9)
         for costs, num in order:
             sums, ends = self.paces[costs.mesh]
-            hardest = costs.reach_list(self.most_held)
+            hardest = costs.reach_list(self.held[-1])
             for _ in range(min(num, self.max_stages - len(found))):
                 first = bisect_left(sums, ends[end] - bound)
-                if first < hardest[end]:
-                    held = in_flight(self.schedule, len(found) + 1, 0, self.micro_batches)
-                    first = max(first, costs.reach_list(held)[end])
+                if first < hardest[end] and first < (held := costs.reach_list(self.held[len(found)])[end]):
+                    first = held
+                elif first:
+                    more = min(more, ends[end] - sums[first - 1])
                 if first >= end:
                     break
                 found.append(costs.mesh)
+                slowest = max(slowest, ends[end] - sums[first])
                 end = first
                 if not end:
-                    return tuple(reversed(found))
-        return ()
+                    return tuple(reversed(found)), slowest
+        return (), more
 
 
 def _orders(runs: Sequence[StageGroup]) -> Iterator[tuple[StageGroup, ...]]:

@@ -2,9 +2,10 @@
 
 The stage with the most work per step is the bottleneck. Moves take work from it (a part to a neighbour, a device from
 another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
-number of micro-batches. A move whose slowest stage alone takes longer than the best step is dropped before it is cut;
-one that is near the best gets its exact cuts. Steepest descent: the best move is taken as long as one helps. A
-heuristic; never worse than its start, and it ends at a partial plan that no move improves, or when it is stopped.
+number of micro-batches. A move whose slowest stage alone takes longer than the best step is dropped before it is cut.
+The best few get their exact cuts. Steepest descent: the best move is taken as long as one helps. A heuristic; never
+worse than its start, and it ends at a partial plan that no move improves, where an earlier descent has been, or when it
+is stopped.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ path."""
 DISTURBANCES = 2
 """Random moves before another descent."""
 
+FAR = 1.25
+"""Ratio to the step of the start above which no descent begins: almost none from so far ends at a better plan."""
+
 GAIN = 1e-6
 """Smallest relative improvement of a move."""
 
@@ -70,8 +74,9 @@ def refined(
     tried: Callable[[Scored], None],
     kept: Callable[[Scored], None],
     stop: Callable[[], bool],
+    left: set[PartialPlan],
 ) -> Scored:
-    """The end of a descent from *start*.
+    """The end of a descent from *start*, or where it meets an earlier one.
 
     Args:
         meshes: prices.
@@ -83,10 +88,11 @@ def refined(
         tried: called for every partial plan that is scored.
         kept: called for those that are timed.
         stop: whether to end early.
+        left: partial plans all of whose moves were tried, by any descent; those of this one are added.
     """
     best, known = start.timed, {start.draft}
     reached = {best.draft.meshes: best.seconds}  # with these meshes; what comes to no less is not looked at closely
-    while True:
+    while best.draft not in left:
         found: list[Scored] = []
         for draft in _moves(meshes, best, batch, micro_batches, max_stages):
             if stop():
@@ -98,26 +104,28 @@ def refined(
             tried(scored)
             if scored.fits and scored.seconds < min(NEAR * best.seconds, reached.get(draft.meshes, inf)):
                 found.append(scored)
-        leading = best_timed(found, MOST_CUT_EXACTLY)
-        leading = [cut_exactly(meshes, scored, batch, score) for scored in leading]
+        left.add(best.draft)
+        leading = [cut_exactly(meshes, scored, batch, score) for scored in best_timed(found, MOST_CUT_EXACTLY)]
         for scored in leading:
             reached[scored.draft.meshes] = min(scored.seconds, reached.get(scored.draft.meshes, inf))
             kept(scored)
         better = min(leading, key=seconds_of, default=best)
         if better.seconds >= best.seconds * (1 - GAIN):
-            return best
+            break
         best = better
+    return best
 
 
 def disturbed(
-    meshes: CostTable, scored: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[PartialPlan], Scored]
+    meshes: CostTable, start: Scored, batch: int, max_stages: int, draw: Random, score: Callable[[PartialPlan], Scored]
 ) -> Scored:
     """A partial plan some random moves away, for another descent; unchanged if no move is possible."""
+    scored = start
     for _ in range(DISTURBANCES):
         sequences = _neighbours(meshes, scored, max_stages)
         drafts = (_recut(meshes, scored.draft, sequence, batch) for sequence in draw.sample(sequences, len(sequences)))
         others = (score(draft) for draft in drafts if draft is not None)
-        scored = next((other for other in others if other.fits), scored)
+        scored = next((other for other in others if other.fits and other.seconds < FAR * start.seconds), scored)
     return scored
 
 

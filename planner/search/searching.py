@@ -47,7 +47,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.effort import QUICK, THOROUGH, Effort
-from whale.planner.search.families import HELD, EvenPace, Family, families_of, fit_divisions
+from whale.planner.search.families import HELD, EvenPace, Family, Outlook, fit_divisions, outlooks
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import (
     PartialPlan,
@@ -98,6 +98,10 @@ SPARE = 5
 MOST_LAID_OUT, LAID_RANKS = 60, 1024
 """Limits on the partial plans that are placed and on their total ranks, if these are more than requested: the order on
 ranks may differ."""
+
+SURELY_SLOWER = 1.15
+"""Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
+much faster."""
 
 SECONDS_BETWEEN_PROGRESS = 0.1
 
@@ -180,12 +184,13 @@ class _Waiting(NamedTuple):
     Attributes:
         reach: seconds of a step to which it could come at best.
         pace: seconds per micro-batch of its stages; None until computed; ``reach`` excludes gradient reductions.
+        outlook: which family it is.
     """
 
     reach: float
     place: int
     pace: EvenPace | None
-    family: Family
+    outlook: Outlook
 
 
 @dataclass
@@ -199,6 +204,7 @@ class _Search:
     bound: float = 0.0
     scores: dict[PartialPlan, Scored] = field(default_factory=dict)
     best: dict[PartialPlan, Scored] = field(default_factory=dict)
+    left: set[PartialPlan] = field(default_factory=set)
     nearest: Scored | None = None
     lacking: list[_Lacking] = field(default_factory=list)
     tried: int = 0
@@ -285,15 +291,15 @@ class _Search:
         return min(most, self.settings.max_stages or most)
 
     def _restart(self, micro_batches: Sequence[int], max_stages: int) -> None:
-        """Descend again, from some random moves away from one of the best plans."""
+        """Descend again, from some random moves away from one of the best plans, until some in a row find no better."""
         draw, most = Random(self.settings.seed), self.stages_scored + self.effort.stages_restarted
-        for _ in range(self.effort.restarts if self.best else 0):
-            if self._over() or self.stages_scored > most:
-                break
+        best, vain = self._best_seconds(), 0
+        while self.best and vain < self.effort.restarts and self.stages_scored <= most and not self._over():
             start = draw.choice(self._leading(self.effort.leaders))
             start = disturbed(self.meshes, start, self.batch, max_stages, draw, self._score)
             self._note(start)
             self._refine(start, micro_batches, max_stages)
+            vain, best = (vain + 1 if self._best_seconds() >= best else 0), self._best_seconds()
 
     def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
         most = self.stages_scored + self.effort.stages_refined
@@ -307,6 +313,7 @@ class _Search:
             tried=self._note,
             kept=self._keep,
             stop=lambda: self._over() or self.stages_scored > most,
+            left=self.left,
         )
 
     def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
@@ -341,7 +348,7 @@ class _Search:
         for counts in dict.fromkeys(some):
             for division, count in product(fit_divisions(self.meshes, counts), few):
                 mesh = Mesh(counts, *division)
-                parts, _ = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
+                parts = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
                 if (held := float(parts[:, 0].min())) < 1:
                     self._drop("1 stages", "its devices do not hold the model")
                     self.lacking.append(_Lacking((mesh,), count, schedule, held))
@@ -360,7 +367,7 @@ class _Search:
             and (solved < self.effort.families * wider or waiting[0].reach <= near < inf)
         ):
             one = heappop(waiting)
-            family = one.family
+            family = one.outlook.family
             if one.pace is None:
                 if (held := family.part_held(self.meshes, self.batch)) < HELD:
                     self._drop(family.name, "its devices do not hold the model", family.num)
@@ -381,11 +388,11 @@ class _Search:
                 near = min([near, *(one.timed.seconds for one in cut if one.fits)])
         for one in waiting:
             if self._over():
-                self._drop(one.family.name, "the time was up")
+                self._drop(one.outlook.name, "the time was up")
             elif one.reach > self.effort.near * near:
-                self._drop(one.family.name, "could not come near the best if its stages were equal")
+                self._drop(one.outlook.name, "could not come near the best if its stages were equal")
             else:
-                self._drop(one.family.name, f"could only come near the best, after {solved} that could reach more")
+                self._drop(one.outlook.name, f"could only come near the best, after {solved} that could reach more")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
         self._score_best(sequences, schedule, self.effort.stages_cut * wider)
@@ -394,9 +401,8 @@ class _Search:
         """A heap of all families, those first that could come to least if layers were divided as one likes."""
         found: list[_Waiting] = []
         for count in micro_batches:
-            for family in [] if self._over() else families_of(self.meshes, self.batch, count, max_stages):
-                even = family.even_work(self.meshes, self.batch)
-                found.append(_Waiting(family.reach(even), len(found), None, family))
+            for outlook in [] if self._over() else outlooks(self.meshes, self.batch, count, max_stages):
+                found.append(_Waiting(outlook.reach, len(found), None, outlook))
         heapify(found)
         return found
 
@@ -498,14 +504,18 @@ class _Search:
         leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
         found: dict[tuple[Mesh, ...], list[Candidate]] = {}
         seen: set[tuple[Times, int, str]] = set()
+        best = inf
         for scored in [*alone, *leading]:
             draft = scored.draft
             look = scored.times, draft.micro_batches, draft.schedule
-            if len(seen) > most or look in seen:
+            if look in seen:
                 continue
+            if len(seen) > most or (len(found) >= self.settings.top and scored.timed.seconds > SURELY_SLOWER * best):
+                break
             candidate = laid_out(self.meshes, draft, self.batch)
             if candidate.prediction.fits:
                 seen.add(look)
+                best = min(best, candidate.prediction.step_seconds)
                 found.setdefault(draft.meshes, []).append(candidate)
         alike = [sorted(one, key=_step_seconds) for one in found.values()]
         return [best for best, *_ in alike], [other for _, *others in alike for other in others]

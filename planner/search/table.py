@@ -48,6 +48,15 @@ class Pace(NamedTuple):
     hop: float
 
 
+class GradientSums(NamedTuple):
+    """Sums of gradients once a step: seconds of a message; seconds up to each part; how the last backward and they slow
+    each other."""
+
+    message: float
+    upto: Array
+    beside: Beside
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostTable(MeshSpace):
     """Costs of meshes, each computed once. Up to ``exact_rows`` rows times are not interpolated."""
@@ -58,11 +67,11 @@ class CostTable(MeshSpace):
     _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
-    _parts: dict[Any, tuple[Array, Array]] = field(default_factory=dict, init=False)
+    _parts: dict[Any, Array] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
-    _syncs: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
+    _gradient_sums: dict[Mesh, GradientSums] = field(default_factory=dict, init=False)
     _paces: dict[Any, Pace] = field(default_factory=dict, init=False)
     _work: dict[Any, Pace] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
@@ -83,7 +92,7 @@ class CostTable(MeshSpace):
             self.replica_costs(group, count, micro_batches)
             for group, count in self._shared(groups, rows, micro_batches)
         )
-        message, summed = self._sums(mesh, data_group)
+        sums = self.gradient_sums(mesh)
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
             forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
@@ -97,9 +106,9 @@ class CostTable(MeshSpace):
             backward=backward if met is None else backward + met[1],
             met=met,
             update=update,
-            sums=summed,
-            message=message,
-            beside=self._beside(mesh, data_group),
+            sums=sums.upto,
+            message=sums.message,
+            beside=sums.beside,
             hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
         )
 
@@ -214,12 +223,11 @@ class CostTable(MeshSpace):
         if key not in self._paces:
             of_chain, of_part, hop = self.work(mesh, rows, micro_batches)
             part, _ = self.commonest
-            groups, data_group = self.sample(mesh)
-            message, summed = self._sums(mesh, data_group)
-            group, num = groups[0]
+            group, num = self.sample(mesh)[0][0]
+            sums = self.gradient_sums(mesh)
             backward = self._table(group, -(-rows // num), micro_batches)[1] @ self._counts
-            once = added_by_sums(summed, backward, self._beside(mesh, data_group))
-            of_chain += (message + float(once[-1])) / micro_batches
+            once = added_by_sums(sums.upto, backward, sums.beside)
+            of_chain += (sums.message + float(once[-1])) / micro_batches
             of_part += float(once[part + 1] - once[part]) / micro_batches
             self._paces[key] = Pace(of_chain, of_part, hop)
         return self._paces[key]
@@ -315,24 +323,38 @@ class CostTable(MeshSpace):
             self._most_rows[key] = float(most.min())
         return rows > self._most_rows[key]
 
-    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> tuple[Array, Array]:
+    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
         """For each kind of layer (first axis) the part of them, in whole layers, that fits on a mesh at most if it is
-        the last stage, the last but one and so on (second axis); and these summed up. Nothing is timed for it."""
+        the last stage, the last but one and so on (second axis). Nothing is timed for it."""
         used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
         share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
         most = min(micro_batches, len(self.chain))
         key = (used, mesh.tensor, mesh.expert, share, most)
         if key not in self._parts:
-            held = np.minimum(np.arange(1, len(self.chain) + 1), most)
-            found = []
-            for pool in used:
-                amounts = self._amounts(pool, mesh.tensor, mesh.expert)
-                state, kept, kept_each, working, working_each, nums = amounts[:, :, None]
-                room = self._room(pool) - working - share * working_each
-                found.append(room / np.maximum(state + held * (kept + share * kept_each), 1.0))
-            parts = np.floor(np.maximum(np.min(found, axis=0), 0.0) + 1e-9) / nums
-            self._parts[key] = parts, parts.cumsum(axis=1)
+            division = mesh.tensor, mesh.expert
+            found = [self._parts_of(pool, division, np.array([share]), most)[0] for pool in used]
+            self._parts[key] = np.min(found, axis=0)
         return self._parts[key]
+
+    def together_held(
+        self, pool: int, division: Division, shares: Sequence[int], stages: Sequence[int], micro_batches: int
+    ) -> Array:
+        """Like `parts_held`, summed up over some *stages* on devices of a pool: for each number of rows of a data slice
+        (first axis) and kind of layer (second axis)."""
+        parts = self._parts_of(pool, division, np.array(shares), micro_batches)
+        within = np.arange(len(self.chain)) < np.array(stages)[:, None, None]
+        found: Array = np.sum(parts, axis=2, where=within)
+        return found
+
+    def _parts_of(self, pool: int, division: Division, shares: Integers, micro_batches: int) -> Array:
+        """The part of the layers of each kind (second axis) that fits for each number of rows of a data slice (first
+        axis) with as many micro-batches in flight as in the last stage, the last but one and so on (third axis)."""
+        state, kept, kept_each, working, working_each, nums = self._amounts(pool, *division)[:, None, :, None]
+        held, share = np.minimum(np.arange(1, len(self.chain) + 1), micro_batches), shares[:, None, None]
+        room = self._room(pool) - working - share * working_each
+        fits = room / np.maximum(state + held * (kept + share * kept_each), 1.0)
+        found: Array = np.floor(np.maximum(fits, 0.0) + 1e-9) / nums
+        return found
 
     def _room(self, pool: int) -> float:
         type_ = self.pools[pool].type
@@ -414,20 +436,29 @@ class CostTable(MeshSpace):
                 given[index], room[index] = given[index] + 1, groups[index][1]
         return [(group, count) for (group, _), count in zip(groups, most, strict=True)]
 
-    def _sums(self, mesh: Mesh, data_group: Sequence[int]) -> tuple[float, Array]:
-        """The sums of gradients: seconds of a message, and seconds up to each part. In expert groups all devices sum
-        what is whole on each, and those of the same place their experts."""
-        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
-        if mesh.expert == 1:
-            return self._summed(mesh, data_group, mesh.tensor, dense + experts)
-        whole = self._summed(mesh, self.dense_group(mesh), 1, dense)
-        parts = self._summed(mesh, data_group, mesh.expert, experts)
-        return max(whole[0], parts[0]), whole[1] + parts[1]
+    def gradient_sums(self, mesh: Mesh) -> GradientSums:
+        """The sums of gradients of a mesh. In expert groups all devices sum what is whole on each, and those of the
+        same place their experts."""
+        if mesh not in self._gradient_sums:
+            dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+            _, data_group = self.sample(mesh)
+            if mesh.expert == 1:
+                message, upto = self._summed(data_group, mesh.tensor, dense + experts)
+            else:
+                whole = self._summed(self.dense_group(mesh), 1, dense)
+                parts = self._summed(data_group, mesh.expert, experts)
+                message, upto = max(whole[0], parts[0]), whole[1] + parts[1]
+            size = self.prices.message_bytes(
+                max(1.0, float(dense[-1] + experts[-1]) * self.prices.gradient_bytes), mesh.size
+            )
+            beside = self.prices.beside(data_group, mesh.size, size)
+            self._gradient_sums[mesh] = GradientSums(message, upto, beside)
+        return self._gradient_sums[mesh]
 
     def sum_seconds(self, mesh: Mesh, elements: float) -> float:
         """Seconds to sum the gradients of some elements over the replicas of a mesh, at the mean over all of its."""
         dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
-        return float(self._sums(mesh, self.sample(mesh)[1])[1][-1] / (dense[-1] + experts[-1])) * elements
+        return float(self.gradient_sums(mesh).upto[-1] / (dense[-1] + experts[-1])) * elements
 
     def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
         """Ranks as those have them that sum what no experts are: of expert groups all devices."""
@@ -436,28 +467,16 @@ class CostTable(MeshSpace):
         nums = (min(count, MOST_SAMPLED) for count in mesh.counts)
         return tuple(rank for pool, num in zip(self.pools, nums, strict=True) for rank in pool.ranks[:num])
 
-    def _summed(self, mesh: Mesh, ranks: Sequence[int], num_alike: int, elements: Array) -> tuple[float, Array]:
-        """One of *num_alike* concurrent reductions over these ranks, by cumulative elements of the parts."""
+    def _summed(self, ranks: Sequence[int], num_alike: int, elements: Array) -> tuple[float, Array]:
+        """One of *num_alike* concurrent reductions over these ranks, by cumulative elements of the parts: seconds of a
+        message, and seconds up to each part."""
         size = elements * self.prices.gradient_bytes
         much = float(size[-1])
         if len(ranks) < 2 or not much:
             return 0.0, np.zeros(len(size))
-        key = (mesh, num_alike)
-        if key not in self._syncs:
-            message = self.prices.message_bytes(much, num_alike)
-            self._syncs[key] = (
-                self.prices.over("all_reduce", ranks, num_alike, message),
-                self.prices.all_reduce(ranks, num_alike, much),
-            )
-        message_seconds, seconds = self._syncs[key]
-        return message_seconds, seconds / much * size
-
-    def _beside(self, mesh: Mesh, data_group: Sequence[int]) -> Beside:
-        """How sums of gradients and the last backward slow each other."""
-        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
-        much = float(dense[-1] + experts[-1]) * self.prices.gradient_bytes
-        message = self.prices.message_bytes(max(1.0, much), mesh.size)
-        return self.prices.beside(data_group, mesh.size, message)
+        message = self.prices.message_bytes(much, num_alike)
+        seconds = self.prices.all_reduce(ranks, num_alike, much)
+        return self.prices.over("all_reduce", ranks, num_alike, message), seconds / much * size
 
     def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
         """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
