@@ -252,6 +252,16 @@ def _precision(model: nn.Module) -> str:
     return str(kinds[0] if kinds else torch.float32).removeprefix("torch.")
 
 
+def _sent_share(whole: PlacedStage, stage: PlacedStage) -> float:
+    """The part of what a layer hands on that a device of its mesh has."""
+    at = (0,) * len(stage.mesh.axes)
+    every, own = (
+        sum(prod(one.layout.local_shape(value, placements, (0, *where))) for value, placements in one.sent.items())
+        for one, where in ((whole, ()), (stage, at))
+    )
+    return own / every if every else 1.0
+
+
 def _row_tokens(batch: Batch) -> int:
     """Tokens of a row: the length of its first whole-number matrix; 1 where a row is a sample."""
     for x in batch_leaves(batch).values():
@@ -390,6 +400,7 @@ class _KindCosts:
             buffers=frozen,
             largest=max(sizes, default=0),
             sizes=sizes,
+            sent_share=_sent_share(first.place(self.kind, 1), stage),
         )
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:

@@ -256,6 +256,11 @@ class LayerCosts:
         kind = self.profile.kinds[index]
         return variant_of(kind, degree, expert).buffers if kind.variants else 0.0
 
+    def sent_share_of(self, index: int, degree: int, expert: int = 1) -> float:
+        """The part of the output of a kind of layer that a device has where a stage ends with it."""
+        kind = self.profile.kinds[index]
+        return variant_of(kind, degree, expert).sent_share if kind.variants else 1.0
+
     def state(self, parameters: float, frozen: float = 0.0, *, shards: int = 1, zero: int = 0) -> StateBytes:
         """Bytes of weights, gradients and optimizer states of a number of parameters, of which *shards* devices divide
         the part of *zero*, and of a number that are not trained."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
+from math import ceil
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
@@ -215,13 +216,11 @@ class PlanCost:
             blocking_transfers=self.prices.stack.blocks,
         )
 
-    def _launched_at(self, reduction: Reduction) -> tuple[int, bool]:
-        """Sort key: as Whale's ranks launch reductions, later stages first, whose backwards end first; in a stage a
-        parameter that others read too first if it is of the first layer, as embeddings are."""
-        first = reduction.stages[0]
-        shared = [readers for readers, _ in self.prices.profile.tied if self._owners(readers) == reduction.stages]
-        leads = len(reduction.stages) > 1 and any(self.stages[first].first in readers for readers in shared)
-        return -min(reduction.stages), not leads
+    @staticmethod
+    def _launched_at(reduction: Reduction) -> tuple[int, bool]:
+        """Sort key: as Whale's ranks launch reductions, later stages first, whose backwards end first, and of a stage
+        its own before what it shares."""
+        return -min(reduction.stages), len(reduction.stages) > 1
 
     def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
         """Transfers between kinds of replicas. A replica that sends to several of a kind, or receives from
@@ -270,11 +269,14 @@ class PlanCost:
             (boundary + 1, there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
         ]
         whole = self.prices.output_bytes(here.last - 1, rows)
+        needed = self.prices.sent_share_of(self.prices.profile.layers[here.last - 1], here.tensor, here.expert)
         found = []
-        for (index, source, kind), (_, target, other) in (ends, ends[::-1]):
-            size = self.prices.handed(whole, len(source), len(target), positions=other.group.positions)
+        for ((index, source, kind), (_, target, other)), share in ((ends, 1.0), (ends[::-1], needed)):
+            size = self.prices.handed(whole, len(source), len(target), positions=other.group.positions, share=share)
             node = self.prices.cluster.node_of(source[0])
-            senders = len(self._ranks[index].intersection(node.ranks))
+            # A group that hands to a smaller one sends from as many devices as that has.
+            sending = min(1.0, len(target) / len(source))
+            senders = ceil(sending * len(self._ranks[index].intersection(node.ranks)))
             hop = self.prices.hop(source, target, other.group, size, whole, senders)
             transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
             link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)

@@ -536,15 +536,15 @@ class CostModel(LayerCosts):
             self.memo.collectives[key] = cost.seconds
         return self.memo.collectives[key]
 
-    def handed(self, whole: float, source: int, target: int, positions: int = 1) -> int:
+    def handed(self, whole: float, source: int, target: int, positions: int = 1, share: float = 1.0) -> int:
         """Bytes that a device sends when its group of *source* devices hands *whole* to one of *target*, or, if that is
-        more, that one of these receives; *positions* of these divide the rows.
+        more, that one of these receives; *positions* of these divide the rows, and each needs a *share* of them.
 
         As Whale runs it each device of the target gets all of its rows, from the devices of the source in turn. Other
         stacks send the whole from one device of each position, or parts, which the target gathers.
         """
         if self.runs and positions == 1:
-            return round(whole * max(1.0, target / source))
+            return round(whole * share * max(1.0, target / source))
         return round(whole / (min(source, target) if self.runs or self.stack.scatters else positions))
 
     def hop(

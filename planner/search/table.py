@@ -488,9 +488,12 @@ class CostTable(MeshSpace):
 
     def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> float:
         whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
-        size = self.prices.handed(whole, group.degree, group.degree, positions=group.positions)
-        hop = self.prices.hop(group.ranks, target, group, size, whole)
-        return 2 * (hop.latency + size / hop.bandwidth)
+        seconds = 0.0
+        for share in (1.0, self.prices.sent_share_of(kind, group.tensor, group.expert)):
+            size = self.prices.handed(whole, group.degree, group.degree, positions=group.positions, share=share)
+            hop = self.prices.hop(group.ranks, target, group, size, whole)
+            seconds += hop.latency + size / hop.bandwidth
+        return seconds
 
     def _nears(self, group: TensorGroup, rows: int) -> Array | None:
         """p2p time like `_hop` for each kind of layer, to a replica of the same node; None if there is no room for

@@ -46,11 +46,11 @@ def with_tied_sums(
             updates.append(float(update[last] - update[first]))
             own = meshes.sum_seconds(mesh, elements / mesh.tensor)  # that it does not sum over its own replicas
             found[at] = updates[-1] + max(0.0, found[at] - updates[-1] - own)
-        if starts[owners[0]] in parts:  # launched before the first stage's own, after those of the later ones
-            mesh, first, last = stages[owners[0]]
-            backward = meshes.costs(mesh, rows, micro_batches).backward
-            later = max(found[at] - update for at, update in zip(owners[1:], updates[1:], strict=True))
-            seconds += max(0.0, later - float(backward[last] - backward[first]))
+        mesh, first, last = stages[owners[0]]  # it ends last, and sums its own gradients before
+        backward = meshes.costs(mesh, rows, micro_batches).backward
+        ready = float(backward[last] - backward[first]) + found[owners[0]] - updates[0]
+        later = max(found[at] - update for at, update in zip(owners[1:], updates[1:], strict=True))
+        seconds += max(0.0, later - ready)
         found[owners[0]] += seconds + max(updates) - updates[0]
     return tuple(found)
 

@@ -99,6 +99,19 @@ def test_statistics_of_batch_norms_are_summed_over_replicas_in_the_search(
     assert abs(ratio(trial, profile, cluster, mesh, 1) - 1) < 0.03
 
 
+def test_an_embedding_that_is_cut_sends_and_receives_parts_of_its_output() -> None:
+    """Its gradient as a whole for each of its devices would be sent over the slow network several times."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "sequence_length": 64}
+    loaded = load_model("hf:gpt_neox", sizes | {"vocab_size": 1000}, batch_size=BATCH, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="gpt_neox")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="gpt_neox")
+    slow = Link(bandwidth=1.25e8, latency=1.5e-5)
+    cluster = Cluster.homogeneous(4, V100, num_devices_per_node=2, intra=V100.intra_node, inter=slow)
+    first = next(index for index in range(1, len(profile.layers)) if profile.paths[index])
+    meshes = Mesh(0, first, (0, 1), 1, 2), Mesh(first, len(profile.layers), (2,), 1, 1)
+    assert abs(ratio(trial, profile, cluster, meshes, 1) - 1) < 0.03
+
+
 def test_the_slowest_of_unlike_data_groups_decides(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
     """The data group (0, 2) of two tensor groups lies in a node, (1, 3) between nodes."""
     trial, profile = gpt
@@ -110,7 +123,7 @@ def test_the_slowest_of_unlike_data_groups_decides(gpt: tuple[CandidateCompiler,
 def test_reductions_of_tied_parameters_are_launched_as_in_compiled_plans(
     gpt: tuple[CandidateCompiler, ModelProfile],
 ) -> None:
-    """The embeddings' sum waits for the last stage's, and that of the first stage for it."""
+    """The embeddings' sum waits for those of both stages."""
     trial, profile = gpt
     network = Link(bandwidth=1.25e9, latency=1.5e-5)
     cluster = Cluster.homogeneous(4, V100, num_devices_per_node=1, intra=V100.intra_node, inter=network)
@@ -119,15 +132,23 @@ def test_reductions_of_tied_parameters_are_launched_as_in_compiled_plans(
     stages = [StageChoice(**mesh._asdict(), rows=(2, 2)) for mesh in meshes]
     candidate = score(prices, stages, micro_batches=4, batch=BATCH)
     compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
-    assert [one.stages for one in candidate.workload.reductions] == [(1,), (0, 1), (0,)]
+    assert [one.stages for one in candidate.workload.reductions] == [(1,), (0,), (0, 1)]
     assert abs(candidate.prediction.step_seconds / compiled.prediction.step_seconds - 1) < 0.03
 
 
-def ratio(trial: CandidateCompiler, profile: ModelProfile, cluster: Cluster, mesh: Mesh, micro_batches: int) -> float:
-    """Seconds of a plan of one stage by the search, as a part of those once it is compiled."""
+def ratio(
+    trial: CandidateCompiler,
+    profile: ModelProfile,
+    cluster: Cluster,
+    meshes: Mesh | tuple[Mesh, ...],
+    micro_batches: int,
+) -> float:
+    """Seconds of a plan by the search, as a part of those once it is compiled."""
     prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
-    rows = (BATCH // micro_batches // mesh.data,) * mesh.data
-    stages = [StageChoice(**mesh._asdict(), rows=rows)]
+    stages = [
+        StageChoice(**mesh._asdict(), rows=(BATCH // micro_batches // mesh.data,) * mesh.data)
+        for mesh in ((meshes,) if isinstance(meshes, Mesh) else meshes)
+    ]
     candidate = score(prices, stages, micro_batches=micro_batches, batch=BATCH)
     compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
     assert compiled.compiled, compiled.reason

@@ -86,7 +86,7 @@ def sums_of_gradients(
 ) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
     """The gradient reductions: over replicas of a stage, and over stages that share a parameter.
 
-    Returns the buckets, and the names of the parameters in each.
+    Returns the buckets in the order of their launches, and the names of the parameters in each.
     """
     readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
     for stage in stages:
@@ -111,7 +111,9 @@ def sums_of_gradients(
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
     buckets: dict[tuple[_Part, ...], list[tuple[str, ...]]] = {}
-    for (together, sharing), parts in groups.items():
+    # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
+    # launched first they would keep that stage's own buckets from overlapping that backward.
+    for (together, sharing), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
         key = tuple(parts)
         if key not in buckets:
             buckets[key] = _bucketized(key)
