@@ -55,8 +55,9 @@ LEAST_SHARE = 0.25
 RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
 
-MOST_UNSURE = 8
-"""Number of further candidates that are compiled because they could be better than the best compiled one."""
+MOST_UNSURE, UNSURE_SECONDS = 8, 1.0
+"""Limits on the further candidates that are compiled because they could be better than the best compiled one, and on the
+seconds that this takes."""
 
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
@@ -261,7 +262,7 @@ class _Tried:
                 break
             self.compile(candidate, self.schedule)
         unsure = sorted((*found.candidates[top:], *found.near), key=lambda one: one.prediction.step_seconds)
-        for candidate in unsure[:MOST_UNSURE]:
+        for candidate in unsure[: min(MOST_UNSURE, int(UNSURE_SECONDS / max(self.longest, 1e-3)))]:
             compiled = [one for one in self.choices if one.compiled]
             gained = min((_seconds(one) / one.candidate.prediction.step_seconds for one in compiled), default=0.0)
             best = min(map(_seconds, compiled), default=0.0)
