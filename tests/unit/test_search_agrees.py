@@ -136,6 +136,18 @@ def test_reductions_of_tied_parameters_are_launched_as_in_compiled_plans(
     assert abs(candidate.prediction.step_seconds / compiled.prediction.step_seconds - 1) < 0.03
 
 
+@pytest.mark.parametrize("cut", ["encoder.1", "encoder_norm", "decoder.1"])
+def test_stages_of_an_encoder_decoder_compute_the_layers_that_the_search_gave_them(cut: str) -> None:
+    """Self-attention of a decoder reads nothing of the encoder: by the data alone it could run in the first stage."""
+    sizes = {"layers": 2, "hidden": 128, "heads": 4, "seq": 32, "vocab": 200}
+    loaded = load_model(str(EXAMPLES / "t5.py:t5"), sizes, batch_size=BATCH, device="meta")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="t5")
+    stage_of = dict(trial.places(["tokens", cut]))
+    modules = [path for path in stage_of if path.startswith(("encoder", "decoder"))]
+    entered = next(index for index, path in enumerate(modules) if path.startswith(cut))
+    assert [stage_of[path] for path in modules] == [0] * entered + [1] * (len(modules) - entered)
+
+
 def ratio(
     trial: CandidateCompiler,
     profile: ModelProfile,

@@ -151,13 +151,21 @@ def _is_statistic(node: fx.Node) -> bool:
 def _assign(
     pinned: Sequence[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int], reads: dict[fx.Node, list[Value]]
 ) -> dict[fx.Node, int]:
-    """Stage of every pinned node: annotated, else the latest of its inputs, else the first of its users."""
+    """Stage of every pinned node: annotated; else the last stage that the model's code has entered before, but none
+    after that of a user; else the first of its users."""
+    latest: dict[fx.Node, int] = {}
+    for node in reversed(pinned):
+        scope = cuts[node].stage
+        users = [latest[user] for user in _users(node) if user in latest]
+        latest[node] = number[scope.region] if scope is not None else min(users, default=len(number) - 1)
     stage_of: dict[fx.Node, int] = {}
+    entered: int | None = None
     for node in pinned:
         inputs = [stage_of[source] for source, _ in reads[node] if source in stage_of]
         scope = cuts[node].stage
         if scope is not None:
             index = number[scope.region]
+            entered = max(index, entered or 0)
             late = [source for source, _ in reads[node] if stage_of.get(source, -1) > index]
             if late:
                 raise AnnotationError(
@@ -166,8 +174,8 @@ def _assign(
                     "order of the data's flow, and a module that is called again in one stage with what lies between"
                 )
             stage_of[node] = index
-        elif inputs:
-            stage_of[node] = max(inputs)
+        elif entered is not None or inputs:
+            stage_of[node] = max([*inputs, min(entered or 0, latest[node])])
     for node in reversed(pinned):
         if node not in stage_of:
             users = [stage_of[u] for u in _users(node) if u in stage_of]
