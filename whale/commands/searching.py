@@ -56,8 +56,8 @@ RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
 
 MOST_UNSURE, UNSURE_SECONDS = 8, 1.0
-"""Limits on the further candidates that are compiled because they could be better than the best compiled one, and on the
-seconds that this takes."""
+"""Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
+the seconds that this takes."""
 
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
