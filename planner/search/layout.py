@@ -28,20 +28,22 @@ def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
     stages = []
     every = [range(bounds[first], bounds[end]) for first, end in zip(draft.starts, ends, strict=True)]
     chosen = [_needed(meshes.prices, mesh, layers) for mesh, layers in zip(draft.meshes, every, strict=True)]
-    for index, (mesh, layers, groups) in enumerate(zip(chosen, every, lay_out(meshes.pools, chosen), strict=True)):
-        held = in_flight(draft.schedule, len(draft.meshes), index, draft.micro_batches)
+    for stage, (mesh, layers, groups) in enumerate(zip(chosen, every, lay_out(meshes.pools, chosen), strict=True)):
+        held = in_flight(draft.schedule, len(draft.meshes), stage, draft.micro_batches)
         priced = [meshes.prices.group(ranks, mesh.data, mesh.expert) for ranks in groups]
         rows = fastest_rows(
             meshes.prices, layers, priced, meshes.rows(batch, draft.micro_batches), draft.micro_batches, held
         )
+        # A replica without rows would only sum gradients with the others; those of an expert group belong together.
+        used = [index for index, count in enumerate(rows) if count or mesh.expert > 1]
         stages.append(
             StageChoice(
                 first=layers.start,
                 last=layers.stop,
-                ranks=tuple(rank for group in groups for rank in group),
-                data=mesh.data,
+                ranks=tuple(rank for index in used for rank in groups[index]),
+                data=len(used),
                 tensor=mesh.tensor,
-                rows=rows,
+                rows=tuple(rows[index] for index in used),
                 expert=mesh.expert,
             )
         )

@@ -303,3 +303,14 @@ def test_partial_plans_price_the_sum_of_a_parameter_that_two_stages_read(meshes:
     added = whole[1] - whole[0]
     assert added > 0.1 * whole[0]
     assert partial[1] - partial[0] == pytest.approx(added, rel=0.1)
+
+
+def test_a_device_that_gets_no_rows_is_left_out() -> None:
+    profile = chain([layer({FAST.name: 0.01, SLOW.name: 0.1})], (0,) * 4)
+    cluster = machines([FAST, SLOW])
+    prices = CostModel.of(profile, cluster, precision="fp32", optimizer="adamw", batch=3)
+    parts = Chain.of(profile.paths, len(profile.layers), None)
+    table = CostTable(prices=prices, pools=pools_of(cluster), chain=parts)
+    plan = PartialPlan(meshes=(Mesh((1, 1), 1, 1),), starts=(0,), micro_batches=1, schedule="1f1b")
+    (stage,) = laid_out(table, plan, 3).stages
+    assert (stage.ranks, stage.data, stage.rows) == ((0,), 1, (3,))
