@@ -146,6 +146,10 @@ def pipeline_bound(
     busy = (micro_batches - 1 + last_share) * each
     ends = np.maximum.accumulate(once - back)  # of any stage before, beyond the backwards on the way to it
     least = float((ahead + busy + back + ends).max())
+    if schedule == "1f1b" and last_share < 1 and micro_batches > 1:
+        # The first micro-batch, which is full, goes there and back, and the last one's backwards follow.
+        first = (np.array(backward) + hops)[::-1].cumsum()[::-1] + last_share * np.array(backward)
+        least = max(least, float((ahead[-1] + ahead_each[-1] + first + back + ends).max()))
     if schedule == "1f1b" and len(forward) > 1:
         windows = _Windows(forward, backward, hops)
         filling, times, rest = _turns(len(forward), micro_batches)

@@ -23,9 +23,9 @@ from whale.planner.search.bound import least_seconds
 from whale.planner.search.evaluate import score
 from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.partial_plans import pipeline_ends
 from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
+from whale.planner.search.timing import pipeline_bound, pipeline_ends
 from whale.planner.simulation.simulate import simulate
 
 EXAMPLES = int(os.environ.get("WHALE_SEARCH_EXAMPLES", "40"))
@@ -228,3 +228,16 @@ def test_no_order_of_stages_holds_more_than_is_said(types: list[tuple[int, list[
     most = max(sum(types[own][1][place] for place, own in enumerate(order)) for order in orders)
     said = held_together([np.array([parts], dtype=float) for _, parts in types], nums)
     assert said == most if len(types) < 3 and sum(nums) <= 6 else said >= most
+
+
+@given(
+    st.lists(st.tuples(*(st.floats(0.1, 2.0),) * 3, st.floats(0.0, 0.5)), min_size=1, max_size=7),
+    st.integers(1, 9),
+    st.floats(0.05, 1.0),
+)
+def test_no_pipeline_ends_before_its_bound(stages: list[tuple[float, ...]], count: int, share: float) -> None:
+    forward, backward, once, hops = map(list, zip(*stages, strict=True))
+    hops[-1], share = 0.0, share if count > 1 else 1.0
+    ends = pipeline_ends(forward, backward, hops, count, "1f1b", last_share=share)
+    least = pipeline_bound(forward, backward, hops, once, count, "1f1b", last_share=share)
+    assert least <= max(end + after for end, after in zip(ends, once, strict=True)) * (1 + 1e-9)
