@@ -6,7 +6,7 @@ the search overlaps them as Whale's executor does; plans are scored again afterw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isinf
@@ -45,10 +45,20 @@ class SailorPrices(CostModel):
         each = parameters * STATE_BYTES / 3
         return StateBytes(parameters=each, gradients=each, optimizer=each)
 
-    def all_reduce(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
+    def all_reduce(
+        self, ranks: Sequence[int], degree: int, num_bytes: float, layers: Iterable[int] | None = None
+    ) -> float:
         return self.rules.ring([self.cluster.devices[rank].type.name for rank in ranks], num_bytes)
 
-    def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
+    def hop(
+        self,
+        source: Sequence[int],
+        target: Sequence[int],
+        into: TensorGroup,
+        num_bytes: int,
+        whole: float,
+        senders: int | None = None,
+    ) -> Hop:
         ends = [Slice(ranks=tuple(ranks), rows=1) for ranks in (source, target)]
         seconds = self.rules.message(ends[0], ends[1], max(1.0, whole))
         return Hop(0.0, max(1, num_bytes) / seconds)
