@@ -1,4 +1,4 @@
-"""How much a search tries: what it does in the half second that it usually takes, and what if it may take longer."""
+"""How much a search tries: what it does by default, and what if it may take longer."""
 
 from __future__ import annotations
 
