@@ -44,14 +44,11 @@ MOST_REMESHED = 6
 """Stages of which other degrees are tried, those that have most to do first."""
 
 MOST_BOUND = 3
-"""Stages that are given devices, exchanged or joined, those that have most to do first."""
+"""Stages whose devices are changed, and that are exchanged, joined or split, those that have most to do first: with few
+micro-batches every stage is on the critical path."""
 
 PLACES = 4
 """Along a pipeline, where another stage is tried."""
-
-MOST_SPLIT = 3
-"""Stages that are split in two, those that have most to do first: with few micro-batches every stage is on the critical
-path."""
 
 DISTURBANCES = 2
 """Random moves before another descent."""
@@ -181,9 +178,9 @@ def _neighbours(meshes: CostTable, scored: Scored, max_stages: int) -> list[tupl
         found += _exchanged(draft, stage)
         found += _joined(meshes, draft, stage)
         found += _fewer_devices(meshes, draft, stage)
-    if len(draft.meshes) < max_stages:
-        for stage in order[:MOST_SPLIT]:
+        if len(draft.meshes) < max_stages:
             found += _split(meshes, draft, stage)
+    if len(draft.meshes) < max_stages:
         found += _added(meshes, draft, order[0])
     return [sequence for sequence in dict.fromkeys(found) if sequence != draft.meshes]
 
