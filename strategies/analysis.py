@@ -7,16 +7,16 @@ every mesh axis and by the lowering for every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape
+from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.strategies.axes import AxisFactors, Dim
 from whale.strategies.rules import rule_of
@@ -36,12 +36,27 @@ class Choice:
         return f"{','.join(map(str, self.inputs))}->{','.join(map(str, self.outputs))}"
 
 
+class Form(NamedTuple):
+    """The choices of an operator up to the names of its axis factors.
+
+    Attributes:
+        number: equal for operators with equal choices, whose prices are equal if their values have equal bytes.
+        factors: of the choices, in order of appearance; -1 among them.
+        num_outputs: of the operator.
+    """
+
+    number: int
+    factors: tuple[int, ...]
+    num_outputs: int
+
+
 @dataclass
 class Analysis:
     """The axes of a graph. ``dims[value][d]`` is dim *d* of a value as a product of axis factors.
 
     ``batch_factor`` is the axis factor along which the batch can be cut, -1 if there is none. ``solved`` caches
-    segments of the graph that are already placed, because many are equal, for one mesh after the other.
+    segments of the graph that are already placed, because many are equal, for one mesh after the other; ``forms`` what
+    :meth:`form` returned.
     """
 
     factors: AxisFactors = field(default_factory=AxisFactors)
@@ -50,11 +65,48 @@ class Analysis:
     rules: dict[fx.Node, Rule] = field(default_factory=dict)
     choices: dict[fx.Node, list[Choice]] = field(default_factory=dict)
     batch_factor: int = -1
-    solved: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+    solved: dict[Any, Any] = field(default_factory=dict)
+    forms: dict[fx.Node, Form] = field(default_factory=dict)
+    _form_numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def shardable(self, value: Value, factor: int, dim: int) -> bool:
         """Whether dim *dim* of a value can be cut along *factor*."""
         return self.factors.count(self.dims[value][dim], factor) == 1
+
+    def form(self, node: fx.Node) -> Form:
+        """The choices of an operator up to the names of its axis factors."""
+        if node not in self.forms:
+            factors: dict[int, int] = {}
+            op, rule = self.ops[node], self.rules[node]
+
+            def tokens(placements: Iterable[Placement]) -> Hashable:
+                return tuple([(p.kind, p.dim, factors.setdefault(p.factor, len(factors))) for p in placements])
+
+            choices = tuple(
+                (tokens(c.inputs), tokens(c.outputs), factors.setdefault(c.factor, len(factors)), c.form)
+                for c in self.choices[node]
+            )
+            terms = contracted_terms(op, rule)
+            token = (
+                choices,
+                tuple(factor < 0 or self.factors.size(factor) for factor in factors),
+                tuple(needs_grad(value) for value in op.operands),
+                tuple(needs_grad((node, index)) for index, _ in enumerate(output_shapes(node))),
+                (terms, value_tensor((node, 0)).element_size()) if terms else 0,
+                tuple((dim, each.extent, each.stride, op.shape(0)[dim]) for dim, each in rule.windows.items()),
+            )
+            number = self._form_numbers.setdefault(token, len(self._form_numbers))
+            self.forms[node] = Form(number, tuple(factors), len(output_shapes(node)))
+        return self.forms[node]
+
+
+def contracted_terms(op: Op, rule: Rule) -> int:
+    """Length of the first dim along which an operator sums products; 0 if there is none."""
+    axis = next((axis for axis in rule.axes if not axis.outputs and len(axis.inputs) > 1), None)
+    if axis is None:
+        return 0
+    operand, dim = next(iter(axis.inputs.items()))
+    return op.shape(operand)[dim]
 
 
 def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:

@@ -87,10 +87,20 @@ def stage_calls(
 def like_ranks(stage: PlacedStage, rows: Sequence[int]) -> list[list[int]]:
     """The ranks of a stage in groups with equal programs up to their coordinates in the mesh."""
     micro_batches = [rows.index(count) for count in dict.fromkeys(rows)]
-    placements = _all_placements(stage)
+    by_axes: dict[tuple[bool, ...], list[Placements]] = {}  # that cut: only coordinates on these matter
+    for placed in _all_placements(stage):
+        by_axes.setdefault(tuple(p.kind == "S" for p in placed), []).append(placed)
+    known: dict[object, object] = {}
     likes: dict[object, list[int]] = {}
     for member in stage.mesh.ranks:
-        likes.setdefault(_shares(stage, placements, micro_batches, member), []).append(member)
+        at = stage.mesh.coordinates(member)
+        own = []
+        for cut, placements in by_axes.items():
+            key = (cut, tuple(c if axis else 0 for c, axis in zip(at, cut[1:], strict=True)))
+            if key not in known:
+                known[key] = _shares(stage, placements, micro_batches, at)
+            own.append(known[key])
+        likes.setdefault(tuple(own), []).append(member)
     return list(likes.values())
 
 
@@ -341,9 +351,10 @@ def _all_placements(stage: PlacedStage) -> list[Placements]:
     return list({stage.layout.form(placed): placed for placed in found}.values())
 
 
-def _shares(stage: PlacedStage, placements: Sequence[Placements], micro_batches: Sequence[int], rank: int) -> object:
-    """The lengths of all cut axes on a rank."""
-    at = stage.mesh.coordinates(rank)
+def _shares(
+    stage: PlacedStage, placements: Sequence[Placements], micro_batches: Sequence[int], at: Sequence[int]
+) -> object:
+    """The lengths of all cut axes at a position in the mesh."""
     return tuple(
         tuple(length for _, length in stage.layout.cuts(placed, (m, *at)))
         for m in micro_batches

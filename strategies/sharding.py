@@ -17,19 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
+from whale.graph.values import Value, needs_grad, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
-from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.analysis import Analysis, Choice, contracted_terms
 from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_cost
 from whale.strategies.forms import ASKED, COLLECTIVES
+from whale.strategies.states import Canonical, Known, Priced, State, canonical, undominated, with_gradient
 
-BEAM = 24
 _RESHAPED = {
     torch.ops.aten.reshape.default, torch.ops.aten.expand.default, torch.ops.aten.transpose.int,
     torch.ops.aten.permute.default, torch.ops.aten._to_copy.default,
@@ -76,35 +76,43 @@ def solve_axis(analysis: Analysis, problem: AxisProblem) -> AxisSolution:
     return _Solver(analysis, problem).solve()
 
 
-def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[Choice]:
-    """The choices that the node's annotation allows on this axis."""
-    factor = problem.along[node]
-    choices = [c for c in analysis.choices[node] if c.factor < 0 or analysis.factors.size(c.factor) >= problem.size]
-    op = analysis.ops[node]
-    replicate_partial = Choice((REPLICATE_PARTIAL,) * len(op.operands), (REPLICATE_PARTIAL,) * len(output_shapes(node)))
+def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[int]:
+    """The choices that the node's annotation allows on this axis, by number; :data:`_WHOLE` for `_whole`."""
+    factor, every = problem.along[node], analysis.choices[node]
+    fit = [i for i, c in enumerate(every) if c.factor < 0 or analysis.factors.size(c.factor) >= problem.size]
+    whole = [_WHOLE] * bool(analysis.ops[node].operands)
     if factor is None:
-        choices = [c for c in choices if c.form not in ASKED]
         # a rank without rows would wait for the others, and messages are padded to the largest part
-        choices = [c for c in choices if c.factor < 0 or problem.units(node, c.factor) >= problem.size]
-        return [*choices, replicate_partial] if op.operands else choices
-    cut = [c for c in analysis.choices[node] if c.factor == factor >= 0]
-    linear = [c for c in choices if c.factor < 0 and PARTIAL in c.inputs]
+        return [
+            i
+            for i in fit
+            if every[i].form not in ASKED
+            and (every[i].factor < 0 or problem.units(node, every[i].factor) >= problem.size)
+        ] + whole
+    cut = [i for i, c in enumerate(every) if c.factor == factor >= 0]
+    linear = [i for i in fit if every[i].factor < 0 and PARTIAL in every[i].inputs]
     if cut:
         return cut + linear
-    return [choices[0], replicate_partial, *linear] if op.operands else [choices[0]]
+    return [fit[0], *whole, *linear] if whole else [fit[0]]
+
+
+_WHOLE = -1
+
+
+def _whole(analysis: Analysis, node: fx.Node) -> Choice:
+    """Everything replicated with partial gradient."""
+    num_operands = len(analysis.ops[node].operands)
+    return Choice((REPLICATE_PARTIAL,) * num_operands, (REPLICATE_PARTIAL,) * analysis.form(node).num_outputs)
 
 
 def _work(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> float:
     """Price of computing the node once, forward and backward, in the units of :class:`Prices`."""
     op = analysis.ops[node]
-    nbytes = sum(problem.local_bytes((node, i)) for i, _ in enumerate(output_shapes(node)))
+    nbytes = sum(problem.local_bytes((node, i)) for i in range(analysis.form(node).num_outputs))
     cost = 3 * nbytes * problem.prices.byte_touched
-    contracted = [a for a in analysis.rules[node].axes if not a.outputs and len(a.inputs) > 1]
-    if contracted:
-        axis = contracted[0]
-        operand, dim = next(iter(axis.inputs.items()))
+    if terms := contracted_terms(op, analysis.rules[node]):
         count = nbytes / max(value_tensor((node, 0)).element_size(), 1)
-        cost += 6 * count * op.shape(operand)[dim] * problem.prices.flop
+        cost += 6 * count * terms * problem.prices.flop
     return cost
 
 
@@ -114,91 +122,63 @@ class _Segment:
     def __init__(self, solver: _Solver, nodes: Sequence[fx.Node], last: Mapping[Value, int], offset: int) -> None:
         self.nodes = nodes
         self.values: dict[Value, int] = {}
-        self.factors: dict[int, int] = {}
+        self.factors: dict[int, int] = {-1: -1}
         self.factors_by_id: list[int] = []
-        self._placed: dict[tuple[Placement, bool], Canonical] = {}
-        self.steps: list[tuple] = []
+        self.steps: list[tuple[tuple[int, ...], tuple[int, ...], Priced, tuple[int, ...], bool]] = []
         self.dead: list[list[int]] = []
         key: list[object] = []
+        problem = solver.problem
         for position, node in enumerate(nodes, offset):
-            op = solver.analysis.ops[node]
-            operands = tuple(self._value(v) if v not in solver.problem.free else -1 for v in op.operands)
-            outputs = tuple(self._value((node, i)) for i in range(len(output_shapes(node))))
-            grads = [solver.needs_grad(v) for v in op.operands]
-            choices = tuple(
-                (
-                    tuple([self.place(p, grad) for p, grad in zip(c.inputs, grads, strict=True)]),
-                    tuple([self.place(p, solver.needs_grad((node, i))) for i, p in enumerate(c.outputs)]),
-                    solver.price(node, c),
-                )
-                for c in solver.allowed[node]
-            )
-            dead = [
+            op, form, priced = solver.analysis.ops[node], solver.analysis.form(node), solver.priced(node)
+            operands = tuple([self._value(v) if v not in problem.free else -1 for v in op.operands])
+            results = [(node, i) for i in range(form.num_outputs)]
+            outputs = tuple([self._value(v) for v in results])
+            factors = tuple([self._factor(factor) for factor in form.factors])
+            dead = {
                 self.values[v]
-                for v in {*op.operands, *((node, i) for i in range(len(outputs)))}
-                if v in self.values and last.get(v, -1) <= position and v not in solver.problem.outputs
-            ]
-            split = solver.problem.along[node] is None
-            self.steps.append((operands, outputs, choices, split))
+                for v in (*op.operands, *results)
+                if v in self.values and last.get(v, -1) <= position and v not in problem.outputs
+            }
+            split = problem.along[node] is None
+            self.steps.append((operands, outputs, priced, factors, split))
             self.dead.append(sorted(dead))
-            key.append((operands, outputs, choices, split, tuple(self.dead[-1])))
+            key.append((operands, outputs, priced.number, factors, split, tuple(self.dead[-1])))
         self.info = [
             (
                 *solver.describe(v),
-                None if (p := solver.problem.fixed.get(v)) is None else self.place(p, solver.needs_grad(v)),
+                None if (p := problem.fixed.get(v)) is None else self.numbered(canonical(p), solver.needs_grad(v)),
             )
             for v in self.values
         ]
-        self.key = (tuple(key), tuple(self.info))
+        self.number = solver.known.segments.setdefault((tuple(key), tuple(self.info)), len(solver.known.segments))
         self.values_by_id = list(self.values)
 
     def _value(self, value: Value) -> int:
         return self.values.setdefault(value, len(self.values))
 
-    def place(self, placement: Placement, grad: bool) -> Canonical:
-        """Canonical form of a placement: kind, dim, number of the factor. Without a gradient, replicated with partial
-        gradient is replicated."""
-        at = (placement, grad)
-        if at not in self._placed:
-            self._placed[at] = self._place(placement, grad)
-        return self._placed[at]
+    def _factor(self, factor: int) -> int:
+        if factor not in self.factors:
+            self.factors[factor] = len(self.factors_by_id)
+            self.factors_by_id.append(factor)
+        return self.factors[factor]
 
-    def _place(self, placement: Placement, grad: bool) -> Canonical:
-        if placement.kind == "R*" and not grad:
-            placement = REPLICATE
-        factor = -1
-        if placement.factor >= 0:
-            factor = self.factors.setdefault(placement.factor, len(self.factors))
-            if factor == len(self.factors_by_id):
-                self.factors_by_id.append(placement.factor)
-        return placement.kind, placement.dim, factor
-
-    def concrete(self, placement: Canonical) -> Placement:
-        """The inverse of :meth:`place`."""
+    def numbered(self, placement: Canonical, grad: bool = True) -> Canonical:
+        """A placement with the number of its factor. Without a gradient, replicated with partial gradient is
+        replicated."""
         kind, dim, factor = placement
-        return Placement(kind, dim, -1 if factor < 0 else self.factors_by_id[factor])  # type: ignore[arg-type]
+        return with_gradient(kind, grad), dim, self._factor(factor)
 
-
-Canonical = tuple[str, int, int]
-"""A placement as a tuple: kind, dim, factor (or, inside a segment, the factor's number)."""
-
-
-def _tuple(placement: Placement) -> Canonical:
-    return placement.kind, placement.dim, placement.factor
-
-
-State = tuple[tuple[int, frozenset[Canonical]], ...]
+    def concrete(self, placement: Canonical) -> Canonical:
+        """The inverse of :meth:`numbered`."""
+        kind, dim, factor = placement
+        return kind, dim, -1 if factor < 0 else self.factors_by_id[factor]
 
 
 class _Solver:
     def __init__(self, analysis: Analysis, problem: AxisProblem) -> None:
         self.analysis, self.problem = analysis, problem
-        self.allowed = {n: _allowed(analysis, problem, n) for n in problem.nodes}
-        self.work = {n: _work(analysis, problem, n) * (1 - 1 / problem.size) for n in problem.nodes}
-        # Segments of other stages, and of other plans for this graph, may be equal too.
-        self.memo: dict[tuple, list[tuple[State, float, tuple[int, ...]]]] = analysis.solved.setdefault(
-            (problem.size, problem.prices), {}
-        )
+        # Operators and segments of other stages, and of other plans for this graph, may be equal too.
+        self.known: Known = analysis.solved.setdefault((problem.size, problem.prices), Known())
         self.needs_grad = cache(needs_grad)
         self.describe = cache(self._describe)
         self.bridges: dict[tuple, float] = {}
@@ -207,6 +187,39 @@ class _Solver:
         self.whole = problem.parameters - split
         self.weights = self._weights()
         self.small = self._small()
+
+    def priced(self, node: fx.Node) -> Priced:
+        """The choices of an operator with their prices."""
+        problem, form, rule = self.problem, self.analysis.form(node), self.analysis.rules[node]
+        along, size = problem.along[node], problem.size
+        key = (
+            form.number,
+            along if along is None or along < 0 else form.factors.index(along) if along in form.factors else -1,
+            tuple([problem.local_bytes((node, i)) for i in range(form.num_outputs)]),
+            problem.local_bytes(self.analysis.ops[node].operands[0]) if rule.windows else 0,
+            tuple([f < 0 or problem.units(node, f) >= size for f in form.factors]) if along is None else (),
+        )
+        if key not in self.known.priced:
+            place = {factor: i for i, factor in enumerate(form.factors)} | {-1: -1}
+
+            def tokens(values: Iterable[Value], placements: Iterable[Placement]) -> tuple[Canonical, ...]:
+                return tuple(
+                    (with_gradient(p.kind, needs_grad(v)), p.dim, place[p.factor])
+                    for v, p in zip(values, placements, strict=True)
+                )
+
+            allowed, choices = _allowed(self.analysis, problem, node), []
+            for number in allowed:
+                choice = self.choice(node, number)
+                inputs = tokens(self.analysis.ops[node].operands, choice.inputs)
+                outputs = tokens([(node, i) for i in range(form.num_outputs)], choice.outputs)
+                choices.append((inputs, outputs, self.price(node, choice)))
+            self.known.priced[key] = Priced(len(self.known.priced), allowed, choices)
+        return self.known.priced[key]
+
+    def choice(self, node: fx.Node, number: int) -> Choice:
+        """An allowed choice by its number."""
+        return _whole(self.analysis, node) if number == _WHOLE else self.analysis.choices[node][number]
 
     def price(self, node: fx.Node, choice: Choice) -> float:
         """Price of a choice without its bridges: duplicated work, and its own collectives.
@@ -217,7 +230,7 @@ class _Solver:
         if choice.form == "halo":
             cost += 2 * self._halo_bytes(node, choice.inputs[0].dim)
         if choice.factor < 0:
-            cost += self.work[node]
+            cost += _work(self.analysis, self.problem, node) * (1 - 1 / self.problem.size)
             kept = [i for i, p in enumerate(choice.outputs) if p == PARTIAL]
             cost += sum(self.problem.local_bytes((node, i)) for i in kept) * self.problem.prices.byte_touched
         return cost
@@ -278,72 +291,41 @@ class _Solver:
             self.emulations[at] = sum(min(self.bridge(a, b, info) for a in have) for b in want if b not in have)
         return self.emulations[at]
 
-    def undominated(
-        self, found: Mapping[Any, tuple[float, Any]], rank: Callable[[Any, float], float], emulate: Callable[..., float]
-    ) -> dict:
-        """The states that no cheaper state dominates, at most :data:`BEAM`, best first.
-
-        A state is a tuple of values with their placements; *emulate* prices what it takes to have a value placed as in
-        another. This is sound: a dominated state's continuation is available to the dominating state at the same price.
-        """
-        ordered = sorted((rank(state, one[0]), one[0], i, state) for i, (state, one) in enumerate(found.items()))
-        kept: list[tuple[float, tuple]] = []
-        for _, cost, _, state in ordered:
-            for other, placed in kept:
-                gap = cost - other
-                if gap < 0 or len(placed) != len(state):
-                    continue
-                for (at, have), (value, want) in zip(placed, state, strict=True):
-                    if at != value:
-                        gap = -1.0
-                    elif have != want:
-                        gap -= emulate(value, have, want)
-                    if gap < 0:
-                        break
-                else:
-                    break
-            else:
-                kept.append((cost, state))
-                if len(kept) == BEAM:
-                    break
-        return {state: found[state] for _, state in kept}
-
     def solve(self) -> AxisSolution:
         """Run the program over the segments and read the best path back."""
         segments = self._segments()
         beam: dict[tuple, tuple[float, tuple]] = {(): (0.0, ())}
+        live: list[Value] = []
         for segment in segments:
             found: dict[tuple, tuple[float, tuple]] = {}
+            after: list[Value] = []
             for state, (cost, path) in beam.items():
-                inside = [(v, p) for v, p in state if v in segment.values]
-                outside = [(v, p) for v, p in state if v not in segment.values]
-                start = tuple(
-                    sorted(
-                        (segment.values[v], frozenset(segment.place(Placement(*x), True) for x in p)) for v, p in inside
-                    )
-                )
+                outside = {v: p for v, p in zip(live, state, strict=True) if v not in segment.values}
+                inside = [(v, p) for v, p in zip(live, state, strict=True) if v in segment.values]
+                start = tuple(sorted((segment.values[v], frozenset(map(segment.numbered, p))) for v, p in inside))
                 for end, extra, picked in self._run(segment, start):
-                    after = outside + [
-                        (segment.values_by_id[i], frozenset(_tuple(segment.concrete(x)) for x in p)) for i, p in end
-                    ]
-                    key = tuple(sorted(after, key=lambda item: (item[0][0].name, item[0][1])))
+                    placed = outside | {segment.values_by_id[i]: frozenset(map(segment.concrete, p)) for i, p in end}
+                    after = after or sorted(placed, key=lambda value: (value[0].name, value[1]))
+                    key = tuple([placed[value] for value in after])
                     total = cost + extra
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, picked))
-            beam = self.undominated(
+            live = after
+            beam = undominated(
+                live,
                 found,
                 lambda state, cost: cost,
                 lambda value, have, want: self.emulate(have, want, self.describe(value)),
             )
-        best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(key))
+        best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(zip(live, key, strict=True)))
         cost, path = beam[best_key]
         decisions: list[tuple[int, ...]] = []
         while path:
             path, last = path
             decisions.append(last)
         flat = [choice for decision in reversed(decisions) for choice in decision]
-        choices = {n: self.allowed[n][i] for n, i in zip(self.problem.nodes, flat, strict=True)}
-        return self._solution(choices, cost + self._final_cost(best_key))
+        choices = {n: self.choice(n, self.priced(n).allowed[i]) for n, i in zip(self.problem.nodes, flat, strict=True)}
+        return self._solution(choices, cost + self._final_cost(zip(live, best_key, strict=True)))
 
     def _final_cost(self, state: Iterable[tuple[Value, frozenset[Canonical]]]) -> float:
         """Price of leaving the outputs as the caller needs them."""
@@ -353,7 +335,7 @@ class _Solver:
             if want is None:
                 continue
             if isinstance(want, Placement):
-                target = _tuple(want)
+                target = canonical(want)
                 total += min((self.bridge(p, target, self.describe(value)) for p in available), default=0.0)
                 continue
             kinds = {p[0] for p in available}
@@ -362,7 +344,7 @@ class _Solver:
                 continue
             if want == "any" and grad and kinds == {"R*"}:
                 total += all_reduce_price(nbytes, self.problem.size, self.problem.prices)
-            total += min(self.bridge(p, _tuple(REPLICATE), self.describe(value)) for p in available)
+            total += min(self.bridge(p, canonical(REPLICATE), self.describe(value)) for p in available)
         return total
 
     def _segments(self) -> list[_Segment]:
@@ -376,7 +358,7 @@ class _Solver:
         segments, start = [], 0
         for position, node in enumerate(nodes):
             op = self.analysis.ops[node]
-            live |= {(node, i) for i in range(len(output_shapes(node)))}
+            live |= {(node, i) for i in range(self.analysis.form(node).num_outputs)}
             live |= {v for v in op.operands if v in self.problem.received}
             live = {v for v in live if last.get(v, -1) > position or v in self.problem.outputs}
             if (len(live) <= 2 and position + 1 - start >= 4) or position + 1 == len(nodes):
@@ -385,61 +367,43 @@ class _Solver:
         return segments
 
     def _run(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
-        key = (segment.key, start)
-        if key not in self.memo:
-            self.memo[key] = self._beam(segment, start)
-        return self.memo[key]
+        key = (segment.number, start)
+        if key not in self.known.ways:
+            self.known.ways[key] = self._beam(segment, start)
+        return self.known.ways[key]
 
     def _beam(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
         """The best ways through a segment from the placements in *start*: those that they end with, the price, and the
         number of each operator's choice. Sets of placements are numbers here, and what a step costs is found once."""
         prices = _SegmentPrices(self, segment)
-        beam: dict[Any, tuple[float, tuple]] = {tuple((v, prices.number(p)) for v, p in start): (0.0, ())}
-        for (operands, outputs, choices, split), dead in zip(segment.steps, segment.dead, strict=True):
-            sharded = [any(choice[0][i][0] == "S" for choice in choices) for i in range(len(operands))]
-            reads = [
-                (
-                    work
-                    + sum(1.0 for value, want in zip(operands, inputs, strict=True) if value < 0 and want[0] == "P"),
-                    [(v, want, sharded[i]) for i, (v, want) in enumerate(zip(operands, inputs, strict=True)) if v >= 0],
-                    [
-                        (v, prices.number(frozenset((p,))))
-                        for v, p in zip(outputs, results, strict=True)
-                        if v not in dead
-                    ],
-                )
-                for inputs, results, work in choices
-            ]
+        beam: dict[Any, tuple[float, tuple]] = {tuple([prices.number(p) for _, p in start]): (0.0, ())}
+        live = [value for value, _ in start]
+        for position in range(len(segment.steps)):
+            step = _Step(segment, position, live, prices)
             found: dict[Any, tuple[float, tuple]] = {}
             for state, (cost, path) in beam.items():
-                have = dict(state)
-                for number, (work, wanted, made) in enumerate(reads):
+                have = [*state, *step.unread]
+                for number, (work, reads, made) in enumerate(step.ways):
                     total = cost + work
                     changed = have.copy()
-                    for value, want, hopeful in wanted:
-                        available = changed.get(value)
-                        if available is None:
-                            extra, changed[value] = prices.first(value, want, split, hopeful)
-                        else:
-                            extra, changed[value] = prices.further(value, available, want)
+                    for value, at, want, first in reads:
+                        extra, changed[at] = first or prices.further(value, changed[at], want)
                         total += extra
-                    changed.update(made)
-                    for value in dead:
-                        changed.pop(value, None)
-                    key = tuple(sorted(changed.items()))
+                    changed += made
+                    key = tuple([changed[at] for at in step.left])
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, number))
-            beam = self.undominated(
-                found, lambda state, cost: cost + sum(prices.pending(v, n) for v, n in state), prices.emulate
-            )
-        results_out = []
+            live = step.live
+            beam = undominated(live, found, partial(prices.hoped, live), prices.emulate)
+        ends = []
         for state, (cost, path) in beam.items():
             decisions: list[int] = []
             while path:
                 path, number = path
                 decisions.append(number)
-            results_out.append((tuple((v, prices.sets[n]) for v, n in state), cost, tuple(reversed(decisions))))
-        return results_out
+            placed = tuple([(v, prices.sets[n]) for v, n in zip(live, state, strict=True)])
+            ends.append((placed, cost, tuple(reversed(decisions))))
+        return ends
 
     def _solution(self, choices: dict[fx.Node, Choice], cost: float) -> AxisSolution:
         """Replay the choices to see how parameters and received values are stored."""
@@ -470,6 +434,44 @@ class _Solver:
         return AxisSolution(choices, stored, cost, forbidden)
 
 
+class _Step:
+    """An operator of a segment after values that are *live*: the ways to compute it.
+
+    A state has the numbers of the placements of the live values, to which those are appended that are first read here,
+    and those that are made.
+
+    Attributes:
+        unread: placeholders for values that are first read here.
+        ways: for each choice its work, what it reads (value, place in the state, placement, and where it is first read
+            the price and the number of its placements then), and the numbers of what it makes.
+        live: values that are live after it.
+        left: their places.
+    """
+
+    def __init__(self, segment: _Segment, position: int, live: Sequence[int], prices: _SegmentPrices) -> None:
+        operands, outputs, priced, factors, split = segment.steps[position]
+        names = (*factors, -1)  # the last is of what has none
+        place = {value: i for i, value in enumerate(live)}
+        read = [(i, value, place.setdefault(value, len(place))) for i, value in enumerate(operands) if value >= 0]
+        self.unread = [0] * (len(place) - len(live))
+        sharded = [any(inputs[i][0] == "S" for inputs, _, _ in priced.choices) for i in range(len(operands))]
+        made = [i for i, value in enumerate(outputs) if value not in segment.dead[position]]
+        self.ways = []
+        for inputs, results, work in priced.choices:
+            known, reads = set(range(len(live))), []
+            for i, value, at in read:
+                kind, dim, factor = inputs[i]
+                want = (kind, dim, names[factor])
+                reads.append((value, at, want, None if at in known else prices.first(value, want, split, sharded[i])))
+                known.add(at)
+            makes = [prices.number(frozenset(((kind, dim, names[f]),))) for kind, dim, f in (results[i] for i in made)]
+            terms = sum(1.0 for v, want in zip(operands, inputs, strict=True) if v < 0 and want[0] == "P")
+            self.ways.append((work + terms, reads, makes))
+        place |= {outputs[i]: len(place) + number for number, i in enumerate(made)}
+        self.live = sorted(place.keys() - set(segment.dead[position]))
+        self.left = [place[value] for value in self.live]
+
+
 class _SegmentPrices:
     """Prices of a segment's values in sets of placements, which have numbers; each is found once."""
 
@@ -477,7 +479,7 @@ class _SegmentPrices:
         self.solver, self.info = solver, segment.info
         self.sets: list[frozenset[Canonical]] = []
         self._numbers: dict[frozenset[Canonical], int] = {}
-        self._replicate_partial = {grad: segment.place(REPLICATE_PARTIAL, grad) for grad in (False, True)}
+        self._replicate_partial = {grad: segment.numbered(canonical(REPLICATE_PARTIAL), grad) for grad in (False, True)}
         self.first = cache(self._first)
         self.further = cache(self._further)
         self.pending = cache(self._pending)
@@ -504,7 +506,7 @@ class _SegmentPrices:
             summed = all_reduce_price(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
             return nbytes * (1 / size if want[0] == "S" else 1) + summed, placed
         if want[0] == "S":
-            return 0.0 if kind == "P" else solver.bridge(_tuple(REPLICATE_PARTIAL), want, self.info[value]), placed
+            return 0.0 if kind == "P" else solver.bridge(canonical(REPLICATE_PARTIAL), want, self.info[value]), placed
         cost = nbytes * prices.byte_touched + (2.0 * nbytes if want[0] == "R*" and split else 0.0)
         return cost + (_FORBIDDEN / 1e3 if matrix and split and hopeful else 4.0 * nbytes * split), placed
 
@@ -521,6 +523,10 @@ class _SegmentPrices:
         problem = self.solver.problem
         terms = all(p[0] == "P" for p in self.sets[placed])
         return all_reduce_price(self.info[value][0], problem.size, problem.prices) if terms else 0.0
+
+    def hoped(self, live: Sequence[int], state: Sequence[int], cost: float) -> float:
+        """Price of a state with what its live values will cost."""
+        return cost + sum(map(self.pending, live, state))
 
     def _emulate(self, value: int, have: int, want: int) -> float:
         """Price of bridging a value from one set of placements to all of another."""

@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any, Literal
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Link, Node
 from whale.ir.profile import LinkCurve
 from whale.planner.network.curves import curves_between
 from whale.planner.network.links import LinkKind, built_in_links, inter_node_kind, intra_node_kind
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["Member", "Path", "Topology"]
 
@@ -244,6 +245,8 @@ class Topology:
         Edges have ``bandwidth`` (bytes per second) and ``latency`` (seconds); the latencies along a path sum to that
         of a message. Linear in the devices.
         """
+        import networkx as nx  # takes longer to load than most searches
+
         graph = nx.Graph()
         graph.add_node(NETWORK, kind="switch")
         for node in self.cluster.nodes:

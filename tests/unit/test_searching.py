@@ -44,6 +44,9 @@ class Model:
         assert plan.prediction is not None and plan.workload is not None
         return self.change(plan, plan.prediction), plan.workload
 
+    def forked(self) -> None:
+        """Nothing to prepare."""
+
 
 def profile(**sizes: float) -> ModelProfile:
     kinds = [layer({"cpu-fast": 1e-2, "cpu-slow": 2e-2}, **sizes)]  # type: ignore[arg-type]

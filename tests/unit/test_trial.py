@@ -11,9 +11,11 @@ from torch import nn
 
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
+from whale.commands import searching
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import make_plan
 from whale.commands.searching import Searched, search_plans
+from whale.commands.shared import available_cores
 from whale.compile.compile import Options
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
@@ -133,6 +135,22 @@ def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: CandidateCompiler) 
     assert not found.refused
     with pytest.raises(UsageError, match="micro_batches=4: .* computes a row of the batch from other rows"):
         search_plans(profile, cluster, batch=64, settings=SearchSettings(micro_batches=4), trial=own)
+
+
+@pytest.mark.skipif(available_cores() == 1, reason="processes are not forked here")
+def test_plans_compiled_by_forked_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = decoder(layers=4)
+    own = CandidateCompiler(model, tokens(16), name="decoder")
+    given = profile_model(model, tokens(16), tensor_degrees=(1, 2), name="decoder", captured=own.captured)
+    cluster = Cluster.of([(f"node{index}", PROCESSOR) for index in range(4)], inter=Link(bandwidth=1e8, latency=5e-5))
+    settings = SearchSettings(time_limit=100)
+    alone = search_plans(given, cluster, batch=16, settings=settings, trial=own)
+    monkeypatch.setattr(searching, "WORTH_SHARING", 0.0)
+    shared = search_plans(given, cluster, batch=16, settings=settings, trial=own, processes=2)
+    assert len(alone.choices) > 2
+    assert [choice.plan.dumps() for choice in shared.choices] == [choice.plan.dumps() for choice in alone.choices]
+    assert shared.refused == alone.refused
 
 
 def test_schedules_that_the_search_does_not_price_are_tried_on_the_best_compiled_pipelines() -> None:

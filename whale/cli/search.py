@@ -305,6 +305,7 @@ class _Run:
     def searched(self, case: _Case, trial: CandidateCompiler | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
         from whale.commands.searching import search_plans
+        from whale.commands.shared import available_cores
 
         with ProgressLine("searching", self.settings.time_limit) as line:
             found = search_plans(
@@ -316,6 +317,7 @@ class _Run:
                 progress=lambda progress: line.show(progress.elapsed, _far(progress)),
                 stop=self.interruption.came,
                 known=known,
+                processes=available_cores(),
             )
         note(f"{found.found.tried} plans were tried in {found.found.seconds:.2f} s")
         left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from whale.annotations import Annotation, annotate, forget, module_scopes
@@ -140,6 +141,10 @@ class CandidateCompiler:
             compilation, costs, schedule=plan.schedule, memory_of=partial(brief_peak_memory, known=self._known)
         )
         return found.prediction, found.workload
+
+    def forked(self) -> None:
+        """Prepare a forked process: threads that torch has started are not there."""
+        torch.set_num_threads(1)
 
 
 def _device(cluster: Cluster) -> Device:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from whale.commands.shared import Shared
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import ModelIdentity, Plan
@@ -59,6 +61,9 @@ MOST_UNSURE, UNSURE_SECONDS = 8, 1.0
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
 the seconds that this takes."""
 
+WORTH_SHARING = 1.0
+"""Seconds of compiling that are shared with other processes; a fork, and what only it keeps in memory, cost some."""
+
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
 
@@ -83,6 +88,9 @@ class Trial(Protocol):
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         """Compile the plan, and predict its step."""
+
+    def forked(self) -> None:
+        """Called in a forked process before it predicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +158,7 @@ def search_plans(
     progress: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
     known: Memo | None = None,
+    processes: int = 1,
 ) -> Searched:
     """Search for plans and compile the best of them.
 
@@ -163,6 +172,7 @@ def search_plans(
         progress: called with the progress of the search.
         stop: whether to stop with the best plan so far, compiled or not.
         known: cached costs of an earlier search of the same model.
+        processes: which compile, the others forked from this one (`whale.commands.shared`).
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
@@ -189,7 +199,8 @@ def search_plans(
 
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
-    tried = _Tried(PlanWriter(profile, cluster, batch, trial), trial, base, begin + settings.time_limit, stop)
+    writer = PlanWriter(profile, cluster, batch, trial)
+    tried = _Tried(writer, trial, base, begin + settings.time_limit, stop, processes)
     wanted = replace(settings, top=settings.top + RESERVE)
     found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
     tried.best_of(found, simple_plans(profile, cluster, batch=batch, settings=settings, known=known), settings.top)
@@ -216,6 +227,13 @@ def search_plans(
     )
 
 
+class _Timed(NamedTuple):
+    """A candidate that was tried, and the seconds that it took."""
+
+    choice: Choice
+    seconds: float
+
+
 @dataclass
 class _Tried:
     """Candidates that were compiled, or written down where there was no time for that.
@@ -223,6 +241,7 @@ class _Tried:
     Attributes:
         schedule: in place of that by which the search went, if not None.
         until: the time at which no more are compiled, if one can be run.
+        processes: which compile.
         room: of each device type, the part of its memory that candidates of another search may take.
     """
 
@@ -231,6 +250,7 @@ class _Tried:
     schedule: str | None
     until: float
     stopped: Callable[[], bool]
+    processes: int
     choices: list[Choice] = field(default_factory=list)
     refused: list[Choice] = field(default_factory=list)
     longest: float = 0.0
@@ -251,12 +271,13 @@ class _Tried:
         the best so far if compiling made them as much faster as any of these."""
         first, *others = found.candidates[:top]
         self.compile(first, self.schedule)
-        for candidate in simple:
-            best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
-            if least_after_compiling(candidate) < best and not self.late():
-                self.compile(candidate, self.schedule)
-        for candidate in others:
-            self.compile(candidate, self.schedule)
+        with self._shared(others) as shared:
+            for candidate in simple:
+                best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
+                if least_after_compiling(candidate) < best and not self.late():
+                    self.compile(candidate, self.schedule)
+            for number, candidate in enumerate(others):
+                self.compile(candidate, self.schedule, partial(shared.result, number))
         for candidate in found.candidates[top:]:
             if self.choices or self.over():
                 break
@@ -270,22 +291,48 @@ class _Tried:
                 break
             self.compile(candidate, self.schedule)
 
-    def compile(self, candidate: Candidate, schedule: str | None = None) -> None:
+    def _shared(self, candidates: Sequence[Candidate]) -> Shared[_Timed]:
+        """Some candidates, compiled by several processes where that takes long enough."""
+        much = self.longest * len(candidates) > WORTH_SHARING and not self.late()
+        return Shared(
+            lambda number: self._compiled(self._scheduled(candidates[number], self.schedule)),
+            len(candidates),
+            processes=self.processes if much else 1,
+            forked=self.trial.forked,
+        )
+
+    def compile(
+        self, candidate: Candidate, schedule: str | None = None, compiled: Callable[[], _Timed] | None = None
+    ) -> None:
         """Compile a candidate with its schedule or another, unless one that takes the same was, or write it down where
-        it is late."""
-        candidate = replace(candidate, schedule=schedule or candidate.schedule)
+        it is late. *compiled* returns it compiled by another process."""
+        candidate = self._scheduled(candidate, schedule)
         prediction = candidate.prediction
         look = len(candidate.stages), candidate.micro_batches, candidate.schedule, *prediction.breakdown.values()
         if look in self.seen:
             return
         self.seen.add(look)
-        now, enough = time.monotonic(), self.late()
+        if self.late():
+            timed = self._timed(candidate, self.writer.written)
+        else:
+            timed = self._compiled(candidate) if compiled is None else compiled()
+        (self.refused if timed.choice.reason else self.choices).append(timed.choice)
+        self.longest = max(self.longest, timed.seconds)
+
+    def _scheduled(self, candidate: Candidate, schedule: str | None) -> Candidate:
+        return replace(candidate, schedule=schedule or candidate.schedule)
+
+    def _compiled(self, candidate: Candidate) -> _Timed:
+        return self._timed(candidate, partial(self.writer.compiled, trial=self.trial))
+
+    def _timed(self, candidate: Candidate, write: Callable[[Candidate], Choice]) -> _Timed:
+        """Write a candidate as a plan; the choice has the reason if it cannot be annotations of this model."""
+        began = time.monotonic()
         try:
-            choice = self.writer.written(candidate) if enough else self.writer.compiled(candidate, self.trial)
-        except UsageError as error:  # it cannot be written as annotations of this model
+            choice = write(candidate)
+        except UsageError as error:
             choice = Choice(candidate=candidate, plan=self.writer.unwritten(candidate), reason=str(error))
-        (self.refused if choice.reason else self.choices).append(choice)
-        self.longest = max(self.longest, time.monotonic() - now)
+        return _Timed(choice, time.monotonic() - began)
 
     def with_less_memory(self, cluster: Cluster) -> Cluster | None:
         """The cluster with less memory, by the factor by which compiled plans exceed the search's prediction, by device

@@ -110,11 +110,6 @@ class Compilation:
         return replace(self, traced=traced, stages=tuple(stages), folds=folds, _lowered={})
 
     @cached_property
-    def known_programs(self) -> dict[int, Program]:
-        """The programs of all ranks, cached: for a short step."""
-        return self.programs()
-
-    @cached_property
     def most_in_flight(self) -> dict[int, int]:
         """The most micro-batches in flight on each stage."""
         return peak_in_flight(self.order)

@@ -132,7 +132,7 @@ def brief_peak_memory(
     ranks with equal fingerprints run once.
     """
     first, known = compilation.of_first, {} if known is None else known
-    program = first.known_programs[rank]
+    program = first.program(rank)
     splits = any(isinstance(one, Compute) and one.kind not in ("F", "B") for one in program)
     short = first if splits else first.folded
     like = fingerprint(short, rank, program, clock)
