@@ -32,7 +32,7 @@ from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
-from whale.runtime.agreement import agree, agree_on_values, meet
+from whale.runtime.agreement import agree, agree_on_values, meet, take_from_first
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
 from whale.runtime.module import CompiledStep, ParallelModule, Shard
@@ -57,6 +57,7 @@ def parallelize(
     timeout_seconds: float = 60.0,
     device: str | None = None,
     promote_casts: bool = False,
+    sync_module_states: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
 
@@ -82,6 +83,8 @@ def parallelize(
         timeout_seconds: limit for every wait of a rank for another.
         device: ``cpu`` or ``cuda``; by default cuda where there is one.
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
+        sync_module_states: overwrite the model's parameters and buffers with those of rank 0 first. Otherwise all ranks
+            must bring the same ones, and it is an error if they do not.
 
     Raises:
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
@@ -143,6 +146,11 @@ def parallelize(
         initial = values_of_meta_model(model, state_dict)
     elif state_dict is not None:
         raise UsageError("state_dict is for models without data; call model.load_state_dict(state_dict) instead")
+    if sync_module_states and initial is not None:
+        raise UsageError(
+            "sync_module_states is for a model with data; a model on the meta device or built by a function has the "
+            "values that torch's seed gives: call torch.manual_seed with one seed on every rank"
+        )
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
@@ -179,7 +187,10 @@ def parallelize(
     }
     agree(world, texts)
     if initial is None:
-        agree_on_values(world, *_sample(model))
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if sync_module_states:
+            take_from_first(world, named.values())
+        agree_on_values(world, named)
     try:
         module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
             compilation, leaves
@@ -193,13 +204,6 @@ def parallelize(
 def _clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
     """Random operators are seeded by position; with a single rank, they draw as the local model does."""
     return clock if size > 1 or len(compilation.rows) > 1 else None
-
-
-def _sample(model: nn.Module, count: int = 256) -> tuple[list[str], list[float]]:
-    """One element of each of at most *count* parameters, by name: enough to see that ranks were seeded differently."""
-    named = [(name, p.detach()) for name, p in model.named_parameters() if p.numel()]
-    chosen = named[:: max(1, len(named) // count)]
-    return [name for name, _ in chosen], [float(p.flatten()[p.numel() // 2]) for _, p in chosen]
 
 
 _CHECKED_RANKS = 1024

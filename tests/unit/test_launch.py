@@ -102,7 +102,9 @@ def test_an_unknown_device_type_is_refused() -> None:
 
 
 def in_slurm_step(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
-    for name, value in ({"PROCID": 5, "STEP_NUM_TASKS": 8, "LOCALID": 1, "STEP_NODELIST": "127.0.0.1"} | settings).items():
+    for name, value in (
+        {"PROCID": 5, "STEP_NUM_TASKS": 8, "LOCALID": 1, "STEP_NODELIST": "127.0.0.1"} | settings
+    ).items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 

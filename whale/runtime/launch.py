@@ -55,7 +55,7 @@ class Launch:
 
 
 def describe(device_type: str | None = None) -> Launch:
-    """Which of how many processes this is, without joining anything.
+    """The rank, world size and device of this process, without joining anything.
 
     Raises:
         UsageError: the environment is incomplete or that of an unknown launcher, this process has no device of its own,
@@ -114,7 +114,7 @@ def initialize(
     begin = time.monotonic()
     joined = dist.is_initialized()
     # A connection of its own: a long wait for a message would hold up torch's use of the script's store.
-    store = dist.distributed_c10d._get_default_store().clone() if joined else _store(rank, timeout)
+    store = dist.distributed_c10d._get_default_store().clone() if joined else _store(rank, timeout)  # type: ignore[attr-defined]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = dist.PrefixStore(f"whale/attempt/{attempt}", store)
     if joined:
