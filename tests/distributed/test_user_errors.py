@@ -28,8 +28,8 @@ from whale import api
 from whale.api import parallelize
 from whale.cli.app import app
 from whale.ir.cluster import Cluster
+from whale.runtime.engine import FIRST_COMPARED
 from whale.runtime.launch import World
-from whale.runtime.module import FIRST_COMPARED
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 6.0
