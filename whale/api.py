@@ -32,10 +32,12 @@ from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
-from whale.runtime.agreement import agree, agree_on_values, meet
+from whale.runtime.agreement import agree, agree_on_values, meet, take_from_first
+from whale.runtime.engine import CompiledStep, Engine, Modes, Shard
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
-from whale.runtime.module import CompiledStep, ParallelModule, Shard
+from whale.runtime.module import ParallelModule, parallel_module
+from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "shard_dataset", "verify"]
@@ -57,6 +59,7 @@ def parallelize(
     timeout_seconds: float = 60.0,
     device: str | None = None,
     promote_casts: bool = False,
+    sync_module_states: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
 
@@ -82,6 +85,8 @@ def parallelize(
         timeout_seconds: limit for every wait of a rank for another.
         device: ``cpu`` or ``cuda``; by default cuda where there is one.
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
+        sync_module_states: overwrite the model's parameters and buffers with those of rank 0 first. Otherwise all ranks
+            must bring the same ones, and it is an error if they do not.
 
     Raises:
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
@@ -143,6 +148,11 @@ def parallelize(
         initial = values_of_meta_model(model, state_dict)
     elif state_dict is not None:
         raise UsageError("state_dict is for models without data; call model.load_state_dict(state_dict) instead")
+    if sync_module_states and initial is not None:
+        raise UsageError(
+            "sync_module_states is for a model with data; a model on the meta device or built by a function has the "
+            "values that torch's seed gives: call torch.manual_seed with one seed on every rank"
+        )
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
@@ -163,8 +173,15 @@ def parallelize(
         options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
     if plan is not None and plan.annotations:
         _annotate_as_planned(template, plan)
+    modes = tuple(module.training for module in template.modules())
     traced = trace(
-        template, leaves, device=launch.device, training=model.training, loss_fn=loss_fn, promote=options.promote
+        template,
+        leaves,
+        device=launch.device,
+        training=any(modes),
+        modes=modes,
+        loss_fn=loss_fn,
+        promote=options.promote,
     )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(options.seed)
@@ -179,10 +196,13 @@ def parallelize(
     }
     agree(world, texts)
     if initial is None:
-        agree_on_values(world, *_sample(model))
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if sync_module_states:
+            take_from_first(world, named.values())
+        agree_on_values(world, named)
     try:
         module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
-            compilation, leaves
+            compilation, leaves, modes
         )
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
@@ -193,13 +213,6 @@ def parallelize(
 def _clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
     """Random operators are seeded by position; with a single rank, they draw as the local model does."""
     return clock if size > 1 or len(compilation.rows) > 1 else None
-
-
-def _sample(model: nn.Module, count: int = 256) -> tuple[list[str], list[float]]:
-    """One element of each of at most *count* parameters, by name: enough to see that ranks were seeded differently."""
-    named = [(name, p.detach()) for name, p in model.named_parameters() if p.numel()]
-    chosen = named[:: max(1, len(named) // count)]
-    return [name for name, _ in chosen], [float(p.flatten()[p.numel() // 2]) for _, p in chosen]
 
 
 _CHECKED_RANKS = 1024
@@ -224,14 +237,12 @@ class _Builder:
         self.initial = initial
         self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
         self.clock = clock
-        self.tensors: dict[tuple[str, str], Tensor] = {}
-        self.parameters: dict[str, Tensor] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
         self.reduce_groups: dict[tuple[int, ...], Any] = {}
         self.all_ranks: dict[str, Any] = {}
         self.first: Compilation | None = None
 
-    def build(self, compilation: Compilation, example: Mapping[str, Any]) -> ParallelModule:
+    def build(self, compilation: Compilation, example: Mapping[str, Any], modes: Modes) -> ParallelModule:
         model, world = self.model, self.world
         assert model is not None
         self.first = compilation
@@ -253,15 +264,13 @@ class _Builder:
             for name, b in model.named_buffers()
         }
         if self.initial is None:
-            self.parameters = local_tensors(shards, world.rank, named, world.device)
-            held = {name: b.to(world.device) for name, b in model.named_buffers()}
+            held = local_tensors(shards, world.rank, named, world.device)
+            held |= {name: b.to(world.device) for name, b in model.named_buffers()}
         else:
             own = {name: shard.parts[world.rank] for name, shard in shards.items() if world.rank in shard.parts}
             tensors = self.initial.take({**own, **dict.fromkeys(buffers)}, world.device)
-            self.parameters = {n: nn.Parameter(tensors[n], requires_grad=named[n].requires_grad) for n in own}
-            held = {name: tensors[name] for name in buffers}
-        self.tensors = {("parameter", n): p for n, p in self.parameters.items()}
-        self.tensors |= {("buffer", n): b for n, b in held.items()}
+            held = {n: nn.Parameter(tensors[n], requires_grad=named[n].requires_grad) for n in own}
+            held |= {name: tensors[name] for name in buffers}
         persistent = set(model.state_dict(keep_vars=True))
         aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
         self.model = self.initial = None
@@ -275,20 +284,19 @@ class _Builder:
             purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
             everyone = tuple(range(world.size))
             self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
-        training = self.template.training
-        module = ParallelModule(
+        engine = Engine(
             world=world,
             source=self.compile,
             shards=shards,
             buffers=buffers,
             aliases=aliases,
-            tensors={**self.parameters, **held},
+            tensors=held,
             clock=self.clock,
-            leaves=_leaves,
             loss_group=self.all_ranks["loss"] if self.all_ranks else None,
-        ).train(training)
-        module.install(example, training, self._assemble(compilation))
-        return module
+        )
+        engine.install(example, modes if any(modes) else (), self._assemble(compilation, held))
+        attend(engine, named)
+        return parallel_module(self.template, engine, _leaves)
 
     def _buffer_ranks(self, compilation: Compilation, name: str) -> Sequence[int]:
         for stage in compilation.stages:
@@ -296,15 +304,16 @@ class _Builder:
                 return stage.mesh.ranks
         return range(self.world.size)
 
-    def compile(self, batch: Mapping[str, Any], training: bool) -> CompiledStep:
-        """A step for batches of another signature, or for evaluation; parameters stay where they are."""
+    def compile(self, batch: Mapping[str, Any], modes: Modes, tensors: Mapping[str, Tensor]) -> CompiledStep:
+        """A step for batches of another signature, or for modules in other modes; parameters stay where they are."""
         assert self.first is not None
         device = self.world.device
         traced = trace(
             self.template,
             batch,
             device=device,
-            training=training,
+            training=any(modes),
+            modes=modes,
             loss_fn=self.loss_fn,
             promote=self.options.promote,
         )
@@ -319,15 +328,16 @@ class _Builder:
         if self.world.size <= _CHECKED_RANKS:
             clock = _clock_of(self.clock, self.world.size, compilation)
             compilation.check(self.world.rank, clock)
-        return self._assemble(compilation)
+        return self._assemble(compilation, tensors)
 
-    def _assemble(self, compilation: Compilation) -> CompiledStep:
+    def _assemble(self, compilation: Compilation, tensors: Mapping[str, Tensor]) -> CompiledStep:
+        held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t for name, t in tensors.items()}
         constants = {("constant", n): t.to(self.world.device) for n, t in compilation.captured.constants.items()}
         return assemble(
             compilation,
             self.world.rank,
             compilation.program(self.world.rank),
-            tensors={**self.tensors, **constants},
+            tensors={**held, **constants},
             clock=self.clock,
             seeded=_clock_of(self.clock, self.world.size, compilation),
             bridge_group=self.groups.get,
@@ -447,7 +457,7 @@ def verify(
     loss.backward()
     expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}
     parallel = parallelize(model, batch, loss_fn=loss_fn, **options)
-    found_loss = parallel._run(leaves, True)
+    found_loss = parallel._step(leaves, train=True)
     found = parallel.full_gradients()
     errors = {}
     for name, gradient in expected.items():

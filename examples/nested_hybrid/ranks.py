@@ -123,7 +123,7 @@ class _Step:
 
     def __call__(self) -> None:
         start = time.perf_counter()
-        with _waits(self.model._world.failures) as waits:
+        with _waits(self.model._whale.engine.world.failures) as waits:
             self.model.train_step(**self.batch)
         self.optimizer.step()
         self.optimizer.zero_grad()

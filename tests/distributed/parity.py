@@ -159,7 +159,7 @@ def compare(world: World, build: Build, setup: Setup) -> Difference:
     whole = {n: tuple(p.shape) for n, p in model.named_parameters()}
     loss, gradients, buffers = local_step(model, batch, setup)
     module = parallel(model, batch, setup)
-    found_loss = module._run(batch_leaves(batch), True)
+    found_loss = module._step(batch_leaves(batch), train=True)
     found = module.full_gradients()
     extra = {n for n, g in found.items() if n not in gradients and g.abs().max() > 0}
     if extra or set(gradients) - set(found):

@@ -40,7 +40,7 @@ def gpt2_step(world: World) -> tuple[float, int]:
     model.eval()
     loss, gradients, _ = local_step(model, batch, Setup(promote=True))
     module = whale.parallelize(model, batch, plan="auto", promote_casts=True, device="cpu")
-    found = module._run(batch, True)
+    found = module._step(batch, train=True)
     errors = relative_errors(module.full_gradients(), gradients)
     return max(float((found - loss).abs() / loss), *errors.values()), sum(p.numel() for p in module.parameters())
 

@@ -91,7 +91,7 @@ def compared(world: World, case: str) -> tuple[Seen, Seen]:
     model = build()
     whale.annotate(model, {"": strategy()})
     parallel = whale.parallelize(model, batch(), device="cpu", micro_batches=micro_batches)
-    builder: Any = parallel._source.__self__  # type: ignore[attr-defined]
+    builder: Any = parallel._whale.engine.source.__self__  # type: ignore[attr-defined]
     compilation = builder.first
     stage = compilation.stages[0]
     calls = stage_calls(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from whale.errors import PlanMismatchError, UsageError, WorkerError
-from whale.runtime.launch import finalize, groups, initialize
+from whale.runtime.launch import describe, finalize, groups, initialize
 
 
 @pytest.fixture
@@ -22,6 +23,8 @@ def store() -> dist.TCPStore:
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_"))]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     yield
     finalize()
@@ -96,3 +99,45 @@ def test_a_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_device_type_is_refused() -> None:
     with pytest.raises(UsageError, match="'tpu'"):
         initialize(device_type="tpu")
+
+
+def in_slurm_step(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+    for name, value in (
+        {"PROCID": 5, "STEP_NUM_TASKS": 8, "LOCALID": 1, "STEP_NODELIST": "127.0.0.1"} | settings
+    ).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+
+
+def test_a_process_that_srun_starts_is_one_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_slurm_step(monkeypatch)
+    launch = describe("cpu")
+    assert (launch.rank, launch.size) == (5, 8)
+
+
+def test_a_batch_script_of_slurm_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert describe("cpu").size == 1
+
+
+def test_torchrun_inside_of_a_slurm_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_slurm_step(monkeypatch, PROCID=1, STEP_NUM_TASKS=2)
+    launched(monkeypatch, 3, 4, 1)
+    launch = describe("cpu")
+    assert (launch.rank, launch.size) == (3, 4)
+
+
+def test_the_ranks_of_a_slurm_step_meet_at_its_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    in_slurm_step(monkeypatch, PROCID=0, STEP_NUM_TASKS=2, JOB_ID=77, STEP_ID=3)
+    with pytest.raises(WorkerError, match="rank 1 of 2 did not start within 1 s"):
+        initialize(1, device_type="cpu")
+    in_slurm_step(monkeypatch, PROCID=1, STEP_NUM_TASKS=2, JOB_ID=77, STEP_ID=3, STEP_NODELIST="127.0.0.[1,3-4]")
+    with pytest.raises(WorkerError, match=r"rank 1: no store at 127\.0\.0\.1:20773"):
+        initialize(1, device_type="cpu")
+
+
+def test_a_launcher_that_says_only_how_many_processes_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="OMPI_COMM_WORLD_SIZE says that this is one of 4 processes.*torchrun"):
+        initialize(1, device_type="cpu")

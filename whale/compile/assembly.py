@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from whale.compile.compilation import Compilation
 from whale.graph.values import value_name, value_tensor
 from whale.ir.program import Program, Reduce
+from whale.runtime.engine import CompiledStep
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
-from whale.runtime.module import CompiledStep
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage, bound

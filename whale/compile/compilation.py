@@ -25,7 +25,7 @@ from whale.ir.placement import Placement, Segment
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
 from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.assignment.assign import Assignment
-from whale.runtime.module import Shard
+from whale.runtime.engine import Shard
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis

@@ -32,7 +32,7 @@ from whale.planner.assignment.assign import Assignment, StageRequest, place, pla
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.schedules.orders import schedule_order
 from whale.planner.simulation.simulate import check_workload, p2p_seconds, task_seconds
-from whale.runtime.module import Shard
+from whale.runtime.engine import Shard
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage

@@ -6,7 +6,7 @@ nothing, and knows no device and no plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -103,6 +103,7 @@ def trace(
     *,
     device: torch.device | str,
     training: bool,
+    modes: Sequence[bool] = (),
     loss_fn: Callable[..., Any] | None = None,
     promote: bool = False,
 ) -> Traced:
@@ -113,6 +114,7 @@ def trace(
         batch: an example of the global batch.
         device: on which the model is to run.
         training: whether it trains; it decides what dropout is, and that there must be something to train.
+        modes: whether each module is in training mode, in the order of ``modules()``, where they are not all alike.
         loss_fn: for a model that does not return its loss.
         promote: turn casts to float32 inside the model into casts to float64.
 
@@ -121,7 +123,10 @@ def trace(
         AnnotationError: its annotations are not in the order of the data's flow.
         UsageError: its loss depends on nothing that could be trained.
     """
-    captured = capture(model.train(training), batch, device=device, loss_fn=loss_fn, promote=promote)
+    model.train(training)
+    for module, mode in zip(model.modules(), modes, strict=False):
+        module.training = mode
+    captured = capture(model, batch, device=device, loss_fn=loss_fn, promote=promote)
     recognize_masks(captured)
     if ungroup(captured.graph):
         mark_gradients(captured, model)

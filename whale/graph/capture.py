@@ -236,7 +236,8 @@ def capture(
                 stack.enter_context(refusing())
                 stack.enter_context(_use_lazy_graph_module(True))  # the graph changes thirty times, its code is not run
                 check = Repeats(duplicate, entered).check if copying else lambda: None
-                root = _Loss(duplicate, list(fakes), loss_fn, check).train(model.training)
+                root = _Loss(duplicate, list(fakes), loss_fn, check)
+                root.training = model.training  # modules inside of it keep their own modes
                 program = torch.export.export(root, tuple(fakes.values()), strict=False)
                 check_static(program.graph, type(model).__name__)
                 if _mutates(program.graph):

@@ -1,4 +1,5 @@
-"""Agreement of ranks at the start: they compare digests of what each has compiled, and wait for each other.
+"""Agreement of ranks at the start: they compare digests of what each has compiled and the values of their tensors, and
+wait for each other.
 
 Ranks compile independently, so ranks with different models, plans or seeds would make different groups and wait for
 each other until a timeout. Here they first exchange a few digests and report which ranks differ, and in what. It knows
@@ -9,15 +10,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from whale.errors import PlanMismatchError
 from whale.runtime.launch import World
 
-__all__ = ["agree", "agree_on_values", "meet"]
+__all__ = ["agree", "agree_on_values", "fingerprint", "meet", "take_from_first"]
 
 _BYTES = 16
 
@@ -49,30 +51,93 @@ def agree(world: World, texts: Mapping[str, str]) -> None:
             )
 
 
-def agree_on_values(world: World, names: Sequence[str], values: Sequence[float]) -> None:
-    """Compare a sample of named numbers with those of all ranks, within a thousandth, because processors round
+def agree_on_values(world: World, tensors: Mapping[str, Tensor]) -> None:
+    """Compare named tensors with those of all ranks by `fingerprint`: every element counts, and ranks may round
     differently.
 
     Raises:
-        PlanMismatchError: on every rank; names the first value that differs, and the ranks.
+        PlanMismatchError: on every rank; names the first tensor that differs, and the ranks.
         WorkerError: a rank did not come within the timeout; names it.
     """
-    if world.size == 1 or not names:
+    if world.size == 1 or not tensors:
         return
-    local = torch.tensor(values, dtype=torch.float32, device=world.device)
-    gathered = [torch.empty_like(local) for _ in range(world.size)]
-    work = dist.all_gather(gathered, local, async_op=True)
-    world.failures.wait(work, "the comparison of the model's values", range(world.size))
-    rows = torch.stack(gathered).cpu()
-    different = ~torch.isclose(rows, rows[0], rtol=1e-3, atol=1e-8, equal_nan=True)
-    if different.any():
-        first = int(different.any(dim=0).nonzero()[0])
-        ranks = different[:, first].nonzero().flatten().tolist()
-        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
-        raise PlanMismatchError(
-            f"{who} other values in {names[first]} than rank 0: every rank must build the same model; call "
-            "torch.manual_seed with one seed on every rank, or load one checkpoint on all"
-        )
+    found = torch.stack([fingerprint(x) for x in tensors.values()]).to(world.device).nan_to_num(_NOT_A_NUMBER)
+    most = torch.cat([found, -found])
+    work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
+    assert work is not None
+    world.failures.wait(work, _COMPARISON, range(world.size))
+    most, least = most.cpu().view(2, -1, 2)
+    allowed = torch.tensor([_TOLERANCES.get(x.dtype, 0.0) for x in tensors.values()], dtype=torch.float64)
+    different = (most + least > allowed[:, None] * most[:, 1:]).any(dim=1)
+    if not different.any():
+        return
+    first = int(different.nonzero()[0])
+    rows = [torch.empty_like(found[first]) for _ in range(world.size)]
+    work = dist.all_gather(rows, found[first], async_op=True)
+    world.failures.wait(work, _COMPARISON, range(world.size))
+    ranks = [
+        rank
+        for rank, row in enumerate(rows)
+        if ((row - rows[0]).abs() > float(allowed[first]) * torch.maximum(row, rows[0])[1]).any()
+    ]
+    name = list(tensors)[first]
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+    raise PlanMismatchError(
+        f"{who} other values in {name} than rank 0: every rank must start with the same model; call torch.manual_seed "
+        "with one seed on every rank, load one checkpoint on all, or pass sync_module_states=True to take rank 0's"
+    )
+
+
+_COMPARISON = "the comparison of the model's values"
+_NOT_A_NUMBER = 1e300
+_TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.complex128: 1e-12,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.bfloat16: 1e-3,
+    torch.float16: 1e-3,
+}
+"""By how much fingerprints of equal tensors differ at most, as a part of the norm, by the type of their elements:
+processors round the last bit differently, and more signs cancel than add up. Integers are equal."""
+
+_CHUNK = 1 << 16
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """The sum of a tensor's elements under fixed pseudo-random signs, and its norm, as two elements in float64.
+
+    Tensors of one norm that differ in an element, or in the order of elements, have other sums. Elements are read once,
+    in chunks that float32 sums up well.
+    """
+    flat = x.detach().flatten()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    wide = torch.float32 if flat.is_floating_point() and flat.dtype != torch.float64 else torch.float64
+    place = torch.arange(min(_CHUNK, flat.numel()), device=flat.device)
+    signs = (1 - 2 * ((place * 0x9E3779B1 >> 15 ^ place >> 3) & 1)).to(wide)
+    found = torch.zeros(2, dtype=torch.float64, device=flat.device)
+    for number, chunk in enumerate(flat.split(_CHUNK)):
+        values, turned = chunk.to(wide), signs[: chunk.numel()].roll(number)
+        found += torch.stack([values @ turned, values @ values])
+    found[1] = found[1].sqrt()
+    return found
+
+
+def take_from_first(world: World, tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors with those of rank 0.
+
+    Raises:
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    if world.size == 1:
+        return
+    for tensor in tensors:
+        whole = tensor.detach().to(world.device).contiguous()
+        work = dist.broadcast(whole, 0, async_op=True)
+        world.failures.wait(work, "the model's values of rank 0", range(world.size))
+        with torch.no_grad():
+            tensor.copy_(whole)
 
 
 def meet(world: World, what: str) -> None:

@@ -5,6 +5,7 @@ Knows ranks and numbers; no stages and no schedules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from zlib import crc32
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.errors import UsageError
+from whale.runtime.agreement import fingerprint
 from whale.runtime.launch import World
 
 __all__ = ["GlobalLoss", "LikeBatches"]
@@ -37,20 +39,25 @@ class _Sum:
 
 
 class LikeBatches:
-    """A check, as a sum, that all ranks have equal batches: a batch of another shape would break collectives.
+    """A check, as a sum, that all ranks have equal batches: one of another shape would break collectives, and of one
+    with other values each rank would compute other parts.
 
     Args:
         world: all ranks.
         group: of all of them, for this and the loss alone.
-        given: a text for this rank's batch, equal on all ranks if the batches are equal.
+        given: a text for this rank's batch, equal on all ranks if names, shapes and types are.
+        values: tensors of the batch whose values are to be compared, by a sample.
     """
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None, given: str) -> None:
-        self._world, self._given = world, given
+    def __init__(
+        self, world: World, group: dist.ProcessGroup | None, given: str, values: Sequence[Tensor] = ()
+    ) -> None:
+        self._world, self._given, self._num_values = world, given, len(values)
         # All labels are equal if n times the squares' sum is the sum's square, for up to 1024 ranks.
         label = float(crc32(given.encode()) % 2**16)
-        what = "what all ranks were given"
-        self._sum = _Sum(world, group, what, label, label * label) if world.size > 1 else None
+        if world.size > 1:
+            look = sum((_look(x) for x in values), torch.zeros((), dtype=torch.float64))
+            self._sum = _Sum(world, group, "what all ranks were given", label, label * label, look, look * look)
 
     def check(self) -> None:
         """Wait for all ranks.
@@ -59,15 +66,36 @@ class LikeBatches:
             UsageError: the batches differ.
             WorkerError: a rank did not come within the timeout.
         """
-        if self._sum is None:
+        size = self._world.size
+        if size == 1:
             return
-        labels, squares = self._sum.wait().tolist()
-        if self._world.size * squares != labels * labels:
+        labels, squares, looks, squared_looks = self._sum.wait().tolist()
+        if size * squares != labels * labels:
             raise UsageError(
                 f"rank {self._world.rank} was given a batch of {self._given}, and another rank one of other names, "
                 "shapes or dtypes, or for another step; give every rank the same global batch, as whale.shard_dataset "
                 "does"
             )
+        if size * squared_looks - looks * looks > (size * self._num_values * _ROUNDING) ** 2:
+            raise UsageError(
+                f"the ranks were given batches of {self._given} with other values; give every rank the same global "
+                "batch, in one order, as whale.shard_dataset does: without a DistributedSampler, and shuffled by one "
+                "seed"
+            )
+
+
+_SAMPLED = 4096
+"""Elements of a tensor of a batch of which its values are compared, evenly from all of it."""
+
+_ROUNDING = 1e-5
+"""By how much equal values differ at most, as a part of their norm: processors round the last bit differently."""
+
+
+def _look(x: Tensor) -> Tensor:
+    """A number for the values of a tensor, at most about one, by a sample."""
+    flat = x.detach().flatten()
+    total, norm = fingerprint(flat[:: -(-flat.numel() // _SAMPLED) or 1])
+    return torch.where(norm > 0, total / norm, 0.0).nan_to_num(0.5)
 
 
 class GlobalLoss:

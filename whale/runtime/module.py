@@ -1,242 +1,270 @@
-"""The parallel model for a training loop: this rank's parameters, and steps over a global batch.
+"""The parallel model for a training loop: the local model's modules over this rank's tensors, and steps.
 
-It owns tensors and runs compiled steps; how a step was compiled (capture, placement, lowering) is behind
-:class:`StepSource`. Names of parameters and buffers are the local model's.
+Classes, attributes, names and ties are those of the local model; parameters are this rank's parts, and are absent where
+it has none. What runs the steps is behind `Engine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.errors import UsageError
-from whale.runtime.executor import Executor
-from whale.runtime.launch import World
-from whale.runtime.loss import GlobalLoss, LikeBatches
-from whale.runtime.stage import Intervals, LocalStage, part
+from whale.runtime.engine import Engine
+from whale.runtime.shard_tensor import ShardTensor
+from whale.runtime.watch import Watch
 
-Signature = tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """Location of a tensor: its whole shape, and the part on every rank that has one."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: Mapping[int, Intervals]
-    trainable: bool = True
-
-    def distinct(self) -> dict[Intervals, int]:
-        """Every distinct part, with the lowest rank that has it."""
-        found: dict[Intervals, int] = {}
-        for rank in sorted(self.parts):
-            found.setdefault(self.parts[rank], rank)
-        return found
-
-
-@dataclass(kw_only=True)
-class CompiledStep:
-    """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
-    ``loss_dtype`` is that of the loss, also where this rank computes none."""
-
-    executor: Executor
-    stages: Sequence[LocalStage]
-    counts_loss: bool
-    loss_dtype: torch.dtype
-
-
-StepSource = Callable[[Mapping[str, Any], bool], CompiledStep]
-"""Compiles a step for a batch (by leaf name) and for training (True) or evaluation."""
+__all__ = ["ParallelModule", "parallel_module"]
 
 
 class ParallelModule(nn.Module):
     """A model whose steps run in parallel, equal to the local model's steps on the same global batch.
 
-    ``parameters()`` yields this rank's parts; an optimizer made from them updates them as the local one would. A rank
-    without parts has one parameter without elements instead, which is in no state dict. Make a model with
-    :func:`whale.parallelize`.
+    It is an instance of the local model's class too, and has its modules. ``parameters()`` yields this rank's parts; an
+    optimizer made from them updates them as the local one would. A rank without parts has one parameter without
+    elements instead, which is in no state dict. Make a model with :func:`whale.parallelize`.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        source: StepSource,
-        shards: Mapping[str, Shard],
-        buffers: Mapping[str, Shard],
-        aliases: Mapping[str, str],
-        tensors: Mapping[str, Tensor],
-        clock: Any,
-        leaves: Callable[..., dict[str, Any]],
-        loss_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__()
-        self._loss_group = loss_group
-        self._world, self._source, self._clock, self._leaves = world, source, clock, leaves
-        self._shards, self._buffer_shards, self._aliases = dict(shards), dict(buffers), dict(aliases)
-        self._steps: dict[tuple[Signature, bool], CompiledStep] = {}
-        self._agreed: set[Signature] = set()
-        self._local = dict(tensors)
-        for name, tensor in tensors.items():
-            parent = self
-            *path, last = name.split(".")
-            for piece in path:
-                if piece not in parent._modules:
-                    parent.add_module(piece, _Namespace())
-                parent = parent._modules[piece]  # type: ignore[assignment]
-            if isinstance(tensor, nn.Parameter):
-                parent.register_parameter(last, tensor)
-            else:
-                parent.register_buffer(last, tensor)
-        if shards and not any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()):
-            self.add_module("_idle", _Idle(world.device))
+    _whale: Inner
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._world.size
+        return self._whale.engine.world.size
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._world.rank
+        return self._whale.engine.world.rank
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Not a plain call: a parallel step is more than a forward."""
-        raise UsageError("a parallel model runs whole steps: use model.train_step(batch) or model.eval_step(batch)")
+        raise UsageError(
+            "a parallel model runs whole steps: write loss = model.train_step(**batch), without "
+            "loss.backward() after it, or model.eval_step(**batch) for the loss alone; for anything else, such as "
+            "generate, load model.full_state_dict() into a local model"
+        )
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of the global batch; returns the global loss, the same on every rank.
 
         Gradients are added to ``.grad`` of this rank's parameters, already summed over replicas.
+
+        Raises:
+            UsageError: the modules were changed in a way that steps do not see, or the ranks were given other batches.
         """
-        return self._run(self._leaves(*args, **kwargs), True)
+        return self._step(self._whale.leaves(*args, **kwargs), train=True)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward of the global batch in evaluation mode, without gradients; returns the global loss on every rank."""
-        return self._run(self._leaves(*args, **kwargs), False)
+        return self._step(self._whale.leaves(*args, **kwargs), train=False)
 
-    def install(self, batch: Mapping[str, Any], training: bool, step: CompiledStep) -> None:
-        """Use an already compiled step for equal batches."""
-        self._steps[(signature(batch), training)] = step
+    def _step(self, batch: Mapping[str, Any], *, train: bool) -> Tensor:
+        """A step over a batch by leaf name."""
+        engine, watch = self._whale.engine, self._whale.watch
+        watch.check()
+        num_compiled = len(engine.steps)
+        modes = tuple([module.training for module in watch.modules]) if train else ()
+        loss = engine.run(batch, modes if True in modes else (), train)
+        if len(engine.steps) != num_compiled:
+            watch.accept_tensor_hooks()
+        return loss
 
-    def compile_step(self, batch: Mapping[str, Any], train: bool) -> CompiledStep:
-        """The step for batches of this signature, compiled once."""
-        key = (signature(batch), train and self.training)
-        if key not in self._steps:
-            self._steps[key] = self._source(batch, train and self.training)
-        return self._steps[key]
+    # States
 
-    def _run(self, batch: dict[str, Any], train: bool) -> Tensor:
-        if train and not any(shard.trainable for shard in self._shards.values()):
-            raise UsageError(
-                "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
-                "one with requires_grad_() before parallelize, or use eval_step"
-            )
-        key = signature(batch)
-        given = f"{_shapes(batch)} for {'train_step' if train else 'eval_step'}"
-        alike = LikeBatches(self._world, self._loss_group, given)
-        looks_later = self._world.device.type == "cuda" and key in self._agreed  # looking is waiting for the device
-        if not looks_later:
-            alike.check()
-            self._agreed.add(key)
-        step = self.compile_step(batch, train)
-        if train:
-            self._clock.step += 1
-        device = self._world.device
-        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        for stage in step.stages:
-            stage.begin(batch)
-        loss = GlobalLoss(self._world, self._loss_group, step.counts_loss, step.loss_dtype)
-        step.executor.run(train, loss.begin)
-        for stage in step.stages:
-            stage.finish()
-        return loss.finish()
+    def full_state_dict(self, *, to: str = "all") -> dict[str, Tensor]:
+        """All parameters and buffers, whole, under the local model's names.
 
-    # Whole tensors under the local model's names
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers, whole, under the local model's names, on every rank."""
-        whole = self._whole({n: t.detach() for n, t in self._local.items()}, {**self._shards, **self._buffer_shards})
-        return {name: whole[first] for name, first in self._aliases.items() if first in whole}
+        Every rank must call it. *to*: ``all`` ranks get them, or ``rank0`` alone, and the others an empty dict; one
+        tensor at a time is gathered, so that no other rank ever holds more than one whole tensor.
+        """
+        if to not in ("all", "rank0"):
+            raise UsageError(f"to is {to!r}; it can be 'all' or 'rank0'")
+        engine = self._whale.engine
+        names = sorted({**engine.shards, **engine.buffers})
+        whole = dict(engine.whole(engine.tensors, names, None if to == "all" else 0))
+        return {name: whole[first] for name, first in engine.aliases.items() if first in whole}
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, under the local model's names (a tied parameter once), on every rank."""
-        local: dict[str, Tensor] = {}
-        for name, tensor in self._local.items():
-            if name in self._shards and self._shards[name].trainable:
-                local[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        return self._whole(local, {n: s for n, s in self._shards.items() if s.trainable})
+        engine = self._whale.engine
+        trainable = sorted(name for name, shard in engine.shards.items() if shard.trainable)
+        local = {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name in trainable
+            if (tensor := engine.tensors.get(name)) is not None
+        }
+        return dict(engine.whole(local, trainable, None))
 
     def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load whole tensors under the local model's names: each rank takes its parts.
 
         Raises :class:`UsageError` for missing or unknown names (if *strict*) and for wrong shapes.
         """
-        named = {self._aliases[name]: tensor for name, tensor in state.items() if name in self._aliases}
-        unknown = sorted(set(state) - set(self._aliases))
-        missing = sorted((set(self._shards)) - set(named))
+        engine = self._whale.engine
+        named = {engine.aliases[name]: tensor for name, tensor in state.items() if name in engine.aliases}
+        unknown = sorted(set(state) - set(engine.aliases))
+        missing = sorted(set(engine.shards) - set(named))
         if strict and (unknown or missing):
             raise UsageError(f"the state does not fit the model: unknown {unknown[:5]}, missing {missing[:5]}")
+        engine.load(named)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's tensors under the local model's names: plain ones where every rank has the whole tensor, else
+        :class:`ShardTensor`, which ``torch.distributed.checkpoint`` saves and loads, and ``torch.save`` refuses."""
+        state = super().state_dict(*args, **kwargs)
+        if kwargs.get("keep_vars"):
+            return state
+        engine, prefix = self._whale.engine, kwargs.get("prefix", "")
+        for name, first in engine.aliases.items():
+            shard = engine.shard(first)
+            if prefix + name in state and any(
+                shard.parts.get(rank) != shard.whole for rank in range(engine.world.size)
+            ):
+                local = state[prefix + name]
+                state[prefix + name] = ShardTensor(local, shard.shape, shard.parts[engine.world.rank])
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what :meth:`state_dict` gave on this rank, or whole tensors, of which this rank takes its parts.
+
+        Raises:
+            UsageError: a part is another than this rank's, a shape differs, or (if *strict*) a name is missing or
+                unknown; or *assign* is set, which steps would not see.
+        """
+        if assign:
+            raise UsageError("assign=True would replace parameters that steps have: leave it out")
+        engine = self._whale.engine
+        own = {name for name, first in engine.aliases.items() if first in engine.tensors}
+        unknown = sorted(set(state_dict) - set(engine.aliases))
+        missing = sorted(own - set(state_dict))
+        if strict and (unknown or missing):
+            raise UsageError(f"the state does not fit the model: unknown {unknown[:5]}, missing {missing[:5]}")
+        whole: dict[str, Tensor] = {}
         with torch.no_grad():
-            for name, tensor in self._local.items():
-                if name not in named:
+            for name, value in state_dict.items():
+                first = engine.aliases.get(name)
+                if first is None or first not in engine.tensors:
                     continue
-                shard = self._shards.get(name) or self._buffer_shards[name]
-                if tuple(named[name].shape) != shard.shape:
-                    raise UsageError(f"{name} has shape {tuple(named[name].shape)}, but the model's is {shard.shape}")
-                tensor.copy_(part(named[name], shard.parts[self.rank]))
+                shard = engine.shard(first)
+                if not isinstance(value, ShardTensor):
+                    whole[first] = value
+                elif (tuple(value.shape), value.intervals) != (shard.shape, shard.parts[self.rank]):
+                    raise UsageError(
+                        f"{name} is {value!r}, but rank {self.rank} has another part of it: load whole tensors, or use "
+                        "torch.distributed.checkpoint, which reshards"
+                    )
+                else:
+                    engine.tensors[first].copy_(value.local)
+        engine.load(whole)
+        return nn.modules.module._IncompatibleKeys(missing, unknown)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most *max_norm*; returns the norm before, on every rank.
 
         Every element of the local model's gradients counts once, on any number of ranks.
         """
-        terms = [torch.zeros((), dtype=torch.float64, device=self._world.device)]
-        for name, shard in self._shards.items():
-            tensor = self._local.get(name)
-            if tensor is None or tensor.grad is None or shard.distinct()[shard.parts[self.rank]] != self.rank:
-                continue
-            norm = torch.linalg.vector_norm(tensor.grad, norm_type).to(torch.float64)
-            terms.append(norm if norm_type == torch.inf else norm**norm_type)
-        stacked = torch.stack(terms)
-        total = stacked.max() if norm_type == torch.inf else stacked.sum()
-        if self._world.size > 1:
-            dist.all_reduce(total, op=dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM)
-        norm = total if norm_type == torch.inf else total ** (1.0 / norm_type)
+        norm = self._whale.engine.gradient_norm(norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for tensor in self._local.values():
+        for tensor in self._whale.engine.tensors.values():
             if tensor.grad is not None:
                 tensor.grad.mul_(scale.to(tensor.grad.dtype))
         return norm
 
-    def _whole(self, local: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-        result: dict[str, Tensor] = {}
-        for name in sorted(shards):
-            shard = shards[name]
-            if len(set(shard.parts.values())) == 1 and len(shard.parts) == self._world.size:
-                result[name] = local[name].detach().clone()
-                continue
-            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self._world.device)
-            for intervals, owner in shard.distinct().items():
-                shape = [sum(b - a for a, b in dim) for dim in intervals]
-                mine = owner == self.rank
-                piece = local[name].detach().contiguous() if mine else whole.new_empty(shape)
-                if piece.numel() and self._world.size > 1:
-                    dist.broadcast(piece, owner)
-                _put(whole, piece, intervals)
-            result[name] = whole
-        return result
+    # What a module can do, and a parallel one cannot
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            made = fn(tensor.detach())
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                raise UsageError(
+                    f"{name} cannot become {made.dtype} on {made.device}: steps are compiled for {tensor.dtype} on "
+                    f"{tensor.device}; cast or move the local model before parallelize"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A copy with tensors of its own, as of an average of the parameters; its steps are compiled when they run."""
+        made: ParallelModule = type(self).__new__(type(self))
+        memo[id(self)] = made
+        engine = self._whale.engine.with_copies(memo)
+        state = {key: value for key, value in self.__dict__.items() if key != "_whale"}
+        made.__dict__.update(copy.deepcopy(state, memo))
+        made.__dict__["_whale"] = Inner(engine, Watch(made), self._whale.leaves)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a parallel model cannot be pickled: it has process groups; save model.full_state_dict(), and parallelize "
+            "again where it is loaded"
+        )
 
 
-class _Namespace(nn.Module):
-    """A level of the local model's names."""
+class Inner(NamedTuple):
+    """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
+    arguments of a step."""
+
+    engine: Engine
+    watch: Watch
+    leaves: Callable[..., dict[str, Any]]
+
+
+def parallel_module(template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]]) -> ParallelModule:
+    """The modules of a model over the tensors of an engine.
+
+    Args:
+        template: the model, with any tensors; they are neither kept nor changed.
+        engine: its tensors are those of the modules, by first name; what it has not is absent.
+        leaves: makes a batch by leaf name of the arguments of a step.
+    """
+    memo: dict[int, Any] = {}
+    first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
+    for known, name in first.items():
+        memo[known] = engine.tensors.get(name)
+    made: Any = copy.deepcopy(template, memo)
+    made.__class__ = _class_of(type(template))
+    for path, module in made.named_modules():
+        names = [f"{path}.{own}".lstrip(".") for own in template.get_submodule(path)._parameters]
+        if module is not made and any(not _is_whole(engine, engine.aliases.get(name, name)) for name in names):
+            module.register_forward_pre_hook(functools.partial(_refuse_call, path))
+    if engine.shards and not any(isinstance(tensor, nn.Parameter) for tensor in engine.tensors.values()):
+        made.add_module("_idle", _Idle(engine.world.device))
+    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves)
+    found: ParallelModule = made
+    return found
+
+
+_classes: dict[type[nn.Module], type[ParallelModule]] = {}
+
+
+def _class_of(local: type[nn.Module]) -> type[ParallelModule]:
+    """The one class of parallel models that are instances of the local class too, with the signature of its forward."""
+
+    @functools.wraps(local.forward)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    if local not in _classes:
+        name = f"Parallel{local.__name__}"
+        _classes[local] = type(name, (ParallelModule, local), {"forward": forward, "__module__": __name__})
+    return _classes[local]
+
+
+def _is_whole(engine: Engine, name: str) -> bool:
+    shard = engine.shards.get(name)
+    return shard is None or shard.parts.get(engine.world.rank) == shard.whole
+
+
+def _refuse_call(path: str, module: nn.Module, args: Any) -> NoReturn:
+    raise UsageError(
+        f"{path} has a part of its parameters on this rank, or none, and cannot be called alone: a parallel model runs "
+        "whole steps, with model.train_step(**batch) or model.eval_step(**batch)"
+    )
 
 
 class _Idle(nn.Module):
@@ -254,36 +282,3 @@ class _Idle(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-
-def signature(batch: Mapping[str, Any]) -> Signature:
-    """Signature of a batch: names, shapes and dtypes of tensors, values of the rest."""
-    return tuple(
-        (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (name, repr(v)) for name, v in batch.items()
-    )
-
-
-def _shapes(batch: Mapping[str, Any]) -> str:
-    """A batch in words, for errors."""
-
-    def shown(name: str, value: Any) -> str:
-        if not isinstance(value, Tensor):
-            return f"{name}={value!r}"
-        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-    return ", ".join(shown(*item) for item in batch.items())
-
-
-def _put(whole: Tensor, piece: Tensor, intervals: Intervals) -> None:
-    """Write a part to its position in the whole tensor."""
-    index = [
-        torch.cat([torch.arange(a, b, device=whole.device) for a, b in dim])
-        if dim
-        else torch.empty(0, dtype=torch.long, device=whole.device)
-        for dim in intervals
-    ]
-    if not index:
-        whole.copy_(piece)
-    elif all(i.numel() for i in index):
-        grid = torch.meshgrid(*index, indexing="ij") if len(index) > 1 else index
-        whole[tuple(grid)] = piece

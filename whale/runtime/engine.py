@@ -1,0 +1,266 @@
+"""The steps of a parallel model on one rank: compiled once for each kind of batch, and whole tensors from the parts.
+
+It owns this rank's tensors and runs compiled steps; how a step is compiled (capture, placement, lowering) is behind
+`StepSource`. Knows names and tensors; not the modules that a script sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale.errors import UsageError
+from whale.runtime.executor import Executor
+from whale.runtime.launch import World
+from whale.runtime.loss import GlobalLoss, LikeBatches
+from whale.runtime.random import RNGPosition
+from whale.runtime.stage import Intervals, LocalStage, part
+
+__all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Shard", "StepSource"]
+
+Signature = tuple[Any, ...]
+
+Modes = tuple[bool, ...]
+"""Whether each module is in training mode, in the order of ``modules()``; empty if none is."""
+
+FIRST_COMPARED, COMPARED_EACH = 3, 64
+"""Steps with batches of a signature in which the ranks compare their values: the first ones, and every 64th later.
+On a GPU, where that is waiting for it, the first alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Location of a tensor: its whole shape, and the part on every rank that has one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Mapping[int, Intervals]
+    trainable: bool = True
+
+    def distinct(self) -> dict[Intervals, int]:
+        """Every distinct part, with the lowest rank that has it."""
+        found: dict[Intervals, int] = {}
+        for rank in sorted(self.parts):
+            found.setdefault(self.parts[rank], rank)
+        return found
+
+    @property
+    def whole(self) -> Intervals:
+        """The part that is all of it."""
+        return tuple(((0, size),) for size in self.shape)
+
+
+@dataclass(kw_only=True)
+class CompiledStep:
+    """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
+    ``loss_dtype`` is that of the loss, also where this rank computes none."""
+
+    executor: Executor
+    stages: Sequence[LocalStage]
+    counts_loss: bool
+    loss_dtype: torch.dtype
+
+
+StepSource = Callable[[Mapping[str, Any], Modes, Mapping[str, Tensor]], CompiledStep]
+"""Compiles a step for a batch (by leaf name), for modules in these modes, over these tensors of this rank."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Engine:
+    """Runs the steps of one rank.
+
+    Attributes:
+        world: all ranks.
+        source: compiles steps.
+        shards, buffers: where each parameter and buffer of the local model is.
+        aliases: for every name in the local model's state dict the first name of that tensor.
+        tensors: this rank's parts, by first name.
+        clock: the position of random operators.
+        loss_group: of all ranks, for the loss and the comparison of batches.
+        steps: compiled ones, by signature and modes.
+        compared: how many batches of a signature there were.
+    """
+
+    world: World
+    source: StepSource
+    shards: Mapping[str, Shard]
+    buffers: Mapping[str, Shard]
+    aliases: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+    clock: RNGPosition
+    loss_group: dist.ProcessGroup | None = None
+    steps: dict[tuple[Signature, Modes], CompiledStep] = field(default_factory=dict)
+    compared: dict[Signature, int] = field(default_factory=dict)
+
+    def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
+        """Use an already compiled step for equal batches."""
+        self.steps[signature(batch), modes] = step
+
+    def run(self, batch: Mapping[str, Any], modes: Modes, train: bool) -> Tensor:
+        """One step over a global batch, without gradients unless *train*; returns the global loss.
+
+        Raises:
+            UsageError: there is nothing to train, or the ranks were given other batches.
+            WorkerError: a rank failed, or did not come within the timeout.
+        """
+        if train and not any(shard.trainable for shard in self.shards.values()):
+            raise UsageError(
+                "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
+                "one with requires_grad_() before parallelize, or use eval_step"
+            )
+        key = signature(batch)
+        self._compare(batch, key, train)
+        step = self.steps.get((key, modes))
+        if step is None:
+            step = self.steps[key, modes] = self.source(batch, modes, self.tensors)
+        if train:
+            self.clock.step += 1
+        device = self.world.device
+        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        for stage in step.stages:
+            stage.begin(batch)
+        loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype)
+        step.executor.run(train, loss.begin)
+        for stage in step.stages:
+            stage.finish()
+        return loss.finish()
+
+    def _compare(self, batch: Mapping[str, Any], key: Signature, train: bool) -> None:
+        seen = self.compared.get(key, 0)
+        looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
+        given = f"{_shapes(batch)} for {'train_step' if train else 'eval_step'}"
+        values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
+        alike = LikeBatches(self.world, self.loss_group, given, values)
+        if not seen or self.world.device.type != "cuda":  # looking is waiting for the device
+            alike.check()
+        self.compared[key] = seen + 1
+
+    def with_copies(self, memo: dict[int, Any]) -> Engine:
+        """The same over copies of its tensors, which *memo* tells copy.deepcopy; nothing is compiled yet."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            copied = tensor.detach().clone()
+            if isinstance(tensor, nn.Parameter):
+                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+            tensors[name] = memo[id(tensor)] = copied
+        return replace(self, tensors=tensors, clock=copy(self.clock), steps={}, compared={})
+
+    # Whole tensors under the local model's names
+
+    def shard(self, name: str) -> Shard:
+        """Where a tensor is, by its first name."""
+        return self.shards.get(name) or self.buffers[name]
+
+    def whole(self, local: Mapping[str, Tensor], names: Iterable[str], to: int | None) -> Iterator[tuple[str, Tensor]]:
+        """Gather tensors one after another, on every rank, or on rank *to* alone, where others go through it without a
+        result. All ranks must call it, with the same names.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout; names it.
+        """
+        for name in names:
+            whole = self._gathered(name, local.get(name), to)
+            if whole is not None:
+                yield name, whole
+
+    def _gathered(self, name: str, own: Tensor | None, to: int | None) -> Tensor | None:
+        shard, rank, size = self.shard(name), self.world.rank, self.world.size
+        receivers = range(size) if to is None else (to,)
+        if all(shard.parts.get(receiver) == shard.whole for receiver in receivers):
+            return own.detach().clone() if own is not None and rank in receivers else None
+        whole = None
+        if rank in receivers:
+            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device)
+        for intervals, owner in shard.distinct().items():
+            piece = own.detach().contiguous() if own is not None and owner == rank else None
+            if piece is None and whole is not None:
+                piece = whole.new_empty([sum(b - a for a, b in dim) for dim in intervals])
+            if piece is None or not piece.numel():
+                continue
+            if to is None:
+                work = dist.broadcast(piece, owner, async_op=True)
+            elif owner == to:
+                work = None
+            else:
+                work = dist.isend(piece, to) if owner == rank else dist.irecv(piece, owner)
+            if work is not None:
+                what = f"the parts of {name}, which every rank must ask for (full_state_dict, full_gradients)"
+                self.world.failures.wait(work, what, range(size) if to is None else (owner, to))
+            if whole is not None:
+                _put(whole, piece, intervals)
+        return whole
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts of whole tensors, by first name. Raises `UsageError` for another shape."""
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                if name not in state:
+                    continue
+                shard = self.shard(name)
+                if tuple(state[name].shape) != shard.shape:
+                    raise UsageError(f"{name} has shape {tuple(state[name].shape)}, but the model's is {shard.shape}")
+                tensor.copy_(part(state[name], shard.parts[self.world.rank]))
+
+    @cached_property
+    def holds_all(self) -> bool:
+        """Whether every rank has all of every parameter."""
+        ranks = range(self.world.size)
+        return all(shard.parts.get(rank) == shard.whole for shard in self.shards.values() for rank in ranks)
+
+    def gradient_norm(self, norm_type: float = 2.0, names: Iterable[str] | None = None) -> Tensor:
+        """The norm of gradients, in float64, the same on every rank; every element of the local model's counts once.
+        All ranks must call it. *names* are those of this rank, by default all."""
+        terms = [torch.zeros((), dtype=torch.float64, device=self.world.device)]
+        for name in self.shards if names is None else names:
+            shard, tensor = self.shards[name], self.tensors.get(name)
+            if tensor is None or tensor.grad is None:
+                continue
+            if shard.distinct()[shard.parts[self.world.rank]] != self.world.rank:
+                continue
+            norm = torch.linalg.vector_norm(tensor.grad, norm_type).to(torch.float64)
+            terms.append(norm if norm_type == torch.inf else norm**norm_type)
+        stacked = torch.stack(terms)
+        total = stacked.max() if norm_type == torch.inf else stacked.sum()
+        if self.world.size > 1:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM)
+        return total if norm_type == torch.inf else total ** (1.0 / norm_type)
+
+
+def signature(batch: Mapping[str, Any]) -> Signature:
+    """Signature of a batch: names, shapes and dtypes of tensors, values of the rest."""
+    return tuple(
+        (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (name, repr(v)) for name, v in batch.items()
+    )
+
+
+def _shapes(batch: Mapping[str, Any]) -> str:
+    """A batch in words, for errors."""
+
+    def shown(name: str, value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return f"{name}={value!r}"
+        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+    return ", ".join(shown(*item) for item in batch.items())
+
+
+def _put(whole: Tensor, piece: Tensor, intervals: Intervals) -> None:
+    """Write a part to its position in the whole tensor."""
+    index = [
+        torch.cat([torch.arange(a, b, device=whole.device) for a, b in dim])
+        if dim
+        else torch.empty(0, dtype=torch.long, device=whole.device)
+        for dim in intervals
+    ]
+    if not index:
+        whole.copy_(piece)
+    elif all(i.numel() for i in index):
+        grid = torch.meshgrid(*index, indexing="ij") if len(index) > 1 else index
+        whole[tuple(grid)] = piece

@@ -1,0 +1,219 @@
+"""What torch's optimizers and clipping do with a rank's parts of parameters, where that is not what they do with whole
+ones.
+
+An optimizer that updates each element by itself needs nothing. One that was made from the local model's parameters
+would train nothing, and one that computes an update from a whole matrix, or from all parameters, something else: both
+are refused at their first step, the latter by a trial on small tensors and not by a list of names. The norm by which
+``torch.nn.utils.clip_grad_norm_`` scales is that of all ranks. Knows engines and optimizers; no modules.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from whale.errors import UsageError
+from whale.runtime.engine import Engine
+
+__all__ = ["attend"]
+
+LARGEST = 160
+"""Size of each dim of the tensors of a trial at most: optimizers that factor matrices leave small ones alone."""
+
+STEPS = 2
+"""Steps of a trial: the first may only start the state."""
+
+SAME = 1e-4
+"""By how much updates of a whole tensor and of its parts differ at most if each element counts alone, as a part of the
+largest."""
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_local: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def attend(engine: Engine, local: Mapping[str, Tensor]) -> None:
+    """Look at optimizers, and at clipping by norm, that get tensors of an engine from now on.
+
+    Args:
+        engine: it has parts.
+        local: parameters of the local model by name; those that this rank has in parts are not trained.
+    """
+    if not _engines:
+        _install()
+    _engines.add(engine)
+    for name, tensor in local.items():
+        if name in engine.tensors and engine.tensors[name] is not tensor:
+            _local[id(tensor)] = weakref.ref(tensor), name
+
+
+_installed: list[Any] = []
+
+
+def _install() -> None:
+    if _installed:
+        return
+    _installed.append(register_optimizer_step_pre_hook(_before_step))
+    total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
+    if total_norm is not None:
+        clip_grad._get_total_norm = _over_ranks(total_norm)
+
+
+def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
+    """Engines and names of tensors, by identity."""
+    wanted = {id(tensor) for tensor in tensors}
+    return {id(t): (engine, name) for engine in _engines for name, t in engine.tensors.items() if id(t) in wanted}
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    num = sum([len(group["params"]) for group in optimizer.param_groups])
+    if _checked.get(optimizer) == num or optimizer in _trials:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        known, name = _local.get(id(parameter), (None, ""))
+        if known is not None and known() is parameter:
+            raise UsageError(
+                f"the optimizer has {name} of the local model, but this rank trains a part of it: make the optimizer "
+                "after parallelize, from the parallel model's parameters"
+            )
+    owners = _owners(parameters)
+    if any(not engine.holds_all for engine, _ in owners.values()):
+        _check_elementwise(optimizer, owners)
+    _checked[optimizer] = num
+
+
+def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, str]]) -> None:
+    """Refuse an optimizer whose updates of parts are not parts of the updates.
+
+    Raises:
+        UsageError: it is such a one.
+    """
+    samples: dict[tuple[int, int, int | None], tuple[tuple[int, ...], Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) in owners and parameter.numel():
+                engine, name = owners[id(parameter)]
+                shard = engine.shard(name)
+                shape = tuple(min(size, LARGEST) for size in shard.shape)
+                own = zip(shard.parts[engine.world.rank], shard.whole, strict=True)
+                cut = [dim for dim, (part, whole) in enumerate(own) if part != whole]
+                for dim in [*cut, None]:
+                    known = samples.get((number, len(shape), dim))
+                    if known is None or shape > known[0]:
+                        samples[number, len(shape), dim] = shape, parameter
+    for (number, _, dim), (shape, like) in samples.items():
+        try:
+            error = _trial(optimizer, number, shape, like, dim)
+        except Exception as failure:  # whatever an optimizer of the script's own does
+            warnings.warn(
+                f"{type(optimizer).__name__} could not be tried on tensors of shape {shape} ({failure}); it must "
+                "update each element by itself, because this rank has parts of tensors, or not all of them",
+                stacklevel=2,
+            )
+            return
+        if error > SAME:
+            raise UsageError(
+                f"{type(optimizer).__name__} updates an element by others: on "
+                f"{'one of two tensors' if dim is None else 'a part of a tensor'} of shape {shape} it is off by "
+                f"{error:.1g} of the largest update. A rank has {'some' if dim is None else 'parts'} of the tensors, "
+                "so it would train another model: use an elementwise optimizer, such as AdamW, or replicate() without "
+                "split and stage"
+            )
+
+
+def _trial(optimizer: Optimizer, group: int, shape: Sequence[int], like: Tensor, dim: int | None) -> float:
+    """By how much the updates of an optimizer for all differ from those of two, as on two ranks, that have a half each
+    of a tensor along a dim, or a tensor each of two (None); as a part of the largest."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[Tensor]:
+        whole = [torch.randn(shape, generator=draw).to(like) for _ in range(2)]
+        return whole if dim is None else list(whole[0].split(-(-shape[dim] // 2), dim))
+
+    def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
+        return list(pieces) if dim is None else [torch.cat(list(pieces), dim)]
+
+    starts, gradients = drawn(), [drawn() for _ in range(STEPS)]
+    with torch.random.fork_rng(devices=[]):
+        together = _updated(optimizer, group, joined(starts), [joined(pieces) for pieces in gradients])
+        apart = [
+            _updated(optimizer, group, [start], [[pieces[place]] for pieces in gradients])[0]
+            for place, start in enumerate(starts)
+        ]
+    pairs = list(zip(together, joined(starts), joined(apart), strict=True))
+    largest = max(float((one - start).abs().max()) for one, start, _ in pairs) or 1.0
+    return max(float((one - other).abs().max()) for one, _, other in pairs) / largest
+
+
+def _updated(
+    optimizer: Optimizer, group: int, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Tensors after steps of an optimizer with the options of a group of another."""
+    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    made.state = defaultdict(dict)
+    made.param_groups = [{**optimizer.param_groups[group], "params": parameters}]
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        made.__dict__[hooks] = OrderedDict()
+    if "_params" in made.__dict__:  # as LBFGS keeps them
+        made.__dict__["_params"], made.__dict__["_numel_cache"] = parameters, None
+    _trials.add(made)
+    for pieces in gradients:
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.grad = piece.clone()
+        made.step(lambda: 0.0)
+    return [parameter.detach() for parameter in parameters]
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The norm of gradients on all ranks, where they are of a parallel model."""
+
+    def over_ranks(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        asked = {id(tensor) for tensor in given}
+        names: dict[Engine, list[str]] = {}
+        for engine in [engine for engine in _engines if not engine.holds_all]:
+            own = [n for n, t in engine.tensors.items() if t.grad is not None and id(t.grad) in asked]
+            if own:
+                names[engine] = own
+        if not given and len(_engines) == 1:  # this rank has none of what the others clip
+            names = {engine: [] for engine in _engines if not engine.holds_all}
+        if not names:
+            return total_norm(given, norm_type, error_if_nonfinite, foreach)
+        if len(names) > 1 or len(given) > sum(map(len, names.values())):
+            raise UsageError(
+                "clip_grad_norm_ was given gradients of a parallel model together with others; clip those of each "
+                "model alone, as model.clip_grad_norm_(max_norm) does"
+            )
+        ((engine, own),) = names.items()
+        norm = engine.gradient_norm(float(norm_type), own)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped"
+            )
+        return norm.to(given[0].dtype) if given else norm
+
+    return over_ranks
