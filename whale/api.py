@@ -7,6 +7,7 @@ raised before any process group is made.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -32,11 +33,11 @@ from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
-from whale.runtime.agreement import agree, agree_on_values, meet, take_from_first
+from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
 from whale.runtime.engine import CompiledStep, Engine, Modes, Shard
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
-from whale.runtime.module import ParallelModule, parallel_module
+from whale.runtime.module import ParallelModule, check_autocast, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
 
@@ -55,7 +56,7 @@ def parallelize(
     schedule: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     prefer: str = "consecutive",
-    seed: int = 0,
+    seed: int | None = None,
     timeout_seconds: float = 60.0,
     device: str | None = None,
     promote_casts: bool = False,
@@ -81,7 +82,8 @@ def parallelize(
             ``zero_bubble_h2`` or ``zero_bubble_2p`` (twice that, and almost no bubble), or ``greedy``.
         loss_fn: ``loss_fn(output, batch)``, for a model that does not return its loss.
         prefer: ``consecutive`` or ``replica_in_node``: which devices are neighbours.
-        seed: of dropout and other random operators, which then do not use torch's generator.
+        seed: of dropout and other random operators, which then do not use torch's generator; by default the seed of
+            torch on rank 0. Where training goes on, ``model.get_rng_state`` and ``set_rng_state`` keep the position.
         timeout_seconds: limit for every wait of a rank for another.
         device: ``cpu`` or ``cuda``; by default cuda where there is one.
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
@@ -104,7 +106,7 @@ def parallelize(
         check_choice("schedule", schedule, SCHEDULES)
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
-    check_type("seed", seed, int, "a whole number")
+    check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
     if device is not None:
@@ -122,9 +124,9 @@ def parallelize(
         default=get_default_strategy(),
         prefer=prefer,
         promote=promote_casts,
-        seed=seed,
     )
     launch = describe(device)
+    check_autocast(launch.device)
     if plan is not None:
         plan.check_world(launch.size)
     if described is None:
@@ -183,8 +185,15 @@ def parallelize(
         loss_fn=loss_fn,
         promote=options.promote,
     )
+    if traced.captured.checkpointed and launch.rank == 0:
+        place = traced.captured.checkpointed[0]
+        warnings.warn(
+            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
+            "keeps all activations; plan its memory without it",
+            stacklevel=3,
+        )
     compilation = compile_traced(traced, described, options, device=launch.device)
-    clock = RNGPosition(options.seed)
+    clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
     if launch.size <= _CHECKED_RANKS:
         calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
@@ -200,6 +209,8 @@ def parallelize(
         if sync_module_states:
             take_from_first(world, named.values())
         agree_on_values(world, named)
+    if seed is None:
+        clock.seed = int_of_first(world, clock.seed)
     try:
         module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
             compilation, leaves, modes

@@ -550,3 +550,77 @@ def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: 
     for pairs in ranks.run(clip, kind, norm_type):
         for found, expected in pairs:
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(4, 32), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.drop(self.up(x)).square().mean()
+        return found
+
+
+def resume(world: World) -> tuple[list[float], list[float], str]:
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = annotated_as({"": whale.split()}, Dropped())
+        torch.manual_seed(world.rank)  # as scripts do before they augment data
+        return whale.parallelize(model, torch.ones(4, 4), device="cpu")
+
+    one, other = made(), made()
+    state = None
+    losses = []
+    for step in range(4):
+        if step == 2:
+            state = one.get_rng_state()
+        losses.append(one.train_step(torch.ones(4, 4)).item())
+    other.set_rng_state(state)
+    again = [other.train_step(torch.ones(4, 4)).item() for _ in range(2)]
+    return losses, again, refusal(lambda: one.set_rng_state(torch.get_rng_state()))
+
+
+def annotated_as(layout: dict[str, Any], model: nn.Module) -> nn.Module:
+    whale.annotate(model, layout)
+    return model
+
+
+def test_dropout_goes_on_from_a_checkpoint(ranks: Two) -> None:
+    (losses, again, message), other = ranks.run(resume)
+    assert (losses, again, message) == other
+    assert len(set(losses)) == 4
+    assert losses[2:] == again
+    assert "the state is not what get_rng_state" in message
+
+
+def seeded(world: World, seed: int) -> float:
+    torch.manual_seed(0)
+    model = annotated_as({"": whale.split()}, Dropped())
+    torch.manual_seed(seed)
+    return float(whale.parallelize(model, torch.ones(4, 4), device="cpu").train_step(torch.ones(4, 4)))
+
+
+def test_the_default_seed_of_dropout_is_torch_s(ranks: Two) -> None:
+    one, same, other = (ranks.run(seeded, seed)[0] for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def go_backward(world: World) -> list[str]:
+    model = parallel("replicate")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = refusal(lambda: model.train_step(**tokens()))
+    return [refusal(lambda: model.train_step(**tokens()).backward()), around]
+
+
+def test_words_for_what_a_step_has_done(ranks: Two) -> None:
+    for backward, around in ranks.run(go_backward):
+        assert "train_step has done the backward already" in backward
+        assert "torch.autocast around parallelize or a step is not supported" in around

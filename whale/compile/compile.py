@@ -53,7 +53,6 @@ class Options:
     default: Strategy | None = None
     prefer: str = "consecutive"
     promote: bool = False
-    seed: int = 0
     plan: Plan | None = None
 
 

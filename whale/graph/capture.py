@@ -27,7 +27,15 @@ from torch.utils import _pytree as pytree
 from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError
 from whale.graph.canonical import canonicalize
-from whale.graph.capture_checks import capture_error, check_batch, check_hooks, check_static, refusing
+from whale.graph.capture_checks import (
+    SourceLine,
+    capture_error,
+    check_autocast,
+    check_batch,
+    check_hooks,
+    check_static,
+    refusing,
+)
 from whale.graph.repeats import Repeats
 
 Batch = Any
@@ -41,7 +49,8 @@ class Captured:
     ``parameters`` and ``buffers`` map a placeholder's name to the tensor's name in the model (the first of its names
     if it is tied), ``constants`` to a tensor, ``inputs`` to the batch leaf that it reads. The graph's output is the
     loss followed by the new values of the buffers in ``mutated``. ``stage_regions`` are those of annotated modules,
-    whether they run or not, and of ``with`` statements, whether they compute or not.
+    whether they run or not, and of ``with`` statements, whether they compute or not. ``checkpointed`` are the places of
+    ``torch.utils.checkpoint``, which the graph does not have.
     """
 
     graph: fx.Graph
@@ -52,6 +61,7 @@ class Captured:
     mutated: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     stage_regions: tuple[str, ...] = ()
+    checkpointed: tuple[SourceLine | None, ...] = ()
 
     @property
     def module(self) -> fx.GraphModule:
@@ -151,12 +161,12 @@ def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tup
 
 
 def _pick_loss(output: Any) -> torch.Tensor:
-    """The scalar loss of a model's output: itself, its ``loss``, or its first element."""
+    """The scalar loss of a model's output: itself, its ``loss``, or the scalar among its elements."""
     loss = output
     if not isinstance(loss, torch.Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None and isinstance(output, (tuple, list)) and output:
-            loss = output[0]
+            loss = _only_scalar(output)
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
             f"the model returns {type(output).__name__}, which has no loss: return a scalar tensor, an output with "
@@ -168,6 +178,22 @@ def _pick_loss(output: Any) -> torch.Tensor:
             "parallelize a loss_fn(output, batch)"
         )
     return loss
+
+
+def _only_scalar(output: Sequence[Any]) -> Any:
+    """The one scalar of a tuple that has a gradient, or the first element where there is none."""
+    scalars = [
+        place
+        for place, x in enumerate(output)
+        if isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point() and x.requires_grad
+    ]
+    if len(scalars) > 1:
+        raise CaptureError(
+            f"the model returns a tuple with scalars at {' and '.join(map(str, scalars))}, and which is the loss is "
+            f"not known: return the loss alone or an output with `loss`, or give parallelize "
+            f"loss_fn=lambda output, batch: output[{scalars[-1]}]"
+        )
+    return output[scalars[0] if scalars else 0]
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
@@ -233,13 +259,14 @@ def capture(
                 warnings.simplefilter("ignore")
                 entered = stack.enter_context(recording())
                 stack.enter_context(preserve_node_meta())
-                stack.enter_context(refusing())
+                checkpointed = stack.enter_context(refusing())
                 stack.enter_context(_use_lazy_graph_module(True))  # the graph changes thirty times, its code is not run
                 check = Repeats(duplicate, entered).check if copying else lambda: None
                 root = _Loss(duplicate, list(fakes), loss_fn, check)
                 root.training = model.training  # modules inside of it keep their own modes
                 program = torch.export.export(root, tuple(fakes.values()), strict=False)
                 check_static(program.graph, type(model).__name__)
+                check_autocast([program.graph, *(module.graph for module in _submodules(program.graph))])
                 if _mutates(program.graph):
                     _detach_regions(program.graph)
                     program = program.run_decompositions({})
@@ -247,11 +274,14 @@ def capture(
             if copying:  # the copies may be the cause
                 return exported(copying=False)
             raise capture_error(error, model) from error
+        places[:] = checkpointed
         return program, entered["stage"]
 
+    places: list[SourceLine | None] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))
+    captured.checkpointed = tuple(places)
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     scopes = (scope for path in module_scopes(model).values() for scope in path)

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from traceback import StackSummary
@@ -22,12 +22,14 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from whale.errors import CaptureError, UsageError, WhaleError
 
 __all__ = [
     "SourceLine",
     "capture_error",
+    "check_autocast",
     "check_batch",
     "check_hooks",
     "check_static",
@@ -301,13 +303,22 @@ def _agree(
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def refusing() -> Iterator[list[SourceLine | None]]:
     """Context for a capture: refuse calls that torch would record wrongly, record the model's lines on its operators,
-    and silence torch's own dumps.
+    and silence torch's own dumps. Its value is filled with the places of ``torch.utils.checkpoint``, which is left out.
     """
     original = torch.autograd.Function.__dict__["apply"]
+    checkpointed: list[SourceLine | None] = []
+
+    def frames(*args: Any, **kwargs: Any) -> Any:
+        checkpointed.append(_place_of_frame(sys._getframe(1)))
+        return non_reentrant(*args, **kwargs)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction:  # runs without gradients, so that a capture would not see any
+            checkpointed.append(_place_of_frame(sys._getframe(1)))
+            function, _, *rest = args
+            return function(*rest)
         if not cls.__module__.startswith("torch.") and not _derives_its_backward(original, cls, args, kwargs):
             raise _located(
                 f"the custom autograd function {cls.__name__} has a backward that is not its forward's derivative, "
@@ -321,14 +332,17 @@ def refusing() -> Iterator[None]:
     filter_frames = getattr(TracerBase, "_filter_traceback_frames", None)
     stderr = sys.stderr
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    non_reentrant = checkpoint._checkpoint_without_reentrant_generator
+    checkpoint._checkpoint_without_reentrant_generator = frames
     TracerBase._filter_traceback_frames = _lines_of_model  # type: ignore[assignment, method-assign]
     sys.stderr = _WithoutDumps(stderr)
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         with _Refuse():
-            yield
+            yield checkpointed
     finally:
+        checkpoint._checkpoint_without_reentrant_generator = non_reentrant
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
         if filter_frames is not None:
             TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign]
@@ -357,6 +371,21 @@ def check_static(graph: fx.Graph, name: str) -> None:
                     f"{name} cannot be captured: {node.target} of {' and '.join(sorted(dtypes))}; give a batch of the "
                     "model's dtype, or cast inside the model",
                     place_of_node(node),
+                )
+
+
+def check_autocast(graphs: Iterable[fx.Graph]) -> None:
+    """Refuse regions of ``torch.autocast`` that are on: a captured graph does not have their casts."""
+    for graph in graphs:
+        for node in graph.nodes:
+            if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2]:
+                owner: Any = graph.owning_module
+                body = owner.get_submodule(node.args[4].target)
+                places = [place for inner in body.graph.nodes if (place := place_of_node(inner)) is not None]
+                raise _located(
+                    "torch.autocast inside of the forward is not captured: cast the model before parallelize, as "
+                    "model.to(torch.bfloat16), and what must be exact back inside of the forward, as x.float()",
+                    places[0] if places else None,
                 )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from whale.errors import PlanMismatchError
 from whale.runtime.launch import World
 
-__all__ = ["agree", "agree_on_values", "fingerprint", "meet", "take_from_first"]
+__all__ = ["agree", "agree_on_values", "fingerprint", "int_of_first", "meet", "take_from_first"]
 
 _BYTES = 16
 
@@ -135,9 +135,20 @@ def take_from_first(world: World, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         whole = tensor.detach().to(world.device).contiguous()
         work = dist.broadcast(whole, 0, async_op=True)
-        world.failures.wait(work, "the model's values of rank 0", range(world.size))
+        world.failures.wait(work, "the values of rank 0", range(world.size))
         with torch.no_grad():
             tensor.copy_(whole)
+
+
+def int_of_first(world: World, number: int) -> int:
+    """The last 63 bits of a number of rank 0, on every rank.
+
+    Raises:
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    held = torch.tensor(number & (1 << 63) - 1, dtype=torch.int64, device=world.device)
+    take_from_first(world, [held])
+    return int(held)
 
 
 def meet(world: World, what: str) -> None:

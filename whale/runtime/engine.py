@@ -155,7 +155,7 @@ class Engine:
     # Whole tensors under the local model's names
 
     def shard(self, name: str) -> Shard:
-        """Where a tensor is, by its first name."""
+        """Location of a tensor, by its first name."""
         return self.shards.get(name) or self.buffers[name]
 
     def whole(self, local: Mapping[str, Tensor], names: Iterable[str], to: int | None) -> Iterator[tuple[str, Tensor]]:

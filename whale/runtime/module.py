@@ -19,7 +19,7 @@ from whale.runtime.engine import Engine
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
 
-__all__ = ["ParallelModule", "parallel_module"]
+__all__ = ["ParallelModule", "check_autocast", "parallel_module"]
 
 
 class ParallelModule(nn.Module):
@@ -68,11 +68,13 @@ class ParallelModule(nn.Module):
         """A step over a batch by leaf name."""
         engine, watch = self._whale.engine, self._whale.watch
         watch.check()
+        check_autocast(engine.world.device)
         num_compiled = len(engine.steps)
         modes = tuple([module.training for module in watch.modules]) if train else ()
         loss = engine.run(batch, modes if True in modes else (), train)
         if len(engine.steps) != num_compiled:
             watch.accept_tensor_hooks()
+        loss.backward = _refuse_backward  # type: ignore[method-assign]
         return loss
 
     # States
@@ -164,6 +166,19 @@ class ParallelModule(nn.Module):
         engine.load(whole)
         return nn.modules.module._IncompatibleKeys(missing, unknown)
 
+    def get_rng_state(self) -> Tensor:
+        """The seed of random operators and the number of training steps so far, as two integers, which decide what
+        dropout draws next. Save it with a checkpoint."""
+        clock = self._whale.engine.clock
+        return torch.tensor([clock.seed & (1 << 63) - 1, clock.step])
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Go on drawing where :meth:`get_rng_state` was called; every rank must set the same."""
+        if not isinstance(state, Tensor) or state.dtype != torch.int64 or tuple(state.shape) != (2,):
+            raise UsageError("the state is not what get_rng_state of a parallel model returns, two integers")
+        clock = self._whale.engine.clock
+        clock.seed, clock.step = state.tolist()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most *max_norm*; returns the norm before, on every rank.
 
@@ -202,6 +217,26 @@ class ParallelModule(nn.Module):
         raise UsageError(
             "a parallel model cannot be pickled: it has process groups; save model.full_state_dict(), and parallelize "
             "again where it is loaded"
+        )
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UsageError(
+        "train_step has done the backward already, its gradients are in .grad: leave loss.backward() out; to scale or "
+        "weigh the loss, do so inside of the model or of loss_fn"
+    )
+
+
+def check_autocast(device: torch.device) -> None:
+    """Refuse to run under the script's ``torch.autocast``.
+
+    Raises:
+        UsageError: it is on for the device.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise UsageError(
+            "torch.autocast around parallelize or a step is not supported: cast the model before parallelize, as "
+            "model.to(torch.bfloat16), and what must be exact back inside of its forward, as x.float()"
         )
 
 

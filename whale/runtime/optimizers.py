@@ -1,10 +1,9 @@
-"""What torch's optimizers and clipping do with a rank's parts of parameters, where that is not what they do with whole
-ones.
+"""Checks of torch's optimizers, and its clipping, on a rank's parts of parameters.
 
 An optimizer that updates each element by itself needs nothing. One that was made from the local model's parameters
 would train nothing, and one that computes an update from a whole matrix, or from all parameters, something else: both
-are refused at their first step, the latter by a trial on small tensors and not by a list of names. The norm by which
-``torch.nn.utils.clip_grad_norm_`` scales is that of all ranks. Knows engines and optimizers; no modules.
+are refused at their first step, such an optimizer by a trial on small tensors and not by a list of names. The norm by
+which ``torch.nn.utils.clip_grad_norm_`` scales is that of all ranks. Knows engines and optimizers; no modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a compiled step does not see: changes that a script makes to the modules of a parallel model.
+"""Changes that a script makes to the modules of a parallel model, which a compiled step does not see.
 
 A step runs graphs over the tensors that the modules had when it was compiled. A parameter that is put in the place of
 another, a cast, a module or a hook that is added, would have no effect; the next step refuses them. Knows modules; no
@@ -103,7 +103,7 @@ class Watch:
             if (t.dtype, t.device) != (dtype, device):
                 return (
                     f"{name} was {dtype} on {device} and is {t.dtype} on {t.device} after parallelize, but steps are "
-                    "compiled for the former: cast or move the local model"
+                    "not compiled for that: cast or move the local model"
                 )
             if _num_hooks(t) != num:
                 return (

@@ -1,0 +1,83 @@
+"""Habits inside of a forward: captured as they act, or refused with the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import whale
+from whale.errors import CaptureError
+
+X = torch.ones(4, 4)
+
+
+class Wrapped(nn.Module):
+    """A linear layer, called in some way."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.call = nn.Linear(4, 4), call
+
+    def forward(self, x: Tensor) -> object:
+        return self.call(self.layer, x)
+
+
+def cast(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    return y.float().sum()
+
+
+def not_cast(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return layer(x).sum()
+
+
+def test_autocast_inside_of_a_forward_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"test_capture_habits\.py:\d+: torch\.autocast inside of the forward"):
+        whale.parallelize(Wrapped(cast), X, device="cpu")
+    model = whale.parallelize(Wrapped(not_cast), X, device="cpu")
+    assert float(model.train_step(X)) == pytest.approx(not_cast(Wrapped(not_cast).layer, X).item())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_computed_and_said_to_save_nothing(reentrant: bool) -> None:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(layer, x, use_reentrant=reentrant)
+        return y.sum()
+
+    with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint at .*test_capture_habits\.py:\d+ has no effect"):
+        model = whale.parallelize(Wrapped(call), X, device="cpu")
+    local = Wrapped(call).layer
+    local(X).sum().backward()
+    assert float(model.train_step(X)) == pytest.approx(local(X).sum().item())
+    assert local.weight.grad is not None
+    assert torch.equal(model.full_gradients()["layer.weight"], local.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("output", "place"),
+    [
+        (lambda y: (y, y.square().sum()), 1),
+        (lambda y: (y.square().sum(), y), 0),
+        (lambda y: (y.detach().mean(), y.square().sum()), 1),
+        (lambda y: ((y > 0).sum(), y.square().sum(), y), 1),
+    ],
+)
+def test_the_loss_of_a_tuple_is_its_scalar_with_a_gradient(
+    output: Callable[[Tensor], tuple[Tensor]], place: int
+) -> None:
+    model = Wrapped(lambda layer, x: output(layer(x)))
+    expected = model(X)[place].item()
+    assert float(whale.parallelize(model, X, device="cpu").train_step(X)) == pytest.approx(expected)
+
+
+def test_a_tuple_of_several_losses_is_refused() -> None:
+    model = Wrapped(lambda layer, x: (layer(x).mean(), layer(x).square().sum()))
+    with pytest.raises(CaptureError, match=r"scalars at 0 and 1.*loss_fn=lambda output, batch: output\[1\]"):
+        whale.parallelize(model, X, device="cpu")
