@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from whale.errors import WhaleError
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
+    from whale.launcher import launch
 
 __version__ = "0.1.0.dev0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "annotate",
     "cluster",
+    "launch",
     "parallelize",
     "replicate",
     "set_default_strategy",
@@ -42,6 +44,7 @@ _HOMES = {
     "WhaleError": "whale.errors",
     "annotate": "whale.annotations",
     "cluster": "whale.annotations",
+    "launch": "whale.launcher",
     "parallelize": "whale.api",
     "replicate": "whale.annotations",
     "set_default_strategy": "whale.annotations",
