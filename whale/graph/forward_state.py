@@ -19,6 +19,7 @@ from operator import length_hint
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -30,7 +31,7 @@ __all__ = ["Steadiness"]
 
 
 class Kept(NamedTuple):
-    """What keeps a state: an attribute of the module at a path, or, without a path, a name in words."""
+    """A keeper of state: an attribute of the module at a path, or, without a path, a name in words."""
 
     path: str | None
     name: str
@@ -39,13 +40,41 @@ class Kept(NamedTuple):
         return self.name if self.path is None else f"{self.path}.{self.name}".removeprefix(".")
 
 
-_GENERATORS: Mapping[Kept, Callable[[], Hashable]] = {
-    Kept(None, "Python's random generator"): random.getstate,
-    Kept(None, "numpy's random generator"): lambda: (
-        repr(sys.modules["numpy"].random.get_state()) if "numpy" in sys.modules else None
+class _Generator(NamedTuple):
+    """A global random generator: reads its state, sets it, and draws a number."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    draw: Callable[[], Any]
+
+    def now(self) -> Hashable:
+        state = self.read()
+        return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)
+
+
+_GENERATORS = {
+    Kept(None, "Python's random generator"): _Generator(random.getstate, random.setstate, random.random),
+    Kept(None, "numpy's random generator"): _Generator(np.random.get_state, np.random.set_state, np.random.random),
+    Kept(None, "torch's random generator"): _Generator(
+        torch.random.get_rng_state, torch.random.set_rng_state, lambda: torch.rand(1, device="cpu")
     ),
-    Kept(None, "torch's random generator"): lambda: torch.random.get_rng_state().numpy().tobytes(),
 }
+
+
+@contextmanager
+def _noting_draws() -> Iterator[list[Kept]]:
+    """Context that finds out which random generators are used or seeded, and leaves them as they were."""
+    used: list[Kept] = []
+    states = {generator: generator.read() for generator in _GENERATORS.values()}
+    for generator in states:
+        generator.draw()  # a seed that the script has set before is set again
+    before = {kept: generator.now() for kept, generator in _GENERATORS.items()}
+    try:
+        yield used
+        used.extend(kept for kept, generator in _GENERATORS.items() if generator.now() != before[kept])
+    finally:
+        for generator, state in states.items():
+            generator.write(state)
 
 
 class State:
@@ -87,11 +116,6 @@ class State:
         """Set the attributes of modules: torch.export takes back what a forward did to them."""
         for path, module in self._model.named_modules():
             module.__dict__.update(attributes.get(path, {}))
-
-
-def _drawn() -> dict[Kept, Hashable]:
-    """States of random generators."""
-    return {kept: read() for kept, read in _GENERATORS.items()}
 
 
 _TABLES = frozenset(nn.Module().__dict__) - {"training"}
@@ -142,10 +166,8 @@ class Steadiness:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Context for the trace."""
-        drawn = _drawn()
-        with _noting_clocks() as self._clocks:
+        with _noting_clocks() as self._clocks, _noting_draws() as self._drawn:
             yield
-        self._drawn = _changed(drawn, _drawn())
 
     def end(self) -> None:
         """Look at the state; to be called at the end of every forward that is traced."""
@@ -190,7 +212,7 @@ class Steadiness:
         first = _listing(graph)
         self._state.restore(self._attributes)
         try:
-            with _noting_clocks(later=True):
+            with _noting_clocks(later=True), _noting_draws():
                 second, error = _listing(again()), None
         except Exception as problem:
             second, error = first, problem
@@ -216,7 +238,7 @@ class Steadiness:
 
 
 def _changed(before: Mapping[Kept, Hashable], after: Mapping[Kept, Hashable]) -> list[Kept]:
-    """What differs between two states."""
+    """The differences of two states."""
     return [kept for kept in {**before, **after} if before.get(kept) != after.get(kept)]
 
 
@@ -269,7 +291,7 @@ def _place_of_change(
 
     def read(state: State) -> dict[Kept, Hashable]:
         own = [one for one in kept if one not in _GENERATORS]
-        found = {one: _GENERATORS[one]() for one in kept if one in _GENERATORS}
+        found = {one: _GENERATORS[one].now() for one in kept if one in _GENERATORS}
         return {**found, **state.now(only=own)} if own else found
 
     def start(model: nn.Module) -> None:
@@ -291,7 +313,8 @@ def _place_of_change(
 
     own = sys.gettrace()
     try:
-        run(start)
+        with _noting_draws():
+            run(start)
     except Exception:  # what it raises is reported by the capture
         pass
     finally:
