@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whale.errors import WhaleError
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
+    from whale.launcher import launch
 
 __version__ = "0.1.0.dev0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "annotate",
     "cluster",
+    "launch",
     "parallelize",
     "replicate",
     "set_default_strategy",
@@ -43,6 +45,7 @@ _HOMES = {
     "WhaleError": "whale.errors",
     "annotate": "whale.annotations",
     "cluster": "whale.annotations",
+    "launch": "whale.launcher",
     "parallelize": "whale.api",
     "replicate": "whale.annotations",
     "set_default_strategy": "whale.annotations",
