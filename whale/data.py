@@ -30,7 +30,7 @@ from whale.runtime.module import ParallelModule
 __all__ = ["RowSampler", "ShardedLoader", "shard_dataset"]
 
 Share = Callable[[int], Sequence[tuple[int, int]]]
-"""The rows, as half-open ranges, that this rank has of a global batch of so many rows."""
+"""This rank's rows of a global batch, as half-open ranges, by the number of all rows."""
 
 
 def shard_dataset(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import whale
 from tests.distributed.parity import Worlds, cluster_of, relative_errors
@@ -163,7 +164,7 @@ def test_four_ranks_step_as_one_with_all_rows(worlds: Worlds, name: str) -> None
 
 
 def refusals(world: World, layout: Mapping[str, Any], batches: list[list[dict[str, Tensor]]]) -> list[str]:
-    """What each batch is refused with, and the loss of one that is not."""
+    """Messages with which batches are refused; empty for one that is not."""
     model = two_layers()
     whale.annotate(model, layout)
     parallel = whale.parallelize(model, tokens(), device="cpu", batch="local", timeout_seconds=20)
@@ -212,3 +213,46 @@ def test_a_warning_for_the_global_batch_on_every_rank(worlds: Worlds) -> None:
     (message,), none = worlds.run(2, bring_the_same)
     assert "every rank brought the same 8 rows, so that a step computes each row 2 times" in message
     assert none == []
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+
+class Noted(Dataset[dict[str, Tensor]]):
+    """It notes which rows are read."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self.batch, self.read = batch, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.batch["tokens"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.read.append(index)
+        return {name: x[index] for name, x in self.batch.items()}
+
+
+def train(world: World, mode: str) -> tuple[list[float], list[int]]:
+    """An epoch of a shuffled dataset: its losses, and which rows the rank read."""
+    model = two_layers()
+    whale.annotate(model, {"": whale.replicate()})
+    parallel = whale.parallelize(model, tokens(), cluster=cluster_of((3.0, 1.0)), device="cpu", batch=mode)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    dataset, losses = Noted(masked(17)), []
+    for batch in whale.shard_dataset(dataset, parallel, shuffle=True):
+        losses.append(parallel.train_step(**batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dataset.read
+
+
+def test_a_rank_reads_its_share_of_a_dataset_alone(worlds: Worlds) -> None:
+    expected, read = worlds.run(2, train, "global")[0]
+    assert len(expected) == 3
+    assert sorted(read) == list(range(17))
+    found = worlds.run(2, train, "local")
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, rel=BOUND)
+    first, second = (read for _, read in found)
+    assert [len(first), len(second)] == [6 + 6 + 1, 2 + 2 + 1]  # one to know how a batch without rows looks
+    assert {*first, *second} == set(range(17))

@@ -85,7 +85,7 @@ def _stretches(rows: int, unit: int, per_micro_batch: int, cuts: Cuts) -> Stretc
 
 
 def within(held: Stretches, wanted: Stretches) -> Stretches | None:
-    """Where wanted rows are among those that are held, counted from the first; None if some are not.
+    """Positions of wanted rows among those that are held; None if some are not.
 
     >>> within(((0, 3), (8, 11)), ((1, 3), (8, 9)))
     ((1, 3), (3, 4))
@@ -180,7 +180,7 @@ class LocalBatches:
         return batch, like
 
     def read_whole(self, like: Mapping[str, Any], stages: Iterable[LocalStage]) -> tuple[str, ...]:
-        """Leaves of which some rank's stages read more than its rows; all ranks must call it.
+        """Names of the leaves of which a rank reads other rows than its own. All ranks must call it.
 
         Raises:
             WorkerError: a rank did not come within the timeout.
@@ -211,13 +211,13 @@ class LocalBatches:
         return {name: x for name, x in batch.items() if name in self.leaves and isinstance(x, Tensor)}
 
     def _without_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What a rank without rows needs to know of a batch."""
+        """The batch for a rank without rows."""
         return {name: x[:0].cpu() if name in self._of_rows(batch) else x for name, x in batch.items()}
 
     # What ranks tell each other
 
     def _all_told(self, batch: Mapping[str, Any], rows: int, given: str, looks: bool) -> list[list[float]]:
-        """Of each rank: its rows, a label of the form of its batch, and samples of its rows and of the other leaves."""
+        """For each rank the number of its rows, a label of names and shapes, and samples of rows and other leaves."""
         zero = torch.zeros((), dtype=torch.float64)
         tensors = {name: x for name, x in batch.items() if looks and isinstance(x, Tensor)}
         own = sum((look_at(x).cpu() for name, x in tensors.items() if name in self.leaves), zero)

@@ -80,7 +80,7 @@ class LikeBatches:
             raise UsageError(
                 f"the ranks were given batches of {self._given} with other values; give every rank the same global "
                 "batch, in one order, as whale.shard_dataset does: without a DistributedSampler, and shuffled by one "
-                "seed"
+                'seed; or let each bring its own rows, with parallelize(..., batch="local")'
             )
 
 
