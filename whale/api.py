@@ -7,7 +7,6 @@ raised before any process group is made.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -193,19 +192,13 @@ def parallelize(
         loss_fn=loss_fn,
         promote=options.promote,
     )
-    if traced.captured.checkpointed and launch.rank == 0:
-        place = traced.captured.checkpointed[0]
-        warnings.warn(
-            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
-            "keeps all activations; plan its memory without it",
-            stacklevel=3,
-        )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
     if launch.size <= _CHECKED_RANKS:
         calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
     world = world or initialize(timeout_seconds, device_type=device)
+    _warn(world, compilation)
     texts = {
         **compilation.texts(),
         "the collectives of its programs": calls,
@@ -227,6 +220,17 @@ def parallelize(
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
     return module
+
+
+def _warn(world: World, compilation: Compilation) -> None:
+    if compilation.captured.checkpointed:
+        place = compilation.captured.checkpointed[0]
+        world.warn(
+            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
+            "keeps all activations; plan its memory without it"
+        )
+    for text in compilation.warnings:
+        world.warn(text)
 
 
 def _clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
@@ -364,6 +368,7 @@ class _Builder:
             rows_per_micro_batch=self.rows,
             stored=self.first.stored_forms(),
         )
+        _warn(self.world, compilation)
         if self.world.size <= _CHECKED_RANKS:
             clock = _clock_of(self.clock, self.world.size, compilation)
             compilation.check(self.world.rank, clock)
