@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from whale.errors import UsageError
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
+from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import Intervals, LocalStage, part
@@ -60,12 +61,14 @@ class Shard:
 @dataclass(kw_only=True)
 class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
-    ``loss_dtype`` is that of the loss, also where this rank computes none."""
+    ``loss_dtype`` is that of the loss, also where this rank computes none. ``gathered`` are the leaves of local
+    batches that are gathered, once that is known."""
 
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
     loss_dtype: torch.dtype
+    gathered: tuple[str, ...] | None = None
 
 
 StepSource = Callable[[Mapping[str, Any], Modes, Mapping[str, Tensor]], CompiledStep]
@@ -83,9 +86,11 @@ class Engine:
         aliases: for every name in the local model's state dict the first name of that tensor.
         tensors: this rank's parts, by first name.
         clock: the position of random operators.
+        shares: the rows of a batch that each rank computes on.
         loss_group: of all ranks, for the loss and the comparison of batches.
         steps: compiled ones, by signature and modes.
         compared: how many batches of a signature there were.
+        local: makes global batches of those of the ranks; None if every rank has them.
     """
 
     world: World
@@ -95,16 +100,19 @@ class Engine:
     aliases: Mapping[str, str]
     tensors: Mapping[str, Tensor]
     clock: RNGPosition
+    shares: RowShares
     loss_group: dist.ProcessGroup | None = None
     steps: dict[tuple[Signature, Modes], CompiledStep] = field(default_factory=dict)
     compared: dict[Signature, int] = field(default_factory=dict)
+    local: LocalBatches | None = None
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
         self.steps[signature(batch), modes] = step
 
     def run(self, batch: Mapping[str, Any], modes: Modes, train: bool) -> Tensor:
-        """One step over a global batch, without gradients unless *train*; returns the global loss.
+        """One step over a global batch, or this rank's rows of it, without gradients unless *train*; returns the global
+        loss.
 
         Raises:
             UsageError: there is nothing to train, or the ranks were given other batches.
@@ -115,15 +123,23 @@ class Engine:
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
-        key = signature(batch)
-        self._compare(batch, key, train)
+        whole = batch
+        if self.local is not None:
+            batch, whole = self.local.agree(batch, "train_step" if train else "eval_step")
+        key = signature(whole)
+        if self.local is None:
+            self._compare(batch, key, train)
         step = self.steps.get((key, modes))
         if step is None:
-            step = self.steps[key, modes] = self.source(batch, modes, self.tensors)
+            step = self.steps[key, modes] = self.source(whole, modes, self.tensors)
         if train:
             self.clock.step += 1
         device = self.world.device
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        if self.local is not None:
+            if step.gathered is None:
+                step.gathered = self.local.read_whole(whole, step.stages)
+            batch = self.local.placed(batch, whole, step.gathered)
         for stage in step.stages:
             stage.begin(batch)
         loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype)
