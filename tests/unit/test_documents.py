@@ -143,7 +143,7 @@ def test_every_public_name_is_in_the_reference() -> None:
             assert inspect.getdoc(documented), f"{path}: {documented} has no docstring"
 
 
-def test_every_page_of_the_guide_is_in_the_navigation_of_the_site() -> None:
+def test_every_page_of_the_guide_is_in_the_navigation_of_mkdocs_yml() -> None:
     listed = set(re.findall(r"- (?:[\w ]+: )?([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
     assert listed == {
         _name(page) for page in DOCUMENTS if page.parent in (ROOT, ROOT / "docs", ROOT / "docs" / "tutorials")
