@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whale.annotations import annotate, cluster, replicate, set_default_strategy, split, stage
-    from whale.api import parallelize, shard_dataset, verify
+    from whale.api import parallelize, verify
+    from whale.data import shard_dataset
     from whale.errors import WhaleError
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
@@ -48,7 +49,7 @@ _HOMES = {
     "parallelize": "whale.api",
     "replicate": "whale.annotations",
     "set_default_strategy": "whale.annotations",
-    "shard_dataset": "whale.api",
+    "shard_dataset": "whale.data",
     "split": "whale.annotations",
     "stage": "whale.annotations",
     "verify": "whale.api",

@@ -20,6 +20,7 @@ from whale.errors import UsageError
 from whale.runtime.attributes import Changes
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
+from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import Intervals, LocalStage, part
@@ -61,12 +62,14 @@ class Shard:
 @dataclass(kw_only=True)
 class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
-    ``loss_dtype`` is that of the loss, also where this rank computes none."""
+    ``loss_dtype`` is that of the loss, also where this rank computes none. ``gathered`` are the leaves of local
+    batches that are gathered, once that is known."""
 
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
     loss_dtype: torch.dtype
+    gathered: tuple[str, ...] | None = None
 
 
 StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor]], CompiledStep]
@@ -85,9 +88,11 @@ class Engine:
         aliases: for every name in the local model's state dict the first name of that tensor.
         tensors: this rank's parts, by first name.
         clock: the position of random operators.
+        shares: the rows of a batch that each rank computes on.
         loss_group: of all ranks, for the loss and the comparison of batches.
         steps: compiled ones, by signature, modes and changed attributes.
         compared: how many batches of a signature there were.
+        local: makes global batches of those of the ranks; None if every rank has them.
     """
 
     world: World
@@ -97,16 +102,19 @@ class Engine:
     aliases: Mapping[str, str]
     tensors: Mapping[str, Tensor]
     clock: RNGPosition
+    shares: RowShares
     loss_group: dist.ProcessGroup | None = None
     steps: dict[tuple[Signature, Modes, Any], CompiledStep] = field(default_factory=dict)
     compared: dict[Signature, int] = field(default_factory=dict)
+    local: LocalBatches | None = None
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
         self.steps[signature(batch), modes, ()] = step
 
     def run(self, batch: Mapping[str, Any], modes: Modes, train: bool, changes: Changes) -> Tensor:
-        """One step over a global batch, without gradients unless *train*; returns the global loss.
+        """One step over a global batch, or this rank's rows of it, without gradients unless *train*; returns the global
+        loss.
 
         Raises:
             UsageError: there is nothing to train, or the ranks were given other batches.
@@ -117,15 +125,24 @@ class Engine:
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
-        key = signature(batch)
-        self._compare(batch, key, train, changes)
+        whole = batch
+        what = f"{'train_step' if train else 'eval_step'}{f' with {changes}' if changes.key else ''}"
+        if self.local is not None:
+            batch, whole = self.local.agree(batch, what)
+        key = signature(whole)
+        if self.local is None:
+            self._compare(batch, key, what)
         step = self.steps.get((key, modes, changes.key))
         if step is None:
-            step = self.steps[key, modes, changes.key] = self.source(batch, modes, changes, self.tensors)
+            step = self.steps[key, modes, changes.key] = self.source(whole, modes, changes, self.tensors)
         if train:
             self.clock.step += 1
         device = self.world.device
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        if self.local is not None:
+            if step.gathered is None:
+                step.gathered = self.local.read_whole(whole, step.stages)
+            batch = self.local.placed(batch, whole, step.gathered)
         for stage in step.stages:
             stage.begin(batch)
         loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype)
@@ -134,11 +151,10 @@ class Engine:
             stage.finish()
         return loss.finish()
 
-    def _compare(self, batch: Mapping[str, Any], key: Signature, train: bool, changes: Changes) -> None:
+    def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
         looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
-        changed = f" with {changes}" if changes.key else ""
-        given = f"{_shapes(batch)}{changed} for {'train_step' if train else 'eval_step'}"
+        given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         alike = LikeBatches(self.world, self.loss_group, given, values)
         if not seen or self.world.device.type != "cuda":  # looking is waiting for the device

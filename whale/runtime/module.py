@@ -51,6 +51,25 @@ class ParallelModule(nn.Module):
             "generate, load model.full_state_dict() into a local model"
         )
 
+    @property
+    def batch_mode(self) -> str:
+        """Kind of the batches that ranks bring to a step: ``global``, the whole one, or ``local``, each its rows."""
+        return "global" if self._whale.engine.local is None else "local"
+
+    def batch_share(self, rows: int | None = None, *, rank: int | None = None) -> tuple[tuple[int, int], ...]:
+        """The rows of a global batch that a rank computes on, as half-open ranges in order; in a step with local
+        batches it brings these.
+
+        Args:
+            rows: of the global batch; by default those of the example batch.
+            rank: by default this one.
+
+        Raises:
+            UsageError: a batch of *rows* rows cannot be divided.
+        """
+        shares = self._whale.engine.shares
+        return shares.stretches(self.rank if rank is None else rank, shares.rows if rows is None else rows)
+
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of the global batch; returns the global loss, the same on every rank.
 
