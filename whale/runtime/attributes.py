@@ -34,7 +34,7 @@ _Name = tuple[str, str]
 
 
 class Sources(NamedTuple):
-    """What the code of a model names: see `whale.graph.reach.Named`."""
+    """Names in the code of a model: see `whale.graph.reach.Named`."""
 
     names: Collection[str] = ()
     globals: Collection[tuple[Mapping[str, Any], Collection[str]]] = ()
@@ -179,7 +179,7 @@ class Attributes:
         return type(x), tuple(self._token(part, depth + 1) for part in chain.from_iterable(read() for read in parts))
 
     def _parts(self, x: Any) -> list[Callable[[], Iterable[Any]]] | None:
-        """What reads the values in an object, if it is looked into."""
+        """Readers of the values in an object, if it is looked into."""
         if isinstance(x, (*_ATOMS, Tensor)) or id(x) in self._own:
             return None
         if isinstance(x, _CONTAINERS):
