@@ -29,6 +29,7 @@ from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.program import Returns
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -315,8 +316,11 @@ class _Builder:
                 return stage.mesh.ranks
         return range(self.world.size)
 
-    def compile(self, batch: Mapping[str, Any], modes: Modes, tensors: Mapping[str, Tensor]) -> CompiledStep:
-        """A step for batches of another signature, or for modules in other modes; parameters stay where they are."""
+    def compile(
+        self, batch: Mapping[str, Any], modes: Modes, tensors: Mapping[str, Tensor], returns: Returns
+    ) -> CompiledStep:
+        """A step for batches of another signature, for modules in other modes, or that returns something else;
+        parameters stay where they are."""
         assert self.first is not None
         device = self.world.device
         traced = trace(
@@ -327,6 +331,7 @@ class _Builder:
             modes=modes,
             loss_fn=self.loss_fn,
             promote=self.options.promote,
+            returns=returns,
         )
         compilation = compile_traced(
             traced,

@@ -49,7 +49,7 @@ class Shared(Generic[T]):
         self._work, self._forked = work, forked
         self._found: dict[int, T] = {}
         self._forks: list[tuple[Any, Connection]] = []
-        # Whoever reads a number takes that task: a read of what is in a pipe is atomic.
+        # The process that reads a number takes that task: a read of what is in a pipe is atomic.
         self._tasks, numbers = os.pipe()
         os.write(numbers, b"".join(number.to_bytes(NUMBER_BYTES) for number in range(min(count, MOST_TASKS))))
         os.close(numbers)
@@ -83,7 +83,7 @@ class Shared(Generic[T]):
         return self._found[number]
 
     def _take(self) -> int | None:
-        """The next task that nobody has taken; None: there is none."""
+        """The next task that no process has taken; None: there is none."""
         taken = os.read(self._tasks, NUMBER_BYTES)
         return int.from_bytes(taken) if taken else None
 
