@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from whale.graph.values import Value
 from whale.ir.placement import Cut, Placement
-from whale.ir.shares import shares
+from whale.ir.shares import shares_on_axis
 from whale.strategies.analysis import Analysis
 from whale.strategies.axes import Dim
 
@@ -41,8 +41,7 @@ def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
     """Number of *length* units of each rank of the axis."""
     if axis.sizes is not None:
         return axis.sizes
-    weights = axis.weights or (1.0,) * axis.size
-    return shares(length, weights, minimum=1 if length >= axis.size and all(weights) else 0)
+    return shares_on_axis(length, axis.weights or (1.0,) * axis.size)
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Priced(NamedTuple):
 
 @dataclass
 class Known:
-    """Known facts of one mesh size and its prices, for all stages and plans for a graph: operators by what their
+    """Knowledge of one mesh size and its prices, for all stages and plans for a graph: operators by what their
     choices depend on, segments by their canonical form, and the best ways through them."""
 
     priced: dict[Hashable, Priced] = field(default_factory=dict)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whale.annotations import annotate, cluster, replicate, set_default_strategy, split, stage
-    from whale.api import parallelize, shard_dataset, verify
+    from whale.api import parallelize, verify
+    from whale.data import shard_dataset
     from whale.errors import WhaleError
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
+    from whale.launcher import launch
 
 __version__ = "0.1.0.dev0"
 
@@ -27,6 +29,7 @@ __all__ = [
     "__version__",
     "annotate",
     "cluster",
+    "launch",
     "parallelize",
     "replicate",
     "set_default_strategy",
@@ -42,10 +45,11 @@ _HOMES = {
     "WhaleError": "whale.errors",
     "annotate": "whale.annotations",
     "cluster": "whale.annotations",
+    "launch": "whale.launcher",
     "parallelize": "whale.api",
     "replicate": "whale.annotations",
     "set_default_strategy": "whale.annotations",
-    "shard_dataset": "whale.api",
+    "shard_dataset": "whale.data",
     "split": "whale.annotations",
     "stage": "whale.annotations",
     "verify": "whale.api",

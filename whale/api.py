@@ -1,4 +1,4 @@
-"""Public functions for training scripts: ``parallelize``, ``verify``, ``shard_dataset``.
+"""Public functions for training scripts: ``parallelize`` and ``verify``.
 
 They join the process group, compile the model and pass this rank's part to the runtime. Every detectable error is
 raised before any process group is made.
@@ -7,13 +7,14 @@ raised before any process group is made.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from os import PathLike
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
@@ -22,11 +23,13 @@ from whale.commands.automatic import automatic_plan
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, local_tensors
+from whale.compile.row_shares import batch_leaf_names, row_shares
 from whale.compile.trace import trace
 from whale.detection import detect
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks
+from whale.graph.reach import names_in_code
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.program import Returns
@@ -35,14 +38,16 @@ from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
-from whale.runtime.engine import CompiledStep, Engine, Modes, Shard
+from whale.runtime.attributes import Changes, Sources
+from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
+from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.module import ParallelModule, check_autocast, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
 
-__all__ = ["ParallelModule", "ParityReport", "parallelize", "shard_dataset", "verify"]
+__all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
 
 
 @known_arguments()
@@ -62,6 +67,7 @@ def parallelize(
     device: str | None = None,
     promote_casts: bool = False,
     sync_module_states: bool = False,
+    batch: str = "global",
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
 
@@ -90,6 +96,8 @@ def parallelize(
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
         sync_module_states: overwrite the model's parameters and buffers with those of rank 0 first. Otherwise all ranks
             must bring the same ones, and it is an error if they do not.
+        batch: what ranks bring to a step: ``global``, all of them the whole batch, or ``local``, each the rows that it
+            computes on (``model.batch_share``). The example batch is a global one for both.
 
     Raises:
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
@@ -107,6 +115,7 @@ def parallelize(
         check_choice("schedule", schedule, SCHEDULES)
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
+    check_choice("batch", batch, ("global", "local"))
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
@@ -186,19 +195,13 @@ def parallelize(
         loss_fn=loss_fn,
         promote=options.promote,
     )
-    if traced.captured.checkpointed and launch.rank == 0:
-        place = traced.captured.checkpointed[0]
-        warnings.warn(
-            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
-            "keeps all activations; plan its memory without it",
-            stacklevel=3,
-        )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
     if launch.size <= _CHECKED_RANKS:
         calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
     world = world or initialize(timeout_seconds, device_type=device)
+    _warn(world, compilation)
     texts = {
         **compilation.texts(),
         "the collectives of its programs": calls,
@@ -214,12 +217,23 @@ def parallelize(
         clock.seed = int_of_first(world, clock.seed)
     try:
         module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
-            compilation, leaves, modes
+            compilation, leaves, modes, local=batch == "local"
         )
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
     return module
+
+
+def _warn(world: World, compilation: Compilation) -> None:
+    if compilation.captured.checkpointed:
+        place = compilation.captured.checkpointed[0]
+        world.warn(
+            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
+            "keeps all activations; plan its memory without it"
+        )
+    for text in compilation.warnings:
+        world.warn(text)
 
 
 def _clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
@@ -254,7 +268,9 @@ class _Builder:
         self.all_ranks: dict[str, Any] = {}
         self.first: Compilation | None = None
 
-    def build(self, compilation: Compilation, example: Mapping[str, Any], modes: Modes) -> ParallelModule:
+    def build(
+        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, local: bool
+    ) -> ParallelModule:
         model, world = self.model, self.world
         assert model is not None
         self.first = compilation
@@ -296,6 +312,7 @@ class _Builder:
             purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
             everyone = tuple(range(world.size))
             self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
+        shares = row_shares(compilation)
         engine = Engine(
             world=world,
             source=self.compile,
@@ -305,10 +322,27 @@ class _Builder:
             tensors=held,
             clock=self.clock,
             loss_group=self.all_ranks["loss"] if self.all_ranks else None,
+            shares=shares,
+            local=self._local_batches(compilation, shares) if local else None,
         )
         engine.install(example, modes if any(modes) else (), self._assemble(compilation, held))
         attend(engine, named)
-        return parallel_module(self.template, engine, _leaves)
+        return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
+
+    def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
+        host = self.all_ranks.get("loss")
+        if host is not None and self.world.device.type != "cpu":
+            timeout = timedelta(seconds=self.world.failures.timeout_seconds)
+            host = dist.new_group(timeout=timeout, backend="gloo")
+        return LocalBatches(
+            world=self.world,
+            shares=shares,
+            leaves=batch_leaf_names(compilation),
+            host_group=host,
+            group=self.all_ranks.get("loss"),
+            compared_first=FIRST_COMPARED,
+            compared_each=COMPARED_EACH,
+        )
 
     def _buffer_ranks(self, compilation: Compilation, name: str) -> Sequence[int]:
         for stage in compilation.stages:
@@ -317,11 +351,17 @@ class _Builder:
         return range(self.world.size)
 
     def compile(
-        self, batch: Mapping[str, Any], modes: Modes, tensors: Mapping[str, Tensor], returns: Returns
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        changes: Changes,
+        tensors: Mapping[str, Tensor],
+        returns: Returns,
     ) -> CompiledStep:
-        """A step for batches of another signature, for modules in other modes, or that returns something else;
-        parameters stay where they are."""
+        """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
+        something else; parameters stay where they are."""
         assert self.first is not None
+        changes.write(self.template)
         device = self.world.device
         traced = trace(
             self.template,
@@ -341,6 +381,7 @@ class _Builder:
             rows_per_micro_batch=self.rows,
             stored=self.first.stored_forms(),
         )
+        _warn(self.world, compilation)
         if self.world.size <= _CHECKED_RANKS:
             clock = _clock_of(self.clock, self.world.size, compilation)
             compilation.check(self.world.rank, clock)
@@ -491,17 +532,4 @@ def verify(
         worst=worst,
         tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4,
         gradients=errors,
-    )
-
-
-def shard_dataset(
-    dataset: Any, *, batch_size: int, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
-) -> torch.utils.data.DataLoader[Any]:
-    """A loader of global batches, the same on every rank, as ``train_step`` takes them.
-
-    Each stage computes on its own rows only. *batch_size* is the global one; *options* are those of torch's DataLoader.
-    """
-    order = torch.Generator().manual_seed(seed)
-    return torch.utils.data.DataLoader(
-        dataset, batch_size=batch_size, shuffle=shuffle, generator=order, drop_last=drop_last, **options
     )

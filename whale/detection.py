@@ -7,7 +7,6 @@ correctness. Nothing is measured: the same launch gives the same cluster.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +42,14 @@ def detect(world: World) -> Cluster:
         UsageError: an unknown accelerator next to others, or ranks that are not in the order of nodes.
         WorkerError: a rank did not come.
     """
-    return cluster_of(places_of(world, None))
+    cluster = cluster_of(places_of(world, None))
+    processors = all(device.type.is_processor for device in cluster.devices)
+    if len(cluster.nodes) > 1 and not processors:
+        world.warn(
+            f"the links between the {len(cluster.nodes)} nodes are not known, and are taken for 100 Gbit/s; give "
+            "parallelize a cluster file for a better plan"
+        )
+    return cluster
 
 
 def cluster_of(places: Sequence[RankLocation]) -> Cluster:
@@ -57,12 +63,6 @@ def cluster_of(places: Sequence[RankLocation]) -> Cluster:
     processors = all(type_.is_processor for type_ in types.values())
     inter = BETWEEN_CPU_NODES if processors else BETWEEN_GPU_NODES
     cluster = Cluster.of([(place.node, types[place.device_type]) for place in places], inter=inter)
-    if len(cluster.nodes) > 1 and not processors:
-        warnings.warn(
-            f"the links between the {len(cluster.nodes)} nodes are not known, and are taken for 100 Gbit/s; give "
-            "parallelize a cluster file for a better plan",
-            stacklevel=4,
-        )
     first = [cluster.devices[node.ranks[0]].type for node in cluster.nodes]
     nodes = [
         replace(node, intra=type_.intra_node or GLOO_WITHIN_NODE)

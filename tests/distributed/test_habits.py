@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -264,6 +265,34 @@ def test_changes_that_steps_do_not_see_are_refused(ranks: Two, what: str) -> Non
     for message in ranks.run(change_and_step, what):
         assert CHANGES[what] in message
         assert message.endswith("before parallelize")
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.temperature = decoder(layers=2), 1.0
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(tokens, labels) / self.temperature
+        return loss
+
+
+def set_an_attribute(world: World) -> tuple[float, float, str]:
+    model = Tempered()
+    whale.annotate(model, {"model": whale.split()})
+    made: Any = whale.parallelize(model, tokens(), device="cpu")
+    first = made.train_step(**tokens())
+    made.temperature = 2.0
+    second = made.train_step(**tokens())
+    made.temperature = 2.0 + world.rank
+    return float(first), float(second), refusal(lambda: made.train_step(**tokens()))
+
+
+def test_attributes_act_at_the_next_step_and_are_equal_on_all_ranks(ranks: Two) -> None:
+    for first, second, message in ranks.run(set_an_attribute):
+        assert second == pytest.approx(first / 2, abs=1e-12)
+        assert "with temperature=" in message
+        assert "set attributes on all" in message
 
 
 def cast_whole(world: World) -> list[str]:
@@ -690,3 +719,49 @@ def test_words_for_what_a_step_has_done(ranks: Two) -> None:
     for backward, around in ranks.run(go_backward):
         assert "train_step has done the backward already" in backward
         assert "torch.autocast around parallelize or a step is not supported" in around
+
+
+class Ruled(nn.Module):
+    """Its forward has an operator without an axis rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.renorm(self.up(x), 2, 0, 1.0)).square().sum()
+        return found
+
+
+class Untried(torch.optim.SGD):
+    """It raises an exception where it is tried on the tensors of one rank."""
+
+    refusing = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.refusing and len(self.param_groups[0]["params"]) < 3:
+            raise ValueError("no trial")
+        return super().step(closure)
+
+
+def hear_warnings(world: World) -> list[tuple[str, str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model: Any = whale.parallelize(annotated_as({"": whale.split()}, Ruled()), torch.ones(4, 4), device="cpu")
+        for rows in (4, 3, 2):
+            model.train_step(torch.ones(rows, 4))
+        optimizer = Untried(model.parameters(), lr=0.1)
+        Untried.refusing = world.rank == 1
+        optimizer.step()
+        Untried.refusing = False
+    return [(Path(one.filename).name, str(one.message)) for one in caught]
+
+
+def test_a_warning_comes_once_from_rank_0_or_from_the_rank_that_alone_has_it(ranks: Two) -> None:
+    (rule, *rest), others = ranks.run(hear_warnings)
+    assert rule[0] == "test_habits.py"
+    assert rule[1].startswith("no axis rule for aten.renorm.default: computed whole")
+    assert rest == []
+    ((file, trial),) = others
+    assert file == "test_habits.py"
+    assert trial.startswith("rank 1: Untried could not be tried on tensors of shape")

@@ -1,6 +1,8 @@
 """Checks of the documents: links resolve, commands have options that exist, examples parse, and the README's commands
 are where the checks expect them."""
 
+import importlib
+import inspect
 import re
 import shlex
 import textwrap
@@ -10,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+import whale
 from benchmarks.testbed import Description
 from whale import Cluster, Plan, errors
 from whale.cli.app import app
@@ -116,6 +119,35 @@ def test_exit_codes_in_the_guide_are_those_of_the_errors() -> None:
     for names, code in re.findall(r"^\| ([^|]*) \| [^|]*\| (\d+) \|", guide, flags=re.MULTILINE):
         documented.update({name: int(code) for name in re.findall(r"`(\w+)`", names)})
     assert documented == {name: getattr(errors, name).exit_code for name in errors.__all__}
+
+
+def _named(path: str) -> object:
+    """The object that a directive of the reference names."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        home, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(home), name)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^::: ([\w.]+)$", reference, flags=re.MULTILINE)
+    assert {f"whale.{name}" for name in whale.__all__} <= {*paths, "whale.WhaleError", "whale.__version__"}
+    assert "`whale.__version__`" in reference
+    for path in paths:
+        found = _named(path)
+        members = vars(found) if inspect.isclass(found) else {}
+        public = [value for name, value in members.items() if not name.startswith("_") and callable(value)]
+        for documented in (found, *public):
+            assert inspect.getdoc(documented), f"{path}: {documented} has no docstring"
+
+
+def test_every_page_of_the_guide_is_in_the_navigation_of_mkdocs_yml() -> None:
+    listed = set(re.findall(r"- (?:[\w ]+: )?([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert listed == {
+        _name(page) for page in DOCUMENTS if page.parent in (ROOT, ROOT / "docs", ROOT / "docs" / "tutorials")
+    }
 
 
 def test_cluster_file_of_the_guide_is_read() -> None:

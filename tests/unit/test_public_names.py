@@ -18,6 +18,7 @@ PUBLIC = {
     "__version__",
     "annotate",
     "cluster",
+    "launch",
     "parallelize",
     "replicate",
     "set_default_strategy",

@@ -5,7 +5,6 @@ Nothing is allocated and no process is started. It decides nothing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,11 +65,9 @@ class CandidateCompiler:
         self.model, self.optimizer, self.training = model, optimizer, training
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
         self.precision = precision or precision_of(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user is warned when the plan runs
-            self.traced = trace(
-                model, batch, device="cpu", training=training, loss_fn=loss_fn, promote=self.options.promote
-            )
+        self.traced = trace(
+            model, batch, device="cpu", training=training, loss_fn=loss_fn, promote=self.options.promote
+        )
         if self.traced.annotated.scopes.of:
             raise UsageError(
                 f"the forward of {name} enters annotations, which the search cannot keep as constraints; put them on "
@@ -118,9 +115,7 @@ class CandidateCompiler:
         bare = plan.model_copy(update={"model": None, "prediction": None})  # known to be of this model
         options = replace(self.options, micro_batches=plan.micro_batches, schedule=plan.schedule, plan=bare)
         scopes = scopes_by(self.model, plan.annotations)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return compile_traced(self.traced, cluster, options, device=_device(cluster), scopes=scopes)
+        return compile_traced(self.traced, cluster, options, device=_device(cluster), scopes=scopes)
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         """Compile *plan* for *cluster*, and predict its step.

@@ -28,6 +28,7 @@ from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShare
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers, stage_layers
 from whale.predict.prediction import Predicted, predict
+from whale.runtime.warn import warn
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Planned", "make_plan", "stage_annotations"]
@@ -101,6 +102,8 @@ def make_plan(
 
     traced = trace(model, batch, device="cpu", training=True, promote=options.promote)
     first = compile_traced(traced, costs.cluster, options, device="cpu")
+    for text in first.warnings:
+        warn(text)
     identity = traced.hash
     if costs.profile.model_hash not in ("", identity):
         raise UsageError(

@@ -53,8 +53,8 @@ StoredForm = tuple[str, int, tuple[Segment, ...]]
 class Compilation:
     """A model, compiled for one batch signature; equal on every rank.
 
-    ``rows`` are the units of the batch in each micro-batch; ``folds`` the runs of equal layers that are left out of its
-    stages, for dry runs.
+    ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
+    ``folds`` the runs of equal layers that are left out of its stages, for dry runs.
     """
 
     traced: Traced
@@ -67,6 +67,7 @@ class Compilation:
     reduces: tuple[ReduceSpec, ...]
     bucket_parameters: tuple[tuple[str, ...], ...]
     report: Report
+    warnings: tuple[str, ...] = ()
     rank_specs: tuple[StageSpec, ...] = field(default=())
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)

@@ -6,8 +6,7 @@ and the options, so all ranks agree without communication. Nothing here starts p
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +85,6 @@ def compile_traced(
     if options.plan is not None and stored is None:
         options.plan.check_model(traced.hash)
     assignment = _assign(cut, cluster, options, traced.dtype)
-    if assignment.idle_ranks:
-        leaves = "plan leaves" if options.plan is not None and options.plan.decides_meshes else "annotations leave"
-        warnings.warn(f"ranks {list(assignment.idle_ranks)} have no work: the {leaves} them out", stacklevel=3)
     report = Report()
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
     if options.plan is not None and options.plan.decides_meshes and stored is None:
@@ -109,6 +105,7 @@ def compile_traced(
         reduces=reduces,
         bucket_parameters=bucket_parameters,
         report=report,
+        warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
     )
 
@@ -230,7 +227,6 @@ def _place_stages(
         for value in read & set(shared):
             fixed_shared.setdefault(value, placed.stored[value])
         found.append(placed)
-    _warn(report, captured)
     return tuple(found)
 
 
@@ -291,26 +287,26 @@ def _check_units(analysis: Analysis, stages: Sequence[PlacedStage], plan: Plan) 
                 )
 
 
-def _warn(report: Report, captured: Captured) -> None:
+def _warnings(assignment: Assignment, options: Options, report: Report, captured: Captured) -> Iterator[str]:
+    """Sentences to warn the user of devices without work, and of what is slower than it looks."""
+    if assignment.idle_ranks:
+        leaves = "plan leaves" if options.plan is not None and options.plan.decides_meshes else "annotations leave"
+        yield f"ranks {list(assignment.idle_ranks)} have no work: the {leaves} them out"
     names = sorted({str(node.target) for node in report.whole})
     if names:
-        warnings.warn(
+        yield (
             f"no axis rule for {', '.join(names)}: computed whole on every rank of its mesh axis, with a bridge before "
-            "it (slower, not wrong)",
-            stacklevel=5,
+            "it (slower, not wrong)"
         )
     uncut = sorted({f"{node.target}{where(node)}" for node in report.uncut})
     if uncut:
-        warnings.warn(
+        yield (
             f"split along a dim: {', '.join(uncut[:5])} cannot be cut along it: computed whole on every rank, from "
-            "gathered parts (slower, not wrong)",
-            stacklevel=5,
+            "gathered parts (slower, not wrong)"
         )
     matrices = [captured.parameters[v[0].name] for v in report.gathered if v[0].name in captured.parameters]
     if matrices:
-        warnings.warn(
-            f"split: {', '.join(matrices[:5])} cannot be stored in parts by its operators and stays whole", stacklevel=5
-        )
+        yield f"split: {', '.join(matrices[:5])} cannot be stored in parts by its operators and stays whole"
 
 
 def local_tensors(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from whale.graph.capture_checks import (
     check_static,
     refusing,
 )
+from whale.graph.forward_state import Steadiness
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
 from whale.ir.program import Returns
@@ -112,23 +113,24 @@ class _Found:
 
 
 class _Loss(nn.Module):
-    """The model with the selection of its loss, and a *check* of the result."""
+    """The model with the selection of its loss, and *checks* at the end of its forward."""
 
     def __init__(
         self,
         model: nn.Module,
         names: Sequence[str],
         loss_fn: Callable[..., Any] | None,
-        check: Callable[[], None] = lambda: None,
+        checks: Sequence[Callable[[], None]] = (),
         returns: Returns = "loss",
+        found: _Found | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.names = tuple(names)
         self.loss_fn = loss_fn
-        self.check = check
+        self.checks = tuple(checks)
         self.returns = returns
-        self.found = _Found()
+        self.found = _Found() if found is None else found
 
     def forward(self, *leaves: Any) -> Any:
         values = dict(zip(self.names, leaves, strict=True))
@@ -151,7 +153,8 @@ class _Loss(nn.Module):
         if loss is None:
             loss = _any_sum(tensors)
         _write_replaced(held)
-        self.check()
+        for check in self.checks:
+            check()
         return loss if self.returns == "loss" else (loss, *tensors)
 
 
@@ -282,51 +285,86 @@ def capture(
     check_batch(model, leaves, loss_fn)
     check_hooks(model)
     fakes = fake_batch(leaves, mode, device)
+    found = _Found()
+
+    def duplicated() -> nn.Module:
+        duplicate = fake_copy(model, mode, device)
+        _without_caches(duplicate)
+        wrap_annotated(duplicate)
+        return duplicate
+
+    def root_of(duplicate: nn.Module, *checks: Callable[[], None]) -> _Loss:
+        root = _Loss(duplicate, list(fakes), loss_fn, checks, returns, found)
+        root.training = model.training  # modules inside of it keep their own modes
+        return root
+
+    def export(root: nn.Module) -> torch.export.ExportedProgram:
+        return torch.export.export(root, tuple(fakes.values()), strict=False)
+
+    def exported_again(duplicate: nn.Module, end: Callable[[], None]) -> fx.Graph:
+        with _tracing():
+            return export(root_of(duplicate, end)).graph
+
+    def run(start: Callable[[nn.Module], None]) -> None:
+        duplicate = duplicated()
+        with _tracing(), mode:
+            start(duplicate)
+            root_of(duplicate)(*fakes.values())
 
     def exported(*, copying: bool) -> tuple[torch.export.ExportedProgram, int]:
         """The exported program, and the number of stages that the forward enters; most equal layers are copies, unless
         all are traced."""
-        duplicate = fake_copy(model, mode, device)
-        _without_caches(duplicate)
-        wrap_annotated(duplicate)
+        duplicate = duplicated()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                entered = stack.enter_context(recording())
-                stack.enter_context(preserve_node_meta())
-                checkpointed = stack.enter_context(refusing())
-                stack.enter_context(_use_lazy_graph_module(True))  # the graph changes thirty times, its code is not run
-                check = Repeats(duplicate, entered).check if copying else lambda: None
-                root = _Loss(duplicate, list(fakes), loss_fn, check, returns)
-                root.training = model.training  # modules inside of it keep their own modes
-                program = torch.export.export(root, tuple(fakes.values()), strict=False)
-                check_static(program.graph, type(model).__name__)
-                check_autocast([program.graph, *(module.graph for module in _submodules(program.graph))])
-                if _mutates(program.graph):
-                    _detach_regions(program.graph)
+            with _tracing() as (entered, checkpointed):
+                checks = [Repeats(duplicate, entered).check] if copying else []
+                steadiness = Steadiness(duplicate, loss_fn)
+                with steadiness.observing():
+                    program = export(root_of(duplicate, *checks, steadiness.end))
+                if not (copying and steadiness.kept_something):
+                    check_static(program.graph, type(model).__name__)
+                    check_autocast([program.graph, *(module.graph for module in _submodules(program.graph))])
+            if steadiness.kept_something:
+                if copying:
+                    return exported(copying=False)
+                steadiness.check(program.graph, lambda: exported_again(duplicate, steadiness.end), run)
+            if _mutates(program.graph):
+                _detach_regions(program.graph)
+                with _tracing():
                     program = program.run_decompositions({})
         except Exception as error:
             if copying:  # the copies may be the cause
                 return exported(copying=False)
             raise capture_error(error, model) from error
         places[:] = checkpointed
-        found[:] = [root.found]
         return program, entered["stage"]
 
     places: list[SourceLine | None] = []
-    found: list[_Found] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))
     captured.checkpointed = tuple(places)
-    captured.structure, captured.has_loss = found[0].structure, found[0].has_loss
+    captured.structure, captured.has_loss = found.structure, found.has_loss
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     scopes = (scope for path in module_scopes(model).values() for scope in path)
     annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
     return captured
+
+
+@contextmanager
+def _tracing() -> Iterator[tuple[Mapping[str, int], list[SourceLine | None]]]:
+    """Context for a trace: how many annotations of each kind it enters, and the places of checkpoints."""
+    with (
+        warnings.catch_warnings(),
+        recording() as entered,
+        preserve_node_meta(),
+        refusing() as checkpointed,
+        _use_lazy_graph_module(True),  # the graph changes thirty times, its code is not run
+    ):
+        warnings.simplefilter("ignore")
+        yield entered, checkpointed
 
 
 _NO_GRADIENT = {

@@ -33,8 +33,11 @@ __all__ = [
     "check_batch",
     "check_hooks",
     "check_static",
+    "is_model",
+    "located",
     "module_of",
     "modules_around",
+    "place_of_frame",
     "place_of_node",
     "refusing",
     "where",
@@ -62,7 +65,7 @@ _NOT_THE_MODEL = tuple(
 _PACKAGES = ("numpy", "transformers/utils", "transformers/integrations")
 
 
-def _is_model(file: str) -> bool:
+def is_model(file: str) -> bool:
     """Whether a source file may be the model's own: not torch, Whale, Python, or a library's decorators."""
     if file.startswith("<"):
         return False
@@ -76,15 +79,16 @@ def _place_of_traceback(traceback: TracebackType | None) -> SourceLine | None:
     found = None
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if _is_model(file):
+        if is_model(file):
             found = SourceLine(file, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
 
 
-def _place_of_frame(frame: FrameType | None) -> SourceLine | None:
+def place_of_frame(frame: FrameType | None) -> SourceLine | None:
+    """The innermost line of the model's own source that a frame is in."""
     while frame is not None:
-        if _is_model(frame.f_code.co_filename):
+        if is_model(frame.f_code.co_filename):
             return SourceLine(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -96,7 +100,7 @@ def place_of_node(node: fx.Node) -> SourceLine | None:
     for line in (node.meta.get("stack_trace") or "").splitlines():
         if line.strip().startswith("File "):
             file, number = line.strip().removeprefix('File "').split('", line ')
-            if _is_model(file):
+            if is_model(file):
                 found = SourceLine(file, int(number.split(",")[0]))
     return found
 
@@ -124,7 +128,8 @@ def _place_of_forward(model: nn.Module) -> SourceLine | None:
     return SourceLine(code.co_filename, code.co_firstlineno) if code else None
 
 
-def _located(message: str, place: SourceLine | None) -> CaptureError:
+def located(message: str, place: SourceLine | None) -> CaptureError:
+    """An error at a line."""
     return CaptureError(message, file=place.file if place else None, line=place.line if place else None)
 
 
@@ -194,16 +199,16 @@ class _Refuse(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS and _called_by_model():
-            raise _located(
+            raise located(
                 "a tensor's value is printed or made into text, but a captured model has no values; remove it from "
                 "forward, or return the tensor and print it outside",
-                _place_of_frame(sys._getframe(1)),
+                place_of_frame(sys._getframe(1)),
             )
         if name == "register_hook" and _called_by_model():
-            raise _located(
+            raise located(
                 "register_hook on a tensor inside forward: a captured graph cannot keep a hook on a gradient; remove "
                 "it, or write what it does as operators of the forward",
-                _place_of_frame(sys._getframe(1)),
+                place_of_frame(sys._getframe(1)),
             )
         return func(*args, **(kwargs or {}))
 
@@ -215,7 +220,7 @@ def _called_by_model() -> bool:
         frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.endswith(_DISPATCH)
     ):
         frame = frame.f_back
-    return _is_model(frame.f_code.co_filename)
+    return is_model(frame.f_code.co_filename)
 
 
 _DISPATCH = ("torch/_tensor.py", "torch/overrides.py", "torch/_tensor_str.py")
@@ -239,7 +244,7 @@ class _WithoutDumps:
 def _lines_of_model(tracer: Any, summary: StackSummary) -> StackSummary:
     """Keep the model's lines of an operator's stack: torch keeps only those of functions called ``forward``."""
     start = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
-    frames = [f for f in summary[start:] if f.name == "forward" or _is_model(f.filename)]
+    frames = [f for f in summary[start:] if f.name == "forward" or is_model(f.filename)]
     return StackSummary.from_list(frames)
 
 
@@ -311,20 +316,20 @@ def refusing() -> Iterator[list[SourceLine | None]]:
     checkpointed: list[SourceLine | None] = []
 
     def frames(*args: Any, **kwargs: Any) -> Any:
-        checkpointed.append(_place_of_frame(sys._getframe(1)))
+        checkpointed.append(place_of_frame(sys._getframe(1)))
         return non_reentrant(*args, **kwargs)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:  # runs without gradients, so that a capture would not see any
-            checkpointed.append(_place_of_frame(sys._getframe(1)))
+            checkpointed.append(place_of_frame(sys._getframe(1)))
             function, _, *rest = args
             return function(*rest)
         if not cls.__module__.startswith("torch.") and not _derives_its_backward(original, cls, args, kwargs):
-            raise _located(
+            raise located(
                 f"the custom autograd function {cls.__name__} has a backward that is not its forward's derivative, "
                 "which a captured graph cannot keep; write its forward with torch's operators and let autograd derive "
                 "the backward, or register it with torch.library.custom_op",
-                _place_of_frame(sys._getframe(1)),
+                place_of_frame(sys._getframe(1)),
             )
         return original.__func__(cls, *args, **kwargs)
 
@@ -363,11 +368,11 @@ def check_static(graph: fx.Graph, name: str) -> None:
             if isinstance(value, torch.Tensor):
                 dynamic = any(isinstance(size, torch.SymInt) for size in value.shape)
             if dynamic:
-                raise _located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
+                raise located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
         if node.target in _ONE_DTYPE:
             dtypes = {str(source.meta["val"].dtype).removeprefix("torch.") for source in node.all_input_nodes}
             if len(dtypes) > 1:
-                raise _located(
+                raise located(
                     f"{name} cannot be captured: {node.target} of {' and '.join(sorted(dtypes))}; give a batch of the "
                     "model's dtype, or cast inside the model",
                     place_of_node(node),
@@ -382,7 +387,7 @@ def check_autocast(graphs: Iterable[fx.Graph]) -> None:
                 owner: Any = graph.owning_module
                 body = owner.get_submodule(node.args[4].target)
                 places = [place for inner in body.graph.nodes if (place := place_of_node(inner)) is not None]
-                raise _located(
+                raise located(
                     "torch.autocast inside of the forward is not captured: cast the model before parallelize, as "
                     "model.to(torch.bfloat16), and what must be exact back inside of the forward, as x.float()",
                     places[0] if places else None,
@@ -406,20 +411,20 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
     if isinstance(error, CaptureError):
         if error.file is not None:
             return error
-        return _located(error.message, place or _place_of_forward(model))
+        return located(error.message, place or _place_of_forward(model))
     text = str(error)
     first = text.strip().splitlines()[0] if text.strip() else ""
     name, kind = type(model).__name__, type(error).__name__
     if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind:
-        return _located(f"{name} cannot be captured: {_DATA}", place)
+        return located(f"{name} cannot be captured: {_DATA}", place)
     if ".numpy()" in text or "__array__" in text:
-        return _located(
+        return located(
             f"{name} cannot be captured: numpy reads a tensor's values, which a captured model does not have; use "
             "torch's operators in place of numpy's",
             place,
         )
     reason = f"{kind}: {first}" if first else kind
-    return _located(
+    return located(
         f"{name} cannot be captured: its forward raised {reason}; check that model(**batch) runs on one device with "
         "this batch, and keep what is no computation on tensors out of forward",
         place,

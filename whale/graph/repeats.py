@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+
+from whale.graph.reach import PLAIN, Reach, Same, Unknown, untraced
 
 try:
     from torch.fx.experimental.proxy_tensor import (
@@ -50,17 +47,6 @@ __all__ = ["Escaped", "Repeats"]
 TRACED = 2
 """Layers of each kind that are traced before any is copied."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
-
-_REACHED = 10_000
-"""Limit on the objects that a layer may reach and still be compared; a layer that reaches more is traced."""
-
-_STATELESS = ("torch", "whale", "logging", *sys.stdlib_module_names)
-"""Packages whose functions and classes have no state that distinguishes layers, except `_modes`."""
-
-_CLASSES = ("transformers", *_STATELESS)
-"""Packages for which this holds only for classes: their functions may be hooks that collect values."""
-
 _WATCHES = "_whale_watches"
 """Attribute of functions that replace a layer's forward."""
 
@@ -69,10 +55,6 @@ Token = tuple[Any, ...]
 
 Name = tuple[str, str]
 """An attribute of a module inside of a layer: the module's path in it, and the attribute's name."""
-
-
-class _Unknown(Exception):
-    """Raised if a layer reaches an object whose changes cannot be detected."""
 
 
 class Escaped(Exception):
@@ -117,17 +99,6 @@ class _Kind:
     traces: list[_Trace] = field(default_factory=list)
     copies: int = 0
     refused: bool = False
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function look at tensors, and make some, without the modes that trace what is done with them."""
-
-    @functools.wraps(function)
-    def untraced(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return untraced
 
 
 class Repeats:
@@ -187,7 +158,7 @@ class Repeats:
         watched.__dict__[_WATCHES] = True
         return watched
 
-    @_untraced
+    @untraced
     def _found(
         self, tracer: Any, module: nn.Module, names: Collection[Name], args: Any, kwargs: Any
     ) -> tuple[_Call, dict[Name, int], list[_Kind], _Kind | None] | None:
@@ -195,7 +166,7 @@ class Repeats:
         None where the call is to be traced, whatever came before."""
         try:
             described = None if type(module) in self._unknown else _described(tracer, module, names, args, kwargs)
-        except _Unknown:
+        except Unknown:
             self._unknown.add(type(module))
             return None
         if described is None:
@@ -206,13 +177,13 @@ class Repeats:
         kind = next((one for one in kinds if one.numbers.items() <= numbers.items()), None)
         return None if kind is not None and kind.refused else (call, numbers, kinds, kind)
 
-    @_untraced
+    @untraced
     def _state(self, module: nn.Module) -> Hashable:
         """State that a call must not change; None if it cannot be determined."""
-        own = tuple((name, _Same(x)) for name, x in _tensors(module))
+        own = tuple((name, Same(x)) for name, x in _tensors(module))
         try:
             return sum(self._entered.values()), _modes(), own, _attributes(module)
-        except _Unknown:
+        except Unknown:
             return None
 
 
@@ -230,7 +201,7 @@ def _described(
     inputs = [_node(tracer, x) for x in leaves if isinstance(x, Tensor)]
     if path != name or None in inputs or None in own or set(inputs) & set(own):
         return None
-    if not all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves):
+    if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
         return None
     key = (
         _attributes(module, names),
@@ -272,19 +243,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, x in inner.__dict__[table].items():
                 if x is not None:
                     yield f"{path}.{name}", x
-
-
-class _Same:
-    """An object as a key, kept alive because its address could be reused."""
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def __hash__(self) -> int:
-        return id(self.x)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.x is other.x
 
 
 def _numbered(layers: Sequence[nn.Module]) -> frozenset[Name]:
@@ -338,9 +296,9 @@ def _attributes(module: nn.Module, leave_out: Collection[Name] = ()) -> Hashable
     """Everything that a module and its inner modules own and reach, except parameters and buffers.
 
     Raises:
-        _Unknown: it reaches an object whose changes cannot be detected.
+        Unknown: it reaches an object whose changes cannot be detected.
     """
-    reach = _Reach(module)
+    reach = Reach(module)
     found = []
     for path, inner in module.named_modules(remove_duplicate=False):
         held = [
@@ -354,95 +312,6 @@ def _attributes(module: nn.Module, leave_out: Collection[Name] = ()) -> Hashable
     return tuple(found)
 
 
-class _Reach:
-    """Tokens of reachable objects: equal for equal values, and for the same object in the same state."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._inside = {id(inner): path for path, inner in module.named_modules()}
-        self._seen: dict[int, tuple[int, Any]] = {}
-
-    def token(self, x: Any) -> Hashable:
-        if isinstance(x, _PLAIN):
-            return type(x), x
-        if id(x) in self._inside:
-            return nn.Module, self._inside[id(x)]
-        if id(x) in self._seen:
-            return _Reach, self._seen[id(x)][0]
-        around = isinstance(x, nn.Module) and any(inner is self._module for inner in x.modules())
-        if around or isinstance(x, Iterator) or len(self._seen) > _REACHED:
-            raise _Unknown  # a module around the layer finds the layer's place in it; an iterator hides its own
-        self._seen[id(x)] = len(self._seen), x
-        if isinstance(x, Mapping):
-            return type(x), tuple((self.token(key), self.token(value)) for key, value in x.items())
-        if isinstance(x, tuple | list | deque):
-            return type(x), tuple(self.token(item) for item in x)
-        if isinstance(x, set | frozenset):
-            return type(x), frozenset(self.token(item) for item in x)
-        if isinstance(x, MethodType):
-            return type(x), self.token(x.__func__), self.token(x.__self__)
-        return _Same(x), tuple(self.token(part) for part in self._parts(x))
-
-    def _parts(self, x: Any) -> Iterator[Any]:
-        """State, besides its identity, that affects an object's behaviour."""
-        if isinstance(x, ref | ContextVar):
-            yield x() if isinstance(x, ref) else x.get(None)
-        elif isinstance(x, FunctionType | type):
-            if isinstance(x, type):
-                yield from _defined(x)
-            elif _package(x) not in _STATELESS:
-                yield from _read(x)
-        elif isinstance(x, staticmethod | classmethod):
-            yield x.__func__
-        elif isinstance(x, property):
-            yield from (x.fget, x.fset)
-        elif not isinstance(x, Tensor | ModuleType) and _package(type(x)) not in ("torch", "logging"):
-            yield type(x)
-            yield getattr(x, "__dict__", None)
-            yield from (getattr(x, name, None) for name in _slots(type(x)))  # type: ignore[arg-type]
-            if isinstance(x, functools.partial):
-                yield from (x.func, x.args, x.keywords)
-
-
-def _package(x: Any) -> str:
-    return str(getattr(x, "__module__", "")).partition(".")[0]
-
-
-def _read(function: FunctionType) -> Iterator[Any]:
-    """Free variables of a function: defaults, closure, globals and module attributes."""
-    yield from (function.__defaults__, function.__kwdefaults__)
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell
-            yield None
-    names = _names(function.__code__)
-    for name in names:
-        x = function.__globals__.get(name)
-        yield x
-        if isinstance(x, ModuleType) and x.__name__.partition(".")[0] not in _STATELESS:
-            yield from (vars(x).get(inner) for inner in names)
-
-
-@functools.cache
-def _names(code: CodeType) -> tuple[str, ...]:
-    inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-def _defined(kind: type) -> Iterator[Any]:
-    """Attributes of a class and of its base classes."""
-    for base in kind.__mro__:
-        if _package(base) not in _CLASSES:
-            yield from (x for name, x in list(vars(base).items()) if name not in ("__dict__", "__weakref__"))
-
-
-@functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return tuple(name for slots in found for name in ((slots,) if isinstance(slots, str) else slots))
-
-
 # --- what a call computed ---------------------------------------------------------------------------------------------
 
 
@@ -450,7 +319,7 @@ def _last(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 
 
-@_untraced
+@untraced
 def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -> _Trace | None:
     """The nodes after *known* as a trace; None where they cannot be copied."""
     nodes, node = [], known.next
@@ -475,7 +344,7 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
     for x in leaves:
         maker = _node(tracer, x) if isinstance(x, Tensor) else None
         token = ("plain", x) if maker is None else place.get(maker, ("fixed",))
-        if token[0] not in ("here", "input") and not isinstance(x, _PLAIN):
+        if token[0] not in ("here", "input") and not isinstance(x, PLAIN):
             return None
         if isinstance(x, Tensor) and _overlaps(x):
             return None  # no blank could be made like it
@@ -525,7 +394,7 @@ def _moved(node: fx.Node, source: str, target: str) -> dict[str, tuple[str, Any]
 # --- the same once more -----------------------------------------------------------------------------------------------
 
 
-@_untraced
+@untraced
 def _copied(tracer: Any, trace: _Trace, call: _Call, given: Any) -> Any:
     """Result of a call whose nodes are copies of a trace."""
     nodes: dict[fx.Node, fx.Node] = dict(zip(trace.call.own, call.own, strict=True))

@@ -12,7 +12,7 @@ from math import isfinite
 
 from whale.errors import InfeasibleError, UsageError
 
-__all__ = ["shares"]
+__all__ = ["shares", "shares_on_axis"]
 
 
 def shares(total: int, weights: Sequence[float], *, minimum: int = 0) -> tuple[int, ...]:
@@ -74,3 +74,12 @@ def shares(total: int, weights: Sequence[float], *, minimum: int = 0) -> tuple[i
     for index in sorted(dividing, key=lambda index: (units[index] - ideals[index], index))[:missing]:
         units[index] += 1
     return tuple(units)
+
+
+def shares_on_axis(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Divide *total* units along a mesh axis: at least one each, if there are enough and no weight is zero.
+
+    >>> shares_on_axis(3, [100, 1, 1]), shares_on_axis(2, [100, 1, 1])
+    ((1, 1, 1), (2, 0, 0))
+    """
+    return shares(total, weights, minimum=1 if total >= len(weights) and all(weights) else 0)

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.ir.program import Returns
+from whale.runtime.attributes import Changes
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
+from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.random import RNGPosition
@@ -63,17 +65,20 @@ class Shard:
 class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
     ``loss_dtype`` is that of the loss, also where this rank computes none, and None if the model returns no loss;
-    ``outputs`` says how the model's output is made, in steps that return it."""
+    ``outputs`` says how the model's output is made, in steps that return it. ``gathered`` are the leaves of local
+    batches that are gathered, once that is known."""
 
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
     loss_dtype: torch.dtype | None
     outputs: Outputs | None = None
+    gathered: tuple[str, ...] | None = None
 
 
-StepSource = Callable[[Mapping[str, Any], Modes, Mapping[str, Tensor], Returns], CompiledStep]
-"""Compiles a step for a batch (by leaf name), for modules in these modes, over these tensors of this rank."""
+StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns], CompiledStep]
+"""Compiles a step for a batch (by leaf name), for modules in these modes and with these attributes, over these tensors
+of this rank."""
 
 
 class Result(NamedTuple):
@@ -94,9 +99,11 @@ class Engine:
         aliases: for every name in the local model's state dict the first name of that tensor.
         tensors: this rank's parts, by first name.
         clock: the position of random operators.
+        shares: the rows of a batch that each rank computes on.
         loss_group: of all ranks, for the loss and the comparison of batches.
-        steps: compiled ones, by signature, modes and what they return.
+        steps: compiled ones, by signature, modes, changed attributes and what they return.
         compared: how many batches of a signature there were.
+        local: makes global batches of those of the ranks; None if every rank has them.
     """
 
     world: World
@@ -106,30 +113,34 @@ class Engine:
     aliases: Mapping[str, str]
     tensors: Mapping[str, Tensor]
     clock: RNGPosition
+    shares: RowShares
     loss_group: dist.ProcessGroup | None = None
-    steps: dict[tuple[Signature, Modes, Returns], CompiledStep] = field(default_factory=dict)
+    steps: dict[tuple[Signature, Modes, Any, Returns], CompiledStep] = field(default_factory=dict)
     compared: dict[Signature, int] = field(default_factory=dict)
+    local: LocalBatches | None = None
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
-        self.steps[signature(batch), modes, "loss"] = step
+        self.steps[signature(batch), modes, (), "loss"] = step
 
     def run(
         self,
         batch: Mapping[str, Any],
         modes: Modes,
         train: bool,
+        changes: Changes,
         *,
         returns: Returns = "loss",
         to: int | None = None,
         scale: float | Tensor = 1.0,
     ) -> Result:
-        """One step over a global batch, without gradients unless *train*.
+        """One step over a global batch, or this rank's rows of it, without gradients unless *train*.
 
         Args:
             batch: by leaf name.
             modes: of the modules.
             train: whether gradients of *scale* times the loss are added to the parameters'.
+            changes: of attributes of the modules since the first step was compiled.
             returns: what is returned; the model's output is whole on every rank, or on rank *to* alone.
 
         Raises:
@@ -141,15 +152,26 @@ class Engine:
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
-        key = signature(batch)
-        self._compare(batch, key, _in_words(train, returns, scale))
-        step = self.steps.get((key, modes, returns))
+        whole = batch
+        what = f"{_in_words(train, returns, scale)}{f' with {changes}' if changes.key else ''}"
+        if self.local is not None:
+            batch, whole = self.local.agree(batch, what)
+        key = signature(whole)
+        if self.local is None:
+            self._compare(batch, key, what)
+        step = self.steps.get((key, modes, changes.key, returns))
         if step is None:
-            step = self.steps[key, modes, returns] = self.source(batch, modes, self.tensors, returns)
+            step = self.steps[key, modes, changes.key, returns] = self.source(
+                whole, modes, changes, self.tensors, returns
+            )
         if train:
             self.clock.step += 1
         device = self.world.device
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        if self.local is not None:
+            if step.gathered is None:
+                step.gathered = self.local.read_whole(whole, step.stages)
+            batch = self.local.placed(batch, whole, step.gathered)
         for stage in step.stages:
             stage.begin(batch)
         if step.loss_dtype is None:
@@ -166,10 +188,10 @@ class Engine:
         own = {key: value for stage in step.stages for key, value in stage.take_returned().items()}
         return step.outputs.gather(self.world, own, to)
 
-    def _compare(self, batch: Mapping[str, Any], key: Signature, step: str) -> None:
+    def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
         looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
-        given = f"{_shapes(batch)} for {step}"
+        given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         alike = LikeBatches(self.world, self.loss_group, given, values)
         if not seen or self.world.device.type != "cuda":  # looking is waiting for the device

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from whale.errors import PlanMismatchError, UsageError, WorkerError
 from whale.runtime.failure import Failures
+from whale.runtime.warn import warn
 
 __all__ = ["World", "finalize", "groups", "initialize"]
 
@@ -43,6 +44,18 @@ class World:
     device: torch.device
     failures: Failures
     store: dist.Store | None = None
+    _said: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def warn(self, text: str) -> None:
+        """Warn of what all ranks know: on rank 0, once."""
+        if self.rank == 0 and text not in self._said:
+            self._said.add(text)
+            warn(text)
+
+    def warn_of_rank(self, kind: str, text: str) -> None:
+        """Warn of what other ranks may not know: once for each *kind*, on the first rank that finds one."""
+        if self.store is None or self.store.add(f"warned/{kind}", 1) == 1:
+            self.warn(text) if self.rank == 0 else warn(f"rank {self.rank}: {text}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from whale.errors import UsageError
 from whale.runtime.agreement import fingerprint
 from whale.runtime.launch import World
 
-__all__ = ["GlobalLoss", "LikeBatches"]
+__all__ = ["ROUNDING", "GlobalLoss", "LikeBatches", "look_at"]
 
 
 class _Sum:
@@ -56,7 +56,7 @@ class LikeBatches:
         # All labels are equal if n times the squares' sum is the sum's square, for up to 1024 ranks.
         label = float(crc32(given.encode()) % 2**16)
         if world.size > 1:
-            look = sum((_look(x) for x in values), torch.zeros((), dtype=torch.float64))
+            look = sum((look_at(x) for x in values), torch.zeros((), dtype=torch.float64))
             self._sum = _Sum(world, group, "what all ranks were given", label, label * label, look, look * look)
 
     def check(self) -> None:
@@ -73,25 +73,25 @@ class LikeBatches:
         if size * squares != labels * labels:
             raise UsageError(
                 f"rank {self._world.rank} was given a batch of {self._given}, and another rank one of other names, "
-                "shapes or dtypes, or for another step; give every rank the same global batch, as whale.shard_dataset "
-                "does"
+                "shapes or dtypes, for another step or with other attributes of the model; give every rank the same "
+                "global batch, as whale.shard_dataset does, and set attributes on all"
             )
-        if size * squared_looks - looks * looks > (size * self._num_values * _ROUNDING) ** 2:
+        if size * squared_looks - looks * looks > (size * self._num_values * ROUNDING) ** 2:
             raise UsageError(
                 f"the ranks were given batches of {self._given} with other values; give every rank the same global "
                 "batch, in one order, as whale.shard_dataset does: without a DistributedSampler, and shuffled by one "
-                "seed"
+                'seed; or let each bring its own rows, with parallelize(..., batch="local")'
             )
 
 
 _SAMPLED = 4096
 """Elements of a tensor of a batch of which its values are compared, evenly from all of it."""
 
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 """By how much equal values differ at most, as a part of their norm: processors round the last bit differently."""
 
 
-def _look(x: Tensor) -> Tensor:
+def look_at(x: Tensor) -> Tensor:
     """A number for the values of a tensor, at most about one, by a sample."""
     flat = x.detach().flatten()
     total, norm = fingerprint(flat[:: -(-flat.numel() // _SAMPLED) or 1])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.ir.program import Returns
+from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.engine import Engine, Result
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
@@ -51,6 +52,25 @@ class ParallelModule(nn.Module):
             "loss.backward() after it, or model.eval_step(**batch) for the loss alone; for anything else, such as "
             "generate, load model.full_state_dict() into a local model"
         )
+
+    @property
+    def batch_mode(self) -> str:
+        """Kind of the batches that ranks bring to a step: ``global``, the whole one, or ``local``, each its rows."""
+        return "global" if self._whale.engine.local is None else "local"
+
+    def batch_share(self, rows: int | None = None, *, rank: int | None = None) -> tuple[tuple[int, int], ...]:
+        """The rows of a global batch that a rank computes on, as half-open ranges in order; in a step with local
+        batches it brings these.
+
+        Args:
+            rows: of the global batch; by default those of the example batch.
+            rank: by default this one.
+
+        Raises:
+            UsageError: a batch of *rows* rows cannot be divided.
+        """
+        shares = self._whale.engine.shares
+        return shares.stretches(self.rank if rank is None else rank, shares.rows if rows is None else rows)
 
     def train_step(self, *args: Any, outputs: Any = False, scale: Any = 1.0, **kwargs: Any) -> Any:
         """Forward and backward of the global batch; returns the global loss, the same on every rank.
@@ -121,7 +141,9 @@ class ParallelModule(nn.Module):
         check_autocast(engine.world.device)
         num_compiled = len(engine.steps)
         modes = tuple([module.training for module in watch.modules]) if train else ()
-        result = engine.run(batch, modes if True in modes else (), train, returns=returns, to=to, scale=scale)
+        modes = modes if True in modes else ()
+        changes = self._whale.attributes.changes()
+        result = engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
         if len(engine.steps) != num_compiled:
             watch.accept_tensor_hooks()
         return result
@@ -259,7 +281,8 @@ class ParallelModule(nn.Module):
         engine = self._whale.engine.with_copies(memo)
         state = {key: value for key, value in self.__dict__.items() if key != "_whale"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made.__dict__["_whale"] = self._whale._replace(engine=engine, watch=Watch(made))
+        attributes = Attributes(made, self._whale.attributes.sources, self._whale.attributes)
+        made.__dict__["_whale"] = self._whale._replace(engine=engine, watch=Watch(made), attributes=attributes)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -307,16 +330,20 @@ class Inner(NamedTuple):
     engine: Engine
     watch: Watch
     leaves: Callable[..., dict[str, Any]]
+    attributes: Attributes
     arguments: frozenset[str]
 
 
-def parallel_module(template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]]) -> ParallelModule:
+def parallel_module(
+    template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]], sources: Sources
+) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
     Args:
         template: the model, with any tensors; they are neither kept nor changed.
         engine: its tensors are those of the modules, by first name; what it has not is absent.
         leaves: makes a batch by leaf name of the arguments of a step.
+        sources: what the code of the model names.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -331,7 +358,7 @@ def parallel_module(template: nn.Module, engine: Engine, leaves: Callable[..., d
     if engine.shards and not any(isinstance(tensor, nn.Parameter) for tensor in engine.tensors.values()):
         made.add_module("_idle", _Idle(engine.world.device))
     arguments = frozenset(inspect.signature(type(template).forward).parameters)
-    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves, arguments)
+    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves, Attributes(made, sources), arguments)
     found: ParallelModule = made
     return found
 

@@ -10,7 +10,6 @@ ranks. Knows engines and optimizers; no modules.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -201,10 +200,11 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
         try:
             error = _trial(optimizer, number, shape, like, dim)
         except Exception as failure:  # whatever an optimizer of the script's own does
-            warnings.warn(
+            world = next(engine.world for engine, _ in owners.values())
+            world.warn_of_rank(
+                f"the trial of {type(optimizer).__name__}",
                 f"{type(optimizer).__name__} could not be tried on tensors of shape {shape} ({failure}); it must "
                 "update each element by itself, because this rank has parts of tensors, or not all of them",
-                stacklevel=2,
             )
             return
         if error > SAME:

@@ -193,7 +193,8 @@ class LocalStage:
         return tuple(sorted({rank for program in self.programs for b in program.bridges for rank in b.ranks}))
 
     def begin(self, batch: Mapping[str, Any]) -> None:
-        """Start a step on a global batch: drop state of the last one."""
+        """Start a step on a global batch, whose leaves are tensors, or rows of them (:class:`LocalRows`): drop state
+        of the last one."""
         self._batch = batch
         self._steps.clear()
 
@@ -239,7 +240,8 @@ class LocalStage:
                 arguments[position] = received[what]
             elif kind == "input":
                 leaf, intervals = what
-                arguments[position] = part(self._batch[leaf], intervals)
+                held = self._batch[leaf]
+                arguments[position] = part(held, intervals) if isinstance(held, Tensor) else held.part(intervals)
             else:
                 arguments[position] = self._step(program)[what]
         return arguments

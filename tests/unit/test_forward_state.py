@@ -1,0 +1,185 @@
+"""State that a forward keeps in Python: what decides the graph is refused with its line, what does not is taken."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whale.errors import CaptureError
+from whale.graph.capture import capture
+
+X = torch.ones(4, 3)
+SEEN: list[int] = []
+TOTALS = {"calls": 0}
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.calls, self.width = 0, 0
+        self.counts = {"forward": [0]}
+        self.generator = np.random.default_rng(0)
+        self.kept: Tensor | None = None
+
+
+class LayerDrop(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:  # this
+            x = self.layer(x)
+        return self.layer(x).sum()
+
+
+class Mixup(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        share = float(np.random.beta(0.2, 0.2))  # this
+        return self.layer(share * x + (1 - share) * x.flip(0)).sum()
+
+
+class OwnGenerator(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.generator.random()).sum()  # this
+
+
+class Seeds(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)  # this
+        return self.layer(x).sum()
+
+
+class Warmup(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # this
+        return self.layer(x).sum() * min(1.0, self.calls / 100)
+
+
+class OnlyCounts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # this
+        return self.layer(x).sum()
+
+
+class CountsInside(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["forward"][0] += 1  # this
+        return self.layer(x).sum() * (1 + self.counts["forward"][0] % 2)
+
+
+class CountsOnTheClass(Base):
+    total = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountsOnTheClass.total += 1  # this
+        return self.layer(x).sum()
+
+
+class CountsGlobally(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        TOTALS["calls"] += 1  # this
+        return self.layer(x).sum()
+
+
+class Collects(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(len(x))  # this
+        return self.layer(x).sum()
+
+
+class Remembers(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None:
+            x = x + self.kept
+        self.kept = self.layer(x).detach()  # this
+        return self.layer(x).sum()
+
+
+class Once(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.calls:
+            self.calls = 1  # this
+            with torch.no_grad():
+                self.layer.weight.div_(2)
+        return self.layer(x).sum()
+
+
+class ReadsTheClock(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * (2 if time.time() > 4e9 else 1)  # this
+
+
+def line_of(kind: type) -> int:
+    lines, start = inspect.getsourcelines(kind)
+    return start + next(i for i, line in enumerate(lines) if "# this" in line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (LayerDrop, "Python's random generator"),
+        (Mixup, "numpy's random generator"),
+        (OwnGenerator, "the forward changes generator from step to step"),
+        (Seeds, "torch's random generator"),
+        (Warmup, "the forward changes calls from step to step, and computes something else then"),
+        (OnlyCounts, "the forward changes calls from step to step, but"),
+        (CountsInside, "the forward changes counts from step to step"),
+        (CountsOnTheClass, "the class CountsOnTheClass and its methods reach"),
+        (CountsGlobally, "the class CountsGlobally and its methods reach"),
+        (Collects, "the class Collects and its methods reach"),
+        (Remembers, "the forward changes kept from step to step, and computes something else"),
+        (Once, "the forward changes calls from step to step, and computes something else"),
+        (ReadsTheClock, "computes with the time"),
+    ],
+)
+def test_state_that_changes_is_refused_with_its_line(kind: Callable[[], nn.Module], what: str) -> None:
+    with pytest.raises(CaptureError, match=re.escape(what)) as caught:
+        capture(kind(), X)
+    assert (caught.value.file, caught.value.line) == (__file__, line_of(kind))  # type: ignore[arg-type]
+
+
+class KeepsShapes(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.width = x.shape[1]
+        self.kept = self.layer(x)
+        return self.kept.sum() * self.width
+
+
+class Clears(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.terms: list[Tensor] = []
+        self.terms.append(self.layer(x).sum())
+        return sum(self.terms)  # type: ignore[return-value]
+
+
+class TakesTime(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        loss = self.layer(x).sum()
+        if time.perf_counter() - start > 1e9:
+            raise RuntimeError
+        return loss
+
+
+@pytest.mark.parametrize("kind", [KeepsShapes, Clears, TakesTime])
+def test_state_that_is_the_same_after_every_step_is_taken(kind: Callable[[], Any]) -> None:
+    assert capture(kind(), X).parameters
+
+
+def test_what_another_module_draws_meanwhile_is_not_the_forward_s() -> None:
+    class Between(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            state = random.getstate()
+            random.seed(0)
+            scale = random.random()
+            random.setstate(state)
+            return self.layer(x).sum() * scale
+
+    assert capture(Between(), X).parameters

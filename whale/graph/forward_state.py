@@ -1,0 +1,353 @@
+"""State that a forward keeps in Python: a captured graph has what it was in the capture, for all steps.
+
+Python's and numpy's random generators, clocks, counters and other attributes that a forward changes leave no operators
+in a graph. A capture compares them before and after the model is traced; where one changed, the model is traced once
+more from there, and both graphs must be equal. This module knows Python's objects and source lines, not how a model is
+captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from operator import length_hint
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
+from whale.graph.reach import Reach, Same, untraced
+
+__all__ = ["Steadiness"]
+
+
+class Kept(NamedTuple):
+    """A keeper of state: an attribute of the module at a path, or, without a path, a name in words."""
+
+    path: str | None
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.path is None else f"{self.path}.{self.name}".removeprefix(".")
+
+
+class _Generator(NamedTuple):
+    """A global random generator: reads its state, sets it, and draws a number."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    draw: Callable[[], Any]
+
+    def now(self) -> Hashable:
+        state = self.read()
+        return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)
+
+
+_GENERATORS = {
+    Kept(None, "Python's random generator"): _Generator(random.getstate, random.setstate, random.random),
+    Kept(None, "numpy's random generator"): _Generator(np.random.get_state, np.random.set_state, np.random.random),
+    Kept(None, "torch's random generator"): _Generator(
+        torch.random.get_rng_state, torch.random.set_rng_state, lambda: torch.rand(1, device="cpu")
+    ),
+}
+
+
+@contextmanager
+def _noting_draws() -> Iterator[list[Kept]]:
+    """Context that finds out which random generators are used or seeded, and leaves them as they were."""
+    used: list[Kept] = []
+    states = {generator: generator.read() for generator in _GENERATORS.values()}
+    for generator in states:
+        generator.draw()  # a seed that the script has set before is set again
+    before = {kept: generator.now() for kept, generator in _GENERATORS.items()}
+    try:
+        yield used
+        used.extend(kept for kept, generator in _GENERATORS.items() if generator.now() != before[kept])
+    finally:
+        for generator, state in states.items():
+            generator.write(state)
+
+
+class State:
+    """The state that a model's code reaches: its modules' attributes, and what its functions name."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self._model, self.loss_fn = model, loss_fn
+
+    @untraced
+    def now(self, *, only: Collection[Kept] | None = None, by_shape: bool = False) -> dict[Kept, Hashable]:
+        """Tokens of the state, equal if it is; of *only* some, if given. *by_shape*: tensors are equal if their shapes
+        are."""
+        reach = _All(self._model, by_shape)
+        found: dict[Kept, Hashable] = {}
+        classes: dict[type, None] = {}
+        for path, module in self._model.named_modules():
+            classes[type(module)] = None
+            for name, x in module.__dict__.items():
+                kept = Kept(path, name)
+                if name not in _TABLES and (only is None or kept in only):
+                    found[kept] = reach.token(x)
+        functions: dict[Any, str] = {kind: f"what the class {kind.__name__} and its methods reach" for kind in classes}
+        if self.loss_fn is not None:
+            functions[self.loss_fn] = "what loss_fn reaches"
+        for function, words in functions.items():
+            kept = Kept(None, words)
+            if only is None or kept in only:
+                found[kept] = reach.token(function)
+        return found
+
+    def attributes(self) -> dict[str, dict[str, Any]]:
+        """The attributes of modules, by path."""
+        return {
+            path: {name: x for name, x in module.__dict__.items() if name not in _TABLES}
+            for path, module in self._model.named_modules()
+        }
+
+    def restore(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the attributes of modules: torch.export takes back what a forward did to them."""
+        for path, module in self._model.named_modules():
+            module.__dict__.update(attributes.get(path, {}))
+
+
+_TABLES = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class _All(Reach):
+    """Tokens of everything reached, as far as it can be determined; an object that is reached again has none."""
+
+    def __init__(self, module: nn.Module, by_shape: bool) -> None:
+        super().__init__(module)
+        self._by_shape = by_shape
+
+    def token(self, x: Any) -> Hashable:
+        """The token of an object."""
+        if self._by_shape and isinstance(x, Tensor):
+            return Tensor, x.dtype, x.device, tuple(x.shape)
+        found = super().token(x)
+        if self._by_shape and isinstance(found, tuple) and found and isinstance(found[0], Same):
+            return type(x), *found[1:]
+        return found
+
+    def _again(self, x: Any) -> Hashable:
+        return ()
+
+    def _hidden(self, x: Any) -> Hashable:
+        if isinstance(x, count):
+            return repr(x)
+        return Same(x), length_hint(x, -1) if isinstance(x, Iterator) else None
+
+
+class Steadiness:
+    """A check that a forward does the same in every step: what it keeps in Python decides nothing that it computes.
+
+    Args:
+        model: what is traced.
+        loss_fn: what computes its loss, if it does not.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self._state = State(model, loss_fn)
+        self._before = self._state.now()
+        self._kept: list[Kept] = []
+        self._drawn: list[Kept] = []
+        self._clocks: list[SourceLine] = []
+        self._left: dict[Kept, Hashable] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context for the trace."""
+        with _noting_clocks() as self._clocks, _noting_draws() as self._drawn:
+            yield
+
+    def end(self) -> None:
+        """Look at the state; to be called at the end of every forward that is traced."""
+        self._kept = _changed(self._before, self._state.now())
+        if self._kept:
+            self._left = self._state.now(by_shape=True)
+            self._attributes = self._state.attributes()
+
+    @property
+    def kept_something(self) -> bool:
+        """Whether the trace changed a state, or read a clock."""
+        return bool(self._kept or self._drawn or self._clocks)
+
+    def check(
+        self, graph: fx.Graph, again: Callable[[], fx.Graph], run: Callable[[Callable[[nn.Module], None]], Any]
+    ) -> None:
+        """Compare with the next step.
+
+        Args:
+            graph: the one traced.
+            again: traces the model once more, from where the first trace left it.
+            run: calls a function with a copy of the model as it was before, and then runs the copy's forward.
+
+        Raises:
+            CaptureError: random numbers of Python are drawn, or the next step computes something else.
+        """
+
+        def place(kept: Collection[Kept]) -> SourceLine | None:
+            return _place_of_change(run, kept, self._state.loss_fn)
+
+        for generator in self._drawn:
+            if drawn := place([generator]):
+                raise located(
+                    f"the forward changes {generator}: a captured graph has what was drawn once, for all steps; draw "
+                    "with torch's operators (torch.where(torch.rand(...) < p, ...)), or draw outside and give the "
+                    "step a tensor",
+                    drawn,
+                )
+        own, left = self._kept, self._left
+        if not own and not self._clocks:
+            return
+        first = _listing(graph)
+        self._state.restore(self._attributes)
+        try:
+            with _noting_clocks(later=True), _noting_draws():
+                second, error = _listing(again()), None
+        except Exception as problem:
+            second, error = first, problem
+        changing = _changed(left, self._left) if own else []
+        differs, line = _first_difference(first, second)
+        if not changing and not differs and error is None:
+            return
+        if not own:
+            raise located(
+                "the forward computes with the time, and a captured graph has that of the capture; give the step a "
+                "tensor instead",
+                self._clocks[0],
+            )
+        shown = ", ".join(str(kept) for kept in (changing or own)[:3])
+        computed = f", and computes something else then{f' (at {line.file}:{line.line})' if line else ''}"
+        raise located(
+            f"the forward changes {shown} from step to step{computed if differs or error else ''}, but a captured "
+            "graph has the first step for all: keep what changes in a buffer (register_buffer) and compute with it by "
+            "torch's operators, change it in the training loop, or, if it is made once, call the model once before "
+            "parallelize",
+            place(changing or own),
+        )
+
+
+def _changed(before: Mapping[Kept, Hashable], after: Mapping[Kept, Hashable]) -> list[Kept]:
+    """The differences of two states."""
+    return [kept for kept in {**before, **after} if before.get(kept) != after.get(kept)]
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+_CLOCKS = [
+    f"{name}{suffix}" for name in ("time", "monotonic", "perf_counter", "process_time") for suffix in ("", "_ns")
+]
+_LATER = 10**10
+"""Seconds by which the time of a next step is ahead."""
+
+
+@contextmanager
+def _noting_clocks(*, later: bool = False) -> Iterator[list[SourceLine]]:
+    """Context that notes where the model reads a clock of ``time``; *later* tells the model another time, years on."""
+    places: list[SourceLine] = []
+    clocks = {name: getattr(time, name) for name in _CLOCKS}
+
+    def noting(name: str) -> Callable[[], Any]:
+        ahead = _LATER * (10**9 if name.endswith("_ns") else 1)
+
+        def read() -> Any:
+            frame = sys._getframe(1)
+            if not is_model(frame.f_code.co_filename):
+                return clocks[name]()
+            places.append(SourceLine(frame.f_code.co_filename, frame.f_lineno))
+            return clocks[name]() + ahead * later
+
+        return read
+
+    for name in _CLOCKS:
+        setattr(time, name, noting(name))
+    try:
+        yield places
+    finally:
+        for name, clock in clocks.items():
+            setattr(time, name, clock)
+
+
+# --- places and differences -------------------------------------------------------------------------------------------
+
+
+def _place_of_change(
+    run: Callable[[Callable[[nn.Module], None]], Any], kept: Collection[Kept], loss_fn: Callable[..., Any] | None
+) -> SourceLine | None:
+    """The model's line at which some of its state changes while *run* runs it; None if it does not, or elsewhere."""
+    found: list[SourceLine] = []
+    last: list[SourceLine | None] = [None]
+    states: list[tuple[State, Mapping[Kept, Hashable]]] = []
+
+    def read(state: State) -> dict[Kept, Hashable]:
+        own = [one for one in kept if one not in _GENERATORS]
+        found = {one: _GENERATORS[one].now() for one in kept if one in _GENERATORS}
+        return {**found, **state.now(only=own)} if own else found
+
+    def start(model: nn.Module) -> None:
+        state = State(model, loss_fn)
+        states.append((state, read(state)))
+        sys.settrace(enter)
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        return step if is_model(frame.f_code.co_filename) else None
+
+    def step(frame: FrameType, event: str, argument: Any) -> Any:
+        state, before = states[0]
+        if not found:
+            if read(state) != before:
+                place = last[0] or place_of_frame(frame)
+                found.extend([place] if place else [])
+            last[0] = SourceLine(frame.f_code.co_filename, frame.f_lineno)
+        return step
+
+    own = sys.gettrace()
+    try:
+        with _noting_draws():
+            run(start)
+    except Exception:  # what it raises is reported by the capture
+        pass
+    finally:
+        sys.settrace(own)
+    return found[0] if found else None
+
+
+def _listing(graph: fx.Graph) -> list[tuple[fx.Node, Hashable]]:
+    """The nodes of a graph and of the graphs inside of it, each with a text that is equal for equal operators."""
+    owner = graph.owning_module
+    inner = [m.graph for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner is not None else [graph]
+    found: list[tuple[fx.Node, Hashable]] = []
+    for one in inner:
+        number = {node: i for i, node in enumerate(one.nodes)}
+        for node in one.nodes:
+            args = fx.map_arg((node.args, node.kwargs), functools.partial(_numbered, number))
+            shapes = [
+                (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else repr(x)
+                for x in pytree.tree_leaves(node.meta.get("val"))
+            ]
+            found.append((node, (node.op, str(node.target), repr(args), tuple(shapes))))
+    return found
+
+
+def _numbered(number: Mapping[fx.Node, int], node: fx.Node) -> Any:
+    return f"%{number[node]}"
+
+
+def _first_difference(
+    first: list[tuple[fx.Node, Hashable]], second: list[tuple[fx.Node, Hashable]]
+) -> tuple[bool, SourceLine | None]:
+    """Whether two graphs differ, and the model's line of the first operator that does."""
+    for (node, text), (_, other) in zip(first, second, strict=False):
+        if text != other:
+            return True, place_of_node(node)
+    return len(first) != len(second), None

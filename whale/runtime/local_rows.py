@@ -1,0 +1,332 @@
+"""Local batches: every rank brings the rows that it computes on, and the step is that of all of them together.
+
+The ranks first tell each other how many rows they brought; that gives the global batch, for which the step is compiled
+as if every rank had it. Its programs read rows of the global batch, which are found in the local one. A leaf of which
+some rank reads more, as the labels for the number of those that count, is gathered. Knows rows and ranks; no graphs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.errors import UsageError
+from whale.ir.shares import shares_on_axis
+from whale.runtime.launch import World
+from whale.runtime.loss import ROUNDING, look_at
+from whale.runtime.stage import Intervals, LocalStage, part
+
+__all__ = ["LocalBatches", "LocalRows", "RowShares"]
+
+Stretches = tuple[tuple[int, int], ...]
+"""Half-open ranges of rows, in order, that do not touch."""
+
+Cuts = tuple[tuple[tuple[float, ...], int], ...]
+"""How rows are divided, the outermost division first: the weights of the parts, and which part it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShares:
+    """The rows that each rank brings of a global batch, for any number of rows.
+
+    Attributes:
+        rows: of the example batch.
+        unit: rows that are never divided.
+        per_micro_batch: units in every micro-batch except the last.
+        cuts: by rank; each micro-batch is divided so. A rank without work is absent.
+        first_stage: ranks that together bring every row once.
+    """
+
+    rows: int
+    unit: int
+    per_micro_batch: int
+    cuts: Mapping[int, Cuts]
+    first_stage: tuple[int, ...]
+
+    def stretches(self, rank: int, rows: int) -> Stretches:
+        """The rows of *rank* of a global batch. Raises `UsageError` if such a batch cannot be divided."""
+        if rows % self.unit:
+            raise UsageError(
+                f"a global batch of {rows} rows cannot be divided: the model computes {self.unit} rows together; give "
+                f"it a multiple of {self.unit} rows"
+            )
+        if rank not in self.cuts:
+            return ()
+        return _stretches(rows, self.unit, self.per_micro_batch * self.unit, self.cuts[rank])
+
+    def count(self, rank: int, rows: int) -> int:
+        """Number of rows of *rank*."""
+        return sum(stop - first for first, stop in self.stretches(rank, rows))
+
+
+@lru_cache(maxsize=4096)
+def _stretches(rows: int, unit: int, per_micro_batch: int, cuts: Cuts) -> Stretches:
+    found: list[tuple[int, int]] = []
+    for begin in range(0, rows, per_micro_batch):
+        first, units = begin, (min(begin + per_micro_batch, rows) - begin) // unit
+        for weights, index in cuts:
+            sizes = shares_on_axis(units, weights)
+            first, units = first + sum(sizes[:index]) * unit, sizes[index]
+        stop = first + units * unit
+        if found and found[-1][1] == first:
+            first = found.pop()[0]
+        if first < stop:
+            found.append((first, stop))
+    return tuple(found)
+
+
+def within(held: Stretches, wanted: Stretches) -> Stretches | None:
+    """Positions of wanted rows among those that are held; None if some are not.
+
+    >>> within(((0, 3), (8, 11)), ((1, 3), (8, 9)))
+    ((1, 3), (3, 4))
+    >>> within(((0, 3), (8, 11)), ((2, 4),)) is None
+    True
+    """
+    found = []
+    for first, stop in wanted:
+        before = 0
+        for a, b in held:
+            if a <= first and stop <= b:
+                found.append((before + first - a, before + stop - a))
+                break
+            before += b - a
+        else:
+            return None
+    return tuple(found)
+
+
+@dataclass(eq=False)
+class LocalRows:
+    """Rows of a leaf of the global batch: a tensor, and which rows they are."""
+
+    tensor: Tensor
+    stretches: Stretches
+
+    def part(self, intervals: Intervals) -> Tensor:
+        """The part of the whole leaf that lies in these stretches of each dim."""
+        rows = within(self.stretches, intervals[0])
+        assert rows is not None  # the leaf would have been gathered
+        return part(self.tensor, (rows, *intervals[1:]))
+
+
+@dataclass(kw_only=True, eq=False)
+class LocalBatches:
+    """Makes global batches of local ones, with the other ranks.
+
+    Attributes:
+        world: all ranks.
+        shares: the rows that each brings.
+        leaves: names of the leaves whose first dim is the batch.
+        host_group: of all ranks, for tensors on the CPU.
+        group: of all ranks, for tensors on the ranks' devices.
+        compared_first, compared_each: steps in which ranks with the same rows compare their values.
+    """
+
+    world: World
+    shares: RowShares
+    leaves: frozenset[str]
+    host_group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None
+    compared_first: int
+    compared_each: int
+    _steps: int = field(default=0, init=False)
+
+    def agree(self, batch: Mapping[str, Any], purpose: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The local batch, and the global one without data, on the meta device; all ranks must call it.
+
+        A rank without rows may bring nothing, or any batch without rows.
+
+        Raises:
+            UsageError: on every rank, if one brought other rows than its share, or leaves of other shapes.
+            WorkerError: a rank did not come within the timeout.
+        """
+        lengths = {len(x) if x.dim() else -1 for x in self._of_rows(batch).values()}
+        rows = 0 if not lengths else lengths.pop() if len(lengths) == 1 else -1
+        looks = self._steps < self.compared_first or self._steps % self.compared_each == 0
+        self._steps += 1
+        told = self._all_told(batch, rows, f"{_in_words(batch, self.leaves)} for {purpose}", looks)
+        counts = [int(n) for n, *_ in told]
+        total = sum(counts[rank] for rank in self.shares.first_stage)
+        self._check(counts, total)
+        first = counts.index(next(filter(None, counts)))
+        if len({label for _, label, *_ in told}) > 1:
+            kinds = self._objects((_in_words(batch, self.leaves), self._without_rows(batch)))
+            for rank, (count, label, *_) in enumerate(told):
+                if count and label != told[first][1]:
+                    raise UsageError(
+                        f"rank {rank} brought a batch of {kinds[rank][0]}, and rank {first} one of {kinds[first][0]}, "
+                        "or for another step, or it set other attributes of the model; rows of all ranks must have the "
+                        "same names, dtypes and lengths: pad all to one length"
+                    )
+            if not rows:
+                batch = kinds[first][1]
+        self._check_values(told, total, first, len(batch))
+        like = {
+            name: torch.empty((total, *x.shape[1:]) if name in self.leaves else x.shape, dtype=x.dtype, device="meta")
+            if isinstance(x, Tensor)
+            else x
+            for name, x in batch.items()
+        }
+        return batch, like
+
+    def read_whole(self, like: Mapping[str, Any], stages: Iterable[LocalStage]) -> tuple[str, ...]:
+        """Names of the leaves of which a rank reads other rows than its own. All ranks must call it.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout.
+        """
+        names = sorted(self._of_rows(like))
+        held = self.shares.stretches(self.world.rank, len(like[names[0]])) if names else ()
+        lacking = {leaf for leaf, stretches in _reads(stages) if within(held, stretches) is None}
+        wanted = torch.tensor([name in lacking for name in names], dtype=torch.int64)
+        if self.world.size > 1:
+            work = dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
+            assert work is not None
+            self.world.failures.wait(work, "the leaves that ranks read whole", range(self.world.size))
+        return tuple(name for name, any_rank in zip(names, wanted.tolist(), strict=True) if any_rank)
+
+    def placed(
+        self, batch: Mapping[str, Any], like: Mapping[str, Any], gathered: Sequence[str]
+    ) -> dict[str, Tensor | LocalRows]:
+        """The leaves as stages read them: this rank's rows, or whole if they are *gathered*."""
+        own = self._of_rows(batch)
+        rows = len(like[next(iter(own))]) if own else 0
+        held = self.shares.stretches(self.world.rank, rows)
+        found = {**batch, **{name: LocalRows(x, held) for name, x in own.items()}}
+        if gathered:
+            found |= self._gather({name: own[name] for name in gathered}, rows)
+        return found
+
+    def _of_rows(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {name: x for name, x in batch.items() if name in self.leaves and isinstance(x, Tensor)}
+
+    def _without_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch for a rank without rows."""
+        return {name: x[:0].cpu() if name in self._of_rows(batch) else x for name, x in batch.items()}
+
+    # What ranks tell each other
+
+    def _all_told(self, batch: Mapping[str, Any], rows: int, given: str, looks: bool) -> list[list[float]]:
+        """For each rank the number of its rows, a label of names and shapes, and samples of rows and other leaves."""
+        zero = torch.zeros((), dtype=torch.float64)
+        tensors = {name: x for name, x in batch.items() if looks and isinstance(x, Tensor)}
+        own = sum((look_at(x).cpu() for name, x in tensors.items() if name in self.leaves), zero)
+        shared = sum((look_at(x).cpu() for name, x in tensors.items() if name not in self.leaves), zero)
+        mine = torch.tensor([rows, crc32(given.encode()), float(own), float(shared)], dtype=torch.float64)
+        if self.world.size == 1:
+            return [mine.tolist()]
+        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
+        work = dist.all_gather(gathered, mine, group=self.host_group, async_op=True)
+        self.world.failures.wait(work, "the rows that all ranks brought", range(self.world.size))
+        return [x.tolist() for x in gathered]
+
+    def _objects(self, mine: Any) -> list[Any]:
+        found = [mine] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(found, mine, group=self.host_group)
+        return found
+
+    def _check(self, counts: Sequence[int], total: int) -> None:
+        for rank, count in enumerate(counts):
+            if count < 0:
+                raise UsageError(
+                    f"rank {rank} brought a batch whose leaves {', '.join(sorted(self.leaves))} do not have the same "
+                    "number of rows: their first dim is the batch"
+                )
+        if not any(counts):
+            raise UsageError("no rank brought a row: a global batch has at least one; end the loop together")
+        for rank, count in enumerate(counts):
+            share = self.shares.count(rank, total)
+            if count != share:
+                raise UsageError(
+                    f"rank {rank} brought {_rows(count)}, but its share of this global batch of {_rows(total)} is "
+                    f"{share}, as model.batch_share says; whale.shard_dataset(dataset, model) brings each rank its rows"
+                )
+
+    def _check_values(self, told: Sequence[Sequence[float]], rows: int, first: int, num_leaves: int) -> None:
+        """Compare samples of the values of ranks that bring the same rows."""
+        known: dict[Stretches, int] = {}
+        if self._steps == 1 and self.world.rank == 0:
+            self._warn_of_copies(told, rows)
+        for rank, (count, _, own, shared) in enumerate(told):
+            same = known.setdefault(self.shares.stretches(rank, rows), rank)
+            if count and abs(own - told[same][2]) > num_leaves * ROUNDING:
+                raise UsageError(
+                    f"ranks {same} and {rank} compute on the same {_rows(int(count))} of the global batch, but brought "
+                    "others; give both the same rows, as whale.shard_dataset(dataset, model) does"
+                )
+            if count and abs(shared - told[first][3]) > num_leaves * ROUNDING:
+                raise UsageError(
+                    f"ranks {first} and {rank} brought other values in leaves whose first dim is not the batch, which "
+                    "are the same on all ranks"
+                )
+
+    def _warn_of_copies(self, told: Sequence[Sequence[float]], rows: int) -> None:
+        shares = {self.shares.stretches(rank, rows) for rank, (count, *_) in enumerate(told) if count}
+        if len(shares) > 1 and told[0][2] and len({tuple(each) for each in told}) == 1:
+            warnings.warn(
+                f"every rank brought the same {_rows(int(told[0][0]))}, so that a step computes each row {len(shares)} "
+                'times: with batch="local" a rank brings its own rows, as whale.shard_dataset(dataset, model) does',
+                stacklevel=2,
+            )
+
+    def _gather(self, leaves: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """Whole leaves, by one collective: of bytes, and of as many rows for every rank."""
+        ranks = range(self.world.size)
+        by_rank = [self.shares.stretches(rank, rows) for rank in ranks]
+        flat = [x.reshape(len(x), prod(x.shape[1:])).contiguous().view(torch.uint8) for x in leaves.values()]
+        mine = torch.cat(flat, dim=1)
+        most = max(sum(b - a for a, b in stretches) for stretches in by_rank)
+        padded = mine.new_zeros(most, mine.shape[1])
+        padded[: len(mine)] = mine
+        gathered = [torch.empty_like(padded) for _ in ranks]
+        work = dist.all_gather(gathered, padded, group=self.group, async_op=True)
+        blocking = self.world.device.type == "cpu"
+        self.world.failures.wait(work, f"the rows of {', '.join(leaves)}", ranks, blocking=blocking)
+        whole = mine.new_empty(rows, mine.shape[1])
+        for stretches, rank in {stretches: rank for rank, stretches in enumerate(by_rank)}.items():
+            before = 0
+            for a, b in stretches:
+                whole[a:b] = gathered[rank][before : before + b - a]
+                before += b - a
+        columns = whole.split([x.shape[1] for x in flat], dim=1)
+        return {
+            name: column.contiguous().view(x.dtype).view(rows, *x.shape[1:])
+            for (name, x), column in zip(leaves.items(), columns, strict=True)
+        }
+
+
+def _reads(stages: Iterable[LocalStage]) -> Iterator[tuple[str, Stretches]]:
+    """The rows of each leaf that this rank's programs read."""
+    for stage in stages:
+        for program in stage.programs:
+            for graph in (program.constant, program.step, program.micro_batch) if program.nothing is None else ():
+                for kind, what in graph.sources:
+                    if kind == "input" and what[1]:
+                        yield what[0], what[1][0]
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def _in_words(batch: Mapping[str, Any], leaves: frozenset[str]) -> str:
+    """A batch for errors, whatever its rows."""
+
+    def shown(name: str, x: Any) -> str:
+        if not isinstance(x, Tensor):
+            return f"{name}={x!r}"
+        shape = ["rows" if name in leaves and dim == 0 else str(size) for dim, size in enumerate(x.shape)]
+        return f"{name} ({', '.join(shape)}) {str(x.dtype).removeprefix('torch.')}"
+
+    return ", ".join(shown(*item) for item in batch.items()) or "nothing"
