@@ -264,6 +264,34 @@ def test_changes_that_steps_do_not_see_are_refused(ranks: Two, what: str) -> Non
         assert message.endswith("before parallelize")
 
 
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.temperature = decoder(layers=2), 1.0
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(tokens, labels) / self.temperature
+        return loss
+
+
+def set_an_attribute(world: World) -> tuple[float, float, str]:
+    model = Tempered()
+    whale.annotate(model, {"model": whale.split()})
+    made: Any = whale.parallelize(model, tokens(), device="cpu")
+    first = made.train_step(**tokens())
+    made.temperature = 2.0
+    second = made.train_step(**tokens())
+    made.temperature = 2.0 + world.rank
+    return float(first), float(second), refusal(lambda: made.train_step(**tokens()))
+
+
+def test_attributes_act_at_the_next_step_and_are_equal_on_all_ranks(ranks: Two) -> None:
+    for first, second, message in ranks.run(set_an_attribute):
+        assert second == pytest.approx(first / 2, abs=1e-12)
+        assert "with temperature=" in message
+        assert "set attributes on all" in message
+
+
 def cast_whole(world: World) -> list[str]:
     model = parallel("split")
     model.to("cpu")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.runtime.attributes import Changes
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
 from whale.runtime.local_rows import LocalBatches, RowShares
@@ -71,8 +72,9 @@ class CompiledStep:
     gathered: tuple[str, ...] | None = None
 
 
-StepSource = Callable[[Mapping[str, Any], Modes, Mapping[str, Tensor]], CompiledStep]
-"""Compiles a step for a batch (by leaf name), for modules in these modes, over these tensors of this rank."""
+StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor]], CompiledStep]
+"""Compiles a step for a batch (by leaf name), for modules in these modes and with these attributes, over these tensors
+of this rank."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,7 +90,7 @@ class Engine:
         clock: the position of random operators.
         shares: the rows of a batch that each rank computes on.
         loss_group: of all ranks, for the loss and the comparison of batches.
-        steps: compiled ones, by signature and modes.
+        steps: compiled ones, by signature, modes and changed attributes.
         compared: how many batches of a signature there were.
         local: makes global batches of those of the ranks; None if every rank has them.
     """
@@ -102,15 +104,15 @@ class Engine:
     clock: RNGPosition
     shares: RowShares
     loss_group: dist.ProcessGroup | None = None
-    steps: dict[tuple[Signature, Modes], CompiledStep] = field(default_factory=dict)
+    steps: dict[tuple[Signature, Modes, Any], CompiledStep] = field(default_factory=dict)
     compared: dict[Signature, int] = field(default_factory=dict)
     local: LocalBatches | None = None
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
-        self.steps[signature(batch), modes] = step
+        self.steps[signature(batch), modes, ()] = step
 
-    def run(self, batch: Mapping[str, Any], modes: Modes, train: bool) -> Tensor:
+    def run(self, batch: Mapping[str, Any], modes: Modes, train: bool, changes: Changes) -> Tensor:
         """One step over a global batch, or this rank's rows of it, without gradients unless *train*; returns the global
         loss.
 
@@ -124,14 +126,15 @@ class Engine:
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
         whole = batch
+        what = f"{'train_step' if train else 'eval_step'}{f' with {changes}' if changes.key else ''}"
         if self.local is not None:
-            batch, whole = self.local.agree(batch, "train_step" if train else "eval_step")
+            batch, whole = self.local.agree(batch, what)
         key = signature(whole)
         if self.local is None:
-            self._compare(batch, key, train)
-        step = self.steps.get((key, modes))
+            self._compare(batch, key, what)
+        step = self.steps.get((key, modes, changes.key))
         if step is None:
-            step = self.steps[key, modes] = self.source(whole, modes, self.tensors)
+            step = self.steps[key, modes, changes.key] = self.source(whole, modes, changes, self.tensors)
         if train:
             self.clock.step += 1
         device = self.world.device
@@ -148,10 +151,10 @@ class Engine:
             stage.finish()
         return loss.finish()
 
-    def _compare(self, batch: Mapping[str, Any], key: Signature, train: bool) -> None:
+    def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
         looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
-        given = f"{_shapes(batch)} for {'train_step' if train else 'eval_step'}"
+        given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         alike = LikeBatches(self.world, self.loss_group, given, values)
         if not seen or self.world.device.type != "cuda":  # looking is waiting for the device

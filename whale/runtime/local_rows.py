@@ -165,8 +165,8 @@ class LocalBatches:
                 if count and label != told[first][1]:
                     raise UsageError(
                         f"rank {rank} brought a batch of {kinds[rank][0]}, and rank {first} one of {kinds[first][0]}, "
-                        "or for another step; rows of all ranks must have the same names, dtypes and lengths: pad all "
-                        "to one length"
+                        "or for another step, or it set other attributes of the model; rows of all ranks must have the "
+                        "same names, dtypes and lengths: pad all to one length"
                     )
             if not rows:
                 batch = kinds[first][1]

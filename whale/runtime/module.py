@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.engine import Engine
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
@@ -90,7 +91,7 @@ class ParallelModule(nn.Module):
         check_autocast(engine.world.device)
         num_compiled = len(engine.steps)
         modes = tuple([module.training for module in watch.modules]) if train else ()
-        loss = engine.run(batch, modes if True in modes else (), train)
+        loss = engine.run(batch, modes if True in modes else (), train, self._whale.attributes.changes())
         if len(engine.steps) != num_compiled:
             watch.accept_tensor_hooks()
         loss.backward = _refuse_backward  # type: ignore[method-assign]
@@ -229,7 +230,8 @@ class ParallelModule(nn.Module):
         engine = self._whale.engine.with_copies(memo)
         state = {key: value for key, value in self.__dict__.items() if key != "_whale"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made.__dict__["_whale"] = Inner(engine, Watch(made), self._whale.leaves)
+        attributes = Attributes(made, self._whale.attributes.sources, self._whale.attributes)
+        made.__dict__["_whale"] = Inner(engine, Watch(made), self._whale.leaves, attributes)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -266,15 +268,19 @@ class Inner(NamedTuple):
     engine: Engine
     watch: Watch
     leaves: Callable[..., dict[str, Any]]
+    attributes: Attributes
 
 
-def parallel_module(template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]]) -> ParallelModule:
+def parallel_module(
+    template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]], sources: Sources
+) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
     Args:
         template: the model, with any tensors; they are neither kept nor changed.
         engine: its tensors are those of the modules, by first name; what it has not is absent.
         leaves: makes a batch by leaf name of the arguments of a step.
+        sources: what the code of the model names.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -288,7 +294,7 @@ def parallel_module(template: nn.Module, engine: Engine, leaves: Callable[..., d
             module.register_forward_pre_hook(functools.partial(_refuse_call, path))
     if engine.shards and not any(isinstance(tensor, nn.Parameter) for tensor in engine.tensors.values()):
         made.add_module("_idle", _Idle(engine.world.device))
-    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves)
+    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves, Attributes(made, sources))
     found: ParallelModule = made
     return found
 
