@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,3 +83,17 @@ def test_a_tuple_of_several_losses_is_refused() -> None:
     model = Wrapped(lambda layer, x: (layer(x).mean(), layer(x).square().sum()))
     with pytest.raises(CaptureError, match=r"scalars at 0 and 1.*loss_fn=lambda output, batch: output\[1\]"):
         whale.parallelize(model, X, device="cpu")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean"])
+@pytest.mark.parametrize("log_target", [False, True])
+def test_reduced_losses_take_arguments_by_name(reduction: str, log_target: bool) -> None:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = F.kl_div(layer(x), x.log_softmax(-1), reduction=reduction, log_target=log_target)
+        return found
+
+    model = Wrapped(call)
+    expected = model(X).item()  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert float(whale.parallelize(model, X, device="cpu").train_step(X)) == pytest.approx(expected)

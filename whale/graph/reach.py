@@ -198,8 +198,8 @@ class Named(NamedTuple):
 
 
 def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named:
-    """What the forward of a model names, and the functions that it may call: those of the classes of its modules, and
-    of the objects that these hold, are found by their names."""
+    """The names in a forward and in the functions that it may call: those of the classes of its modules, and of the
+    objects that these hold, are found by their names."""
     modules = list(model.modules())
     held = [
         x for module in modules for x in module.__dict__.values() if not isinstance(x, (*PLAIN, Tensor, dict, list))
