@@ -32,6 +32,7 @@ from whale.graph.capture_checks import check_hooks
 from whale.graph.reach import names_in_code
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.program import Returns
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -350,10 +351,15 @@ class _Builder:
         return range(self.world.size)
 
     def compile(
-        self, batch: Mapping[str, Any], modes: Modes, changes: Changes, tensors: Mapping[str, Tensor]
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        changes: Changes,
+        tensors: Mapping[str, Tensor],
+        returns: Returns,
     ) -> CompiledStep:
-        """A step for batches of another signature, or for modules in other modes or with other attributes; parameters
-        stay where they are."""
+        """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
+        something else; parameters stay where they are."""
         assert self.first is not None
         changes.write(self.template)
         device = self.world.device
@@ -365,6 +371,7 @@ class _Builder:
             modes=modes,
             loss_fn=self.loss_fn,
             promote=self.options.promote,
+            returns=returns,
         )
         compilation = compile_traced(
             traced,
