@@ -315,6 +315,7 @@ def forward_without_data(
         programs=[program],
         outputs=tuple(f"sent {i}" for i in range(len(sent))) + (("loss",) if stage.loss is not None else ()),
         mutated=tuple(stage.mutated),
+        returned=tuple(number for number, _, _ in stage.returned),
         tensors=tensors,
         parameters=(),
         clock=RNGPosition(0),

@@ -5,7 +5,7 @@ graph. It decides no placements.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,8 +136,8 @@ _FRESH = _PRODUCTS | {aten.add.Tensor, product_of_groups}
 _RENAMING = {aten.reshape.default}
 
 
-def mark_reusable(graph: fx.Graph, root: nn.Module) -> None:
-    """Make an all-reduce work in place if its input is a fresh result that nothing else reads.
+def mark_reusable(graph: fx.Graph, root: nn.Module, leaving: Collection[fx.Node]) -> None:
+    """Make an all-reduce work in place if its input is a fresh result that nothing else reads, and is not *leaving*.
 
     A value qualifies if one operator made it for the bridge alone; a gradient, if all readers of the bridge's result
     make fresh ones (autograd adds several of them up in a new tensor).
@@ -147,10 +147,12 @@ def mark_reusable(graph: fx.Graph, root: nn.Module) -> None:
         if not isinstance(module, Bridge):
             continue
         source = node.args[0]
+        leaves = source in leaving
         while source.target in _RENAMING and len(source.users) == 1:
             source = source.args[0]
+            leaves |= source in leaving
         module.conversion = replace(
             module.conversion,
-            reuse=source.target in _FRESH and len(source.users) == 1,
+            reuse=source.target in _FRESH and len(source.users) == 1 and not leaves,
             reuse_gradient=all(user.target in _PRODUCTS for user in node.users),
         )

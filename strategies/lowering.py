@@ -48,8 +48,9 @@ class PlacedStage:
     """A stage with a placement for everything: the input of the lowering, the same on every rank.
 
     ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
-    placements in which values leave the micro-batch graph. ``omitted`` operators are not computed; only their floating
-    operands are derived (:mod:`whale.strategies.folding`).
+    placements in which values leave the micro-batch graph; ``returned`` are the tensors of the model's output, each
+    with its number. ``omitted`` operators are not computed; only their floating operands are derived
+    (:mod:`whale.strategies.folding`).
     """
 
     index: int
@@ -63,6 +64,7 @@ class PlacedStage:
     loss: Value | None
     loss_placements: Placements = ()
     mutated: Mapping[str, Value] = field(default_factory=dict)
+    returned: tuple[tuple[int, Value, Placements], ...] = ()
     omitted: frozenset[fx.Node] = frozenset()
 
 
@@ -144,12 +146,13 @@ class _Lowering:
             main.outputs.append(self.read(value, want))
         if self.stage.loss is not None:
             main.outputs.append(self.read(self.stage.loss, self.stage.loss_placements))
-        if _nothing(self.stage, self.coordinates) is not None:
+        if nothing_of(self.stage, self.coordinates) is not None:
             self._wait_for_gradients()
         for value in self.stage.mutated.values():
             main.outputs.append(self.read(value, self.whole))
+        main.outputs += [self.read(value, placed) for _, value, placed in self.stage.returned]
         group_once(main.graph)
-        mark_reusable(main.graph, main.root)
+        mark_reusable(main.graph, main.root, set(main.outputs))
         constant, step, micro_batch = (emitter.finish() for emitter in self.emitters)
         modules = (m for g in (constant, step, micro_batch) for m in g.code.root.modules())
         return LocalProgram(
@@ -520,14 +523,14 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
         micro_batch=located(program.micro_batch),
         bridges=program.bridges,
         depends_on_position=program.depends_on_position,
-        nothing=None if program.bridges or stage.mutated else _nothing(stage, coordinates),
+        nothing=None if program.bridges or stage.mutated else nothing_of(stage, coordinates),
     )
 
 
-def _nothing(
+def nothing_of(
     stage: PlacedStage, coordinates: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...] | None:
-    """Result of a rank without a row of the micro-batch; None if it has rows."""
+    """Result of the rank at these coordinates if it has no row of the micro-batch; None if it has rows."""
     factor = stage.layout.analysis.batch_factor
     for choices in stage.choices.values():
         if any(choice.factor == factor for choice in choices):

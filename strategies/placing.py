@@ -46,7 +46,8 @@ class StageProblem:
     """A stage to place: its operators, its mesh, and the role of each operator on each mesh axis.
 
     ``fixed`` are required placements of some parameters and received values. The gradients of ``shared`` parameters are
-    summed with other stages'. ``sent`` says whether values may leave in shards, ``leaving`` how some of them must leave
+    summed with other stages'. ``returned`` are the tensors of the model's output, by number, which are taken as they
+    are computed. ``sent`` says whether values may leave in shards, ``leaving`` how some of them must leave
     on the axes of the mesh.
     """
 
@@ -57,6 +58,7 @@ class StageProblem:
     time: Mapping[fx.Node, Choice]
     loss: Value | None = None
     mutated: Mapping[str, Value] = field(default_factory=dict)
+    returned: Mapping[int, Value] = field(default_factory=dict)
     fixed: Mapping[Value, Placements] = field(default_factory=dict)
     shared: frozenset[Value] = frozenset()
     sent: Literal["any", "whole"] = "any"
@@ -168,6 +170,7 @@ def place_stage(
         loss=problem.loss,
         loss_placements=_loss_placements(choices, problem.loss),
         mutated=problem.mutated,
+        returned=tuple((i, v, _as_computed(choices, final, v)) for i, v in problem.returned.items()),
     )
 
 
@@ -315,6 +318,13 @@ def _leaving(
 ) -> Placements:
     """Placement of a sent value: sharded if it is sharded, otherwise whole."""
     return tuple(p if p.kind == "S" else REPLICATE for p in _placed(choices, stored, value))
+
+
+def _as_computed(
+    choices: Mapping[fx.Node, tuple[Choice, ...]], stored: Mapping[Value, Placements], value: Value
+) -> Placements:
+    """Placement of a returned value: that in which it is computed or stored, and whole where it is derived."""
+    return tuple(_placed(choices, stored, value)) or (REPLICATE,) * len(next(iter(choices.values())))
 
 
 def _loss_placements(choices: Mapping[fx.Node, tuple[Choice, ...]], loss: Value | None) -> Placements:

@@ -29,13 +29,16 @@ from whale.detection import detect
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks
+from whale.graph.reach import names_in_code
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.program import Returns
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
+from whale.runtime.attributes import Changes, Sources
 from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, groups, initialize
@@ -324,7 +327,7 @@ class _Builder:
         )
         engine.install(example, modes if any(modes) else (), self._assemble(compilation, held))
         attend(engine, named)
-        return parallel_module(self.template, engine, _leaves)
+        return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
 
     def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
         host = self.all_ranks.get("loss")
@@ -347,9 +350,18 @@ class _Builder:
                 return stage.mesh.ranks
         return range(self.world.size)
 
-    def compile(self, batch: Mapping[str, Any], modes: Modes, tensors: Mapping[str, Tensor]) -> CompiledStep:
-        """A step for batches of another signature, or for modules in other modes; parameters stay where they are."""
+    def compile(
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        changes: Changes,
+        tensors: Mapping[str, Tensor],
+        returns: Returns,
+    ) -> CompiledStep:
+        """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
+        something else; parameters stay where they are."""
         assert self.first is not None
+        changes.write(self.template)
         device = self.world.device
         traced = trace(
             self.template,
@@ -359,6 +371,7 @@ class _Builder:
             modes=modes,
             loss_fn=self.loss_fn,
             promote=self.options.promote,
+            returns=returns,
         )
         compilation = compile_traced(
             traced,

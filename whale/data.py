@@ -6,6 +6,8 @@ any number of ranks. Shares are the model's; this knows rows and datasets.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -204,6 +206,30 @@ class _RowStream(IterableDataset[Any]):
             yield self.collate(own) if own else without_rows(self.collate(batch[:1]))
 
 
+class _StatefulRowStream(_RowStream):
+    """The same of a stream that says how far it was read."""
+
+    def state_dict(self) -> Any:
+        return self.rows.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        self.rows.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def _loader_of_stream(dataset: Any, options: dict[str, Any], *arguments: Any) -> DataLoader[Any]:
+    """A loader whose state has that of the stream, if the stream has one and torchdata is installed."""
+    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        with contextlib.suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchdata calls what torch has deprecated
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            made: DataLoader[Any] = StatefulDataLoader(
+                _StatefulRowStream(dataset, *arguments), batch_size=None, **options
+            )
+            return made
+    return DataLoader(_RowStream(dataset, *arguments), batch_size=None, **options)
+
+
 def without_rows(batch: Any) -> Any:
     """A batch of the same form with no row."""
     return pytree.tree_map(lambda x: x[:0] if isinstance(x, Tensor) and x.dim() else x, batch)
@@ -236,6 +262,7 @@ class ShardedLoader:
         self._random = torch.Generator()
         self._epoch = self._position = 0
         self._resumed = True
+        self._skipped = 0
         share(batch_size)  # refuses batches that cannot be divided
         options = {**options, "generator": self._random}
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -251,10 +278,8 @@ class ShardedLoader:
                     "seed on every rank"
                 )
             self._sampler = None
-            stream = _RowStream(
-                dataset, share, batch_size, drop_last, options.pop("collate_fn", None) or default_collate
-            )
-            self._loader = DataLoader(stream, batch_size=None, **options)
+            collate = options.pop("collate_fn", None) or default_collate
+            self._loader = _loader_of_stream(dataset, options, share, batch_size, drop_last, collate)
         else:
             raise UsageError(
                 f"dataset is a {type(dataset).__name__}; it must have __getitem__ and __len__, or __iter__, or be a "
@@ -268,7 +293,7 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from its start."""
-        self._epoch, self._position, self._resumed = epoch, 0, True
+        self._epoch, self._position, self._skipped, self._resumed = epoch, 0, 0, True
 
     def __iter__(self) -> Iterator[Any]:
         if not self._resumed:  # of the last iteration's epoch, which may have ended early
@@ -278,7 +303,7 @@ class ShardedLoader:
         first = next((first for first, _ in self._share(self.batch_size)), 0)
         number = (self.seed * 1_000_003 + epoch) * 1_000_003 + first
         self._random.manual_seed(number % 2**63)  # of workers: ranks with the same rows draw the same
-        for batch in self._of_stream(epoch, start) if self._sampler is None else self._of_sampler(epoch, start):
+        for batch in self._of_stream(epoch) if self._sampler is None else self._of_sampler(epoch, start):
             self._position += 1
             yield batch
         self.set_epoch(epoch + 1)
@@ -295,16 +320,17 @@ class ShardedLoader:
                 some = int(sampler.order()[batch * self.batch_size])
                 yield without_rows(self._loader.collate_fn([self.dataset[some]]))
 
-    def _of_stream(self, epoch: int, start: int) -> Iterator[Any]:
+    def _of_stream(self, epoch: int) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        return islice(self._loader, start, None)
+        return islice(self._loader, self._skipped, None)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position among all batches: the same on every rank, and for any number of ranks."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self.seed, "batch_size": self.batch_size}
+        state = {"epoch": self._epoch, "position": self._position, "seed": self.seed, "batch_size": self.batch_size}
+        return {**state, "stream": self._loader.state_dict()} if hasattr(self._loader, "state_dict") else state
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where :meth:`state_dict` was called.
 
         Raises:
@@ -316,4 +342,8 @@ class ShardedLoader:
                     f"the loader's state is of {name}={state[name]}, but this one has {own}: the same position would "
                     "be of other rows; make the loader with the state's, or begin an epoch with set_epoch"
                 )
-        self._epoch, self._position, self._resumed = state["epoch"], state["position"], True
+        self.set_epoch(state["epoch"])
+        self._position = self._skipped = state["position"]
+        if "stream" in state and hasattr(self._loader, "load_state_dict"):
+            self._loader.load_state_dict(state["stream"])
+            self._skipped = 0

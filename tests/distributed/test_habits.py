@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import whale
@@ -262,6 +265,34 @@ def test_changes_that_steps_do_not_see_are_refused(ranks: Two, what: str) -> Non
     for message in ranks.run(change_and_step, what):
         assert CHANGES[what] in message
         assert message.endswith("before parallelize")
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.temperature = decoder(layers=2), 1.0
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(tokens, labels) / self.temperature
+        return loss
+
+
+def set_an_attribute(world: World) -> tuple[float, float, str]:
+    model = Tempered()
+    whale.annotate(model, {"model": whale.split()})
+    made: Any = whale.parallelize(model, tokens(), device="cpu")
+    first = made.train_step(**tokens())
+    made.temperature = 2.0
+    second = made.train_step(**tokens())
+    made.temperature = 2.0 + world.rank
+    return float(first), float(second), refusal(lambda: made.train_step(**tokens()))
+
+
+def test_attributes_act_at_the_next_step_and_are_equal_on_all_ranks(ranks: Two) -> None:
+    for first, second, message in ranks.run(set_an_attribute):
+        assert second == pytest.approx(first / 2, abs=1e-12)
+        assert "with temperature=" in message
+        assert "set attributes on all" in message
 
 
 def cast_whole(world: World) -> list[str]:
@@ -525,6 +556,69 @@ def test_optimizers_that_need_whole_tensors_are_refused(ranks: Two, kind: str, n
 def test_optimizers_of_replicas_may_need_whole_tensors(ranks: Two) -> None:
     for name in ("Adafactor", "Muon", "LBFGS"):
         assert ranks.run(optimize_with, "replicate", name, {}) == ["", ""]
+
+
+def states_of_an_optimizer(world: World, kind: str) -> tuple[list[float], list[str]]:
+    """Save, load and go on, in parts, from whole tensors, and by torch.distributed.checkpoint."""
+    model = annotated(kind)
+    local, batch = copy.deepcopy(model), tokens()
+    module = whale.parallelize(model, batch, device="cpu", timeout_seconds=20)
+    pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (local, module)]
+
+    def step() -> float:
+        local(**batch).backward()
+        module.train_step(**batch)
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = module.full_state_dict()
+        return max(float((whole[n] - p.detach()).abs().max()) for n, p in local.named_parameters())
+
+    step()
+    messages = []
+    if any(len(shard.distinct()) > 1 for shard in module._whale.engine.shards.values()):
+        messages.append(refusal(lambda: torch.save(pairs[1][1].state_dict(), io.BytesIO())))
+        lies = copy.deepcopy(pairs[1][1].state_dict())
+        for state in lies["state"].values():
+            state["exp_avg"] = getattr(state["exp_avg"], "local", state["exp_avg"])
+        messages.append(refusal(lambda: torch.optim.AdamW(module.parameters()).load_state_dict(lies)))
+    kept = copy.deepcopy(pairs[1][1].state_dict())
+    pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
+    pairs[1][1].load_state_dict(kept)
+    errors = [step()]
+
+    names = {id(p): n for n, p in module.named_parameters()}
+    own = [names[id(p)] for p in pairs[1][1].param_groups[0]["params"]]
+    first = {n: i for i, (n, _) in enumerate(local.named_parameters())}
+    whole = copy.deepcopy(pairs[0][1].state_dict())
+    theirs = {i: whole["state"][first[n]] for i, n in enumerate(own) if n in first}
+    pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
+    pairs[1][1].load_state_dict(
+        {"state": theirs, "param_groups": [{**whole["param_groups"][0], "params": list(range(len(own)))}]}
+    )
+    errors.append(step())
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)  # by name, because ranks of stages have others
+    with TemporaryDirectory() as folder:
+        shared = [folder]
+        torch.distributed.broadcast_object_list(shared)
+        dcp.save({"optimizer": get_optimizer_state_dict(module, pairs[1][1], options=options)}, checkpoint_id=shared[0])
+        pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
+        state = {"optimizer": get_optimizer_state_dict(module, pairs[1][1], options=options)}
+        dcp.load(state, checkpoint_id=shared[0])
+        set_optimizer_state_dict(module, pairs[1][1], state["optimizer"], options=options)
+        torch.distributed.barrier()
+    errors.append(step())
+    return errors, messages
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_states_of_optimizers_are_saved_and_loaded(ranks: Two, kind: str) -> None:
+    for errors, messages in ranks.run(states_of_an_optimizer, kind):
+        assert max(errors) < 1e-10, errors  # AdamW divides by roots of gradients, some of which are tiny
+        if messages:
+            assert "torch.save would write it as if it were the model's" in messages[0]
+            assert "which is neither whole" in messages[1] and "nor this rank's part" in messages[1]
 
 
 def clip(world: World, kind: str, norm_type: float) -> list[tuple[float, float]]:

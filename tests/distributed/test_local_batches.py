@@ -106,6 +106,9 @@ def steps(world: World, case: Case) -> tuple[list[int], float]:
         errors.append(float((found - expected).abs() / expected.abs()))
         gradients = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
         errors += relative_errors(parallel.full_gradients(), gradients).values()
+    if local.state_dict().keys() - dict(local.named_parameters()).keys():  # running statistics
+        own = rows_of(parallel, case.batches[0])
+        errors.append(float((parallel.eval_step(**own) - local.eval()(**case.batches[0])).abs()))
     state = parallel.full_state_dict()
     errors += [float((state[n].double() - b.double()).abs().max()) for n, b in local.named_buffers()]
     return brought, max(errors)
@@ -187,7 +190,7 @@ def test_other_rows_than_a_rank_s_share_are_refused(worlds: Worlds) -> None:
         assert "rank 1 brought a batch of tokens (rows, 5) int64" in messages[1]
         assert "pad all to one length" in messages[1]
         assert "rank 1 brought a batch whose leaves labels, tokens do not have the same number of rows" in messages[2]
-        assert "no rank brought a row" in messages[3]
+        assert "no rank brought a row of labels, tokens" in messages[3]
         assert messages[4] == ""
 
 

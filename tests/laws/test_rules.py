@@ -76,6 +76,35 @@ def test_two_mesh_axes_compute_what_the_whole_does(calls: dict[int, Call], numbe
             raise AssertionError(f"{' and '.join(map(str, pair))}: {error}") from error
 
 
+KEYWORDS: dict[str, Any] = {
+    "alpha": 2, "approximate": "tanh", "beta": 2, "correction": 2, "descending": True, "device": torch.device("cpu"),
+    "dim": 0, "dtype": torch.float64, "enable_gqa": True, "generator": None, "implicit": True, "include_self": False,
+    "keepdim": True, "layout": torch.strided, "log_target": True, "memory_format": torch.contiguous_format,
+    "non_blocking": True, "out_int32": True, "output_size": None, "path": None, "pin_memory": False, "reduce": "add",
+    "right": True, "rounding_mode": "trunc", "scale": 0.5, "side": "right", "sorter": None, "sparse_grad": False,
+    "stable": False, "value": 2,
+}  # fmt: skip
+"""A value for every argument that can only be given by its name."""
+
+
+def with_keywords() -> list[object]:
+    found: list[object] = []
+    for number, sample in enumerate(SAMPLES):
+        schema = getattr(sample.target, "_schema", None)
+        for argument in schema.arguments if schema is not None else ():
+            if argument.kwarg_only:
+                found.append(pytest.param(number, argument.name, id=f"{sample}-{argument.name}"))
+    return found
+
+
+@pytest.mark.parametrize(("number", "name"), with_keywords())
+def test_arguments_by_name_are_taken(number: int, name: str) -> None:
+    sample = SAMPLES[number]
+    call = single_call(sample.target, *sample.args, **{**sample.kwargs, name: KEYWORDS[name]})
+    for choice in call.choices:
+        check(call, [choice], [(3.0, 1.0)], compare_values=not sample.random)
+
+
 WINDOWS = [
     (aten.conv1d.default, (x(2, 3, 6), x(4, 3, 7), x(4), [1], [3])),
     (aten.conv1d.default, (x(2, 3, 12), x(4, 3, 5), x(4), [2], [2])),

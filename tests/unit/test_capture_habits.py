@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,3 +82,15 @@ def test_a_tuple_of_several_losses_is_refused() -> None:
     model = Wrapped(lambda layer, x: (layer(x).mean(), layer(x).square().sum()))
     with pytest.raises(CaptureError, match=r"scalars at 0 and 1.*loss_fn=lambda output, batch: output\[1\]"):
         whale.parallelize(model, X, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean"])
+@pytest.mark.parametrize("log_target", [False, True])
+def test_reduced_losses_take_arguments_by_name(reduction: str, log_target: bool) -> None:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        target = x.log_softmax(-1) if log_target else x.softmax(-1)
+        return F.kl_div(layer(x).log_softmax(-1), target, reduction=reduction, log_target=log_target)
+
+    expected = call(Wrapped(call).layer, X).item()
+    assert float(whale.parallelize(Wrapped(call), X, device="cpu").train_step(X)) == pytest.approx(expected)

@@ -102,6 +102,40 @@ def test_a_loader_goes_on_within_an_epoch(dataset: Any, num_workers: int) -> Non
     assert again.state_dict() == loader.state_dict() == {"epoch": 2, "position": 0, "seed": 0, "batch_size": 8}
 
 
+class Positioned(Stream):
+    """It knows how far it was read."""
+
+    at = 0
+    num_read = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.at < self.length:
+            self.at, self.num_read = self.at + 1, self.num_read + 1
+            yield {"x": torch.tensor([self.at - 1])}
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_with_a_state_is_not_read_again() -> None:
+    pytest.importorskip("torchdata")
+    loader = loader_of(0, Positioned(30))
+    states = [loader.state_dict() for _ in loader]
+    again = Positioned(30)
+    resumed = loader_of(0, again)
+    resumed.load_state_dict(states[1])
+    assert rows_of(resumed) == rows_of(loader)[2:]
+    assert again.num_read == 30 - 16
+    plain = loader_of(0, Stream(30))
+    plain.load_state_dict(states[1])
+    assert rows_of(plain) == rows_of(loader)[2:]
+    assert len(rows_of(resumed)) == 4
+
+
 def test_a_loop_that_ends_early_goes_on_with_the_next_epoch() -> None:
     dataset = Stream(16)
     loader = loader_of(0, dataset)

@@ -7,6 +7,7 @@ compilation is not changed: copies of its graphs' modules get groups and run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.compile.compilation import Compilation
-from whale.graph.values import value_name, value_tensor
+from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.program import Program, Reduce
 from whale.runtime.engine import CompiledStep
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
+from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage, bound
+from whale.strategies.lowering import nothing_of
 
 __all__ = ["assemble"]
 
@@ -78,6 +81,7 @@ def assemble(
             tensors=tensors,
             parameters=[p for n in names if isinstance(p := tensors["parameter", n], nn.Parameter)],
             clock=clock,
+            returned=tuple(number for number, _, _ in stage.returned),
         )
     buckets = [
         Bucket(
@@ -106,5 +110,39 @@ def assemble(
         credit=credit,
     )
     return CompiledStep(
-        executor=executor, stages=list(stages.values()), counts_loss=counts, loss_dtype=value_tensor(loss).dtype
+        executor=executor,
+        stages=list(stages.values()),
+        counts_loss=counts,
+        loss_dtype=value_tensor(loss).dtype if compilation.captured.has_loss else None,
+        outputs=outputs_of(compilation),
+    )
+
+
+def outputs_of(compilation: Compilation) -> Outputs | None:
+    """How ranks make the model's output, if the steps of a compilation return it.
+
+    The first rank and micro-batch with rows gives a part that several have.
+    """
+    structure = compilation.captured.structure
+    if structure is None:
+        return None
+    values: dict[int, Value] = {}
+    pieces = []
+    for stage in compilation.stages:
+        for number, value, placements in stage.returned:
+            values[number] = value
+            given = set()
+            for micro_batch, rank in product(range(len(compilation.rows)), stage.mesh.ranks):
+                at = (micro_batch, *stage.mesh.coordinates(rank))
+                key = tuple(c for c, p in zip(at, placements, strict=True) if p.kind in ("S", "P"))
+                if key not in given and nothing_of(stage, at) is None:
+                    given.add(key)
+                    intervals = stage.layout.intervals(value, placements, at)
+                    pieces.append(Piece(number=number, rank=rank, micro_batch=micro_batch, intervals=intervals))
+    tensors = [value_tensor(values[number]) for number in range(len(values))]
+    return Outputs(
+        shapes=[tuple(x.shape) for x in tensors],
+        dtypes=[x.dtype for x in tensors],
+        pieces=pieces,
+        filled=structure.filled,
     )

@@ -194,7 +194,9 @@ def _place_stages(
     prices = Prices() if torch.device(device).type == "cuda" else GLOO
     shared = _shared_parameters(captured, cut)
     outputs: tuple[Any, ...] = captured.graph.output_node().args[0]  # type: ignore[assignment]
-    mutated = {name: resolve(node) for name, node in zip(captured.mutated, outputs[1:], strict=True)}
+    num_mutated = len(captured.mutated)
+    mutated = {name: resolve(node) for name, node in zip(captured.mutated, outputs[1 : 1 + num_mutated], strict=True)}
+    returned = _returned_values(captured, cut, [resolve(node) for node in outputs[1 + num_mutated :]])
     fixed_shared: dict[Value, tuple[Placement, ...]] = {}
     time = traced.cut_in_time(len(rows))
     found: list[PlacedStage] = []
@@ -219,12 +221,34 @@ def _place_stages(
             mutated={k: v for k, v in mutated.items() if cut.stage_of.get(v[0], 0) == graph.index},
             fixed=fixed,
             shared=frozenset(v for v in read if v in shared),
+            returned=returned.get(graph.index, {}),
         )
         placed = place_stage(captured, analysis, cut, problem, prices=prices, report=report)
         for value in read & set(shared):
             fixed_shared.setdefault(value, placed.stored[value])
         found.append(placed)
     return tuple(found)
+
+
+def _returned_values(captured: Captured, cut: Partition, values: Sequence[Value]) -> dict[int, dict[int, Value]]:
+    """The tensors of the model's output that each stage returns, by their number.
+
+    A value that depends on no parameter is computed by the last stage.
+    """
+    found: dict[int, dict[int, Value]] = {}
+    for number, value in enumerate(values):
+        if value[0].name in captured.parameters:
+            stages = [cut.stage_of[user] for user in value[0].users if user in cut.stage_of]
+            if not stages:
+                raise UsageError(
+                    f"the model's output has its parameter {captured.parameters[value[0].name]}, which nothing else in "
+                    "it reads: leave it out of the output; model.full_state_dict() has it"
+                )
+            stage = min(stages)
+        else:
+            stage = cut.stage_of.get(value[0], len(cut.stages) - 1)
+        found.setdefault(stage, {})[number] = value
+    return found
 
 
 def _shared_parameters(captured: Captured, cut: Partition) -> dict[Value, tuple[int, ...]]:

@@ -23,6 +23,7 @@ from whale.graph.ordering import settle_order
 from whale.graph.partition import Dataflow, Partition, dataflow, partition
 from whale.graph.scoping import module_paths, scopes_by_module
 from whale.graph.values import Value, needs_grad, resolve
+from whale.ir.program import Returns
 from whale.ir.strategy import ScopePath
 from whale.planner.cost.precision import BY_DTYPE
 from whale.strategies.analysis import Analysis, Choice, analyse
@@ -106,6 +107,7 @@ def trace(
     modes: Sequence[bool] = (),
     loss_fn: Callable[..., Any] | None = None,
     promote: bool = False,
+    returns: Returns = "loss",
 ) -> Traced:
     """Trace the loss of *model* for batches like *batch*.
 
@@ -117,6 +119,7 @@ def trace(
         modes: whether each module is in training mode, in the order of ``modules()``, where they are not all alike.
         loss_fn: for a model that does not return its loss.
         promote: turn casts to float32 inside the model into casts to float64.
+        returns: what a step returns. For outputs alone the sum of one of them is in the place of the loss.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -126,7 +129,7 @@ def trace(
     model.train(training)
     for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
-    captured = capture(model, batch, device=device, loss_fn=loss_fn, promote=promote)
+    captured = capture(model, batch, device=device, loss_fn=loss_fn, promote=promote, returns=returns)
     recognize_masks(captured)
     if ungroup(captured.graph):
         mark_gradients(captured, model)

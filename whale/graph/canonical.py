@@ -8,7 +8,7 @@ for means, up to the order of a sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -324,6 +324,13 @@ def _bound(node: fx.Node) -> dict[str, Any]:
     return {a.name: given.get(a.name, a.default_value) for a in schema.arguments}
 
 
+def _emit_bound(graph: fx.Graph, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
+    """The call again, with other arguments by name."""
+    keyword_only = {a.name for a in node.target._schema.arguments if a.kwarg_only}  # type: ignore[union-attr]
+    positional = [value for name, value in bound.items() if name not in keyword_only]
+    return emit(graph, node, node.target, *positional, **{name: bound[name] for name in keyword_only})  # type: ignore[arg-type]
+
+
 def _elementwise_loss(graph: fx.Graph, node: fx.Node) -> None:
     """Express a reduced loss as its elementwise form, reduced."""
     bound = _bound(node)
@@ -332,7 +339,7 @@ def _elementwise_loss(graph: fx.Graph, node: fx.Node) -> None:
         return
     with graph.inserting_before(node):
         bound["reduction"] = _NONE
-        parts = emit(graph, node, node.target, *bound.values())  # type: ignore[arg-type]
+        parts = _emit_bound(graph, node, bound)
         reduced = emit(graph, node, aten.mean.default if reduction == _MEAN else aten.sum.default, parts)
     _replace(graph, node, reduced)
 
@@ -346,7 +353,7 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     target = bound["target"]
     with graph.inserting_before(node):
         bound["reduction"] = _NONE
-        parts = emit(graph, node, node.target, *bound.values())  # type: ignore[arg-type]
+        parts = _emit_bound(graph, node, bound)
         total = emit(graph, node, aten.sum.default, parts)
         if reduction == _MEAN:
             if target.meta["val"].is_floating_point():

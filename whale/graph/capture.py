@@ -38,6 +38,8 @@ from whale.graph.capture_checks import (
 )
 from whale.graph.forward_state import Steadiness
 from whale.graph.repeats import Repeats
+from whale.graph.structure import Structure
+from whale.ir.program import Returns
 
 Batch = Any
 """A dict of keyword arguments, a tuple of positional arguments, or one tensor."""
@@ -49,9 +51,10 @@ class Captured:
 
     ``parameters`` and ``buffers`` map a placeholder's name to the tensor's name in the model (the first of its names
     if it is tied), ``constants`` to a tensor, ``inputs`` to the batch leaf that it reads. The graph's output is the
-    loss followed by the new values of the buffers in ``mutated``. ``stage_regions`` are those of annotated modules,
-    whether they run or not, and of ``with`` statements, whether they compute or not. ``checkpointed`` are the places of
-    ``torch.utils.checkpoint``, which the graph does not have.
+    loss (any number, if the model returned none: not ``has_loss``) followed by the new values of the buffers in
+    ``mutated``, and the tensors of ``structure``, that of the model's output, where it is wanted. ``stage_regions`` are
+    those of annotated modules, whether they run or not, and of ``with`` statements, whether they compute or not.
+    ``checkpointed`` are the places of ``torch.utils.checkpoint``, which the graph does not have.
     """
 
     graph: fx.Graph
@@ -60,6 +63,8 @@ class Captured:
     constants: dict[str, torch.Tensor]
     inputs: dict[str, str]
     mutated: tuple[str, ...] = ()
+    structure: Structure | None = None
+    has_loss: bool = True
     aliases: dict[str, str] = field(default_factory=dict)
     stage_regions: tuple[str, ...] = ()
     checkpointed: tuple[SourceLine | None, ...] = ()
@@ -99,6 +104,14 @@ def batch_rows(batch: Batch) -> int | None:
     return next((len(x) for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0), None)
 
 
+@dataclass
+class _Found:
+    """Findings of a forward: torch.export takes back what is assigned to modules."""
+
+    structure: Structure | None = None
+    has_loss: bool = True
+
+
 class _Loss(nn.Module):
     """The model with the selection of its loss, and *checks* at the end of its forward."""
 
@@ -108,14 +121,18 @@ class _Loss(nn.Module):
         names: Sequence[str],
         loss_fn: Callable[..., Any] | None,
         checks: Sequence[Callable[[], None]] = (),
+        returns: Returns = "loss",
+        found: _Found | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.names = tuple(names)
         self.loss_fn = loss_fn
         self.checks = tuple(checks)
+        self.returns = returns
+        self.found = _Found() if found is None else found
 
-    def forward(self, *leaves: Any) -> torch.Tensor:
+    def forward(self, *leaves: Any) -> Any:
         values = dict(zip(self.names, leaves, strict=True))
         held = [(inner, dict(inner._buffers)) for inner in self.model.modules()]
         args = [v for k, v in values.items() if k.startswith("args[")]
@@ -125,13 +142,28 @@ class _Loss(nn.Module):
         else:
             accepted = _accepted(self.model, len(args), kwargs)
             output = self.model(*args[: accepted[0]], **{k: kwargs[k] for k in accepted[1]})
+        if self.returns != "loss":
+            self.found.structure, tensors = Structure.of(output)
+        loss = None
+        if self.returns != "outputs":
             batch = kwargs if kwargs else tuple(args)
-            output = self.loss_fn(output, batch)
-        loss = _pick_loss(output)
+            output = output if self.loss_fn is None else self.loss_fn(output, batch)
+            loss = _pick_loss(output, required=self.returns == "loss" or self.training)
+        self.found.has_loss = loss is not None
+        if loss is None:
+            loss = _any_sum(tensors)
         _write_replaced(held)
         for check in self.checks:
             check()
-        return loss
+        return loss if self.returns == "loss" else (loss, *tensors)
+
+
+def _any_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of a tensor, in place of a loss, for a graph of outputs alone."""
+    if not tensors:
+        raise CaptureError("the model returns no tensor, so there is nothing to predict")
+    first = next((x for x in tensors if x.requires_grad), tensors[0])
+    return first.sum()
 
 
 def _write_replaced(held: Sequence[tuple[nn.Module, Mapping[str, torch.Tensor | None]]]) -> None:
@@ -162,17 +194,21 @@ def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tup
     return max(min(num_args - 1, len(positional)), min(required, num_args)), [k for k in kwargs if k in names]
 
 
-def _pick_loss(output: Any) -> torch.Tensor:
-    """The scalar loss of a model's output: itself, its ``loss``, or the scalar among its elements."""
+def _pick_loss(output: Any, *, required: bool) -> torch.Tensor | None:
+    """The scalar loss of a model's output: itself, its ``loss``, or the scalar among its elements; None where there is
+    none, unless it is *required*."""
     loss = output
     if not isinstance(loss, torch.Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None and isinstance(output, (tuple, list)) and output:
             loss = _only_scalar(output)
+    if not required and (not isinstance(loss, torch.Tensor) or loss.dim() != 0):
+        return None
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
             f"the model returns {type(output).__name__}, which has no loss: return a scalar tensor, an output with "
-            "a `loss` (pass labels in the batch), or give parallelize a loss_fn(output, batch)"
+            "a `loss` (pass labels in the batch), or give parallelize a loss_fn(output, batch); for outputs without a "
+            "loss there is model.predict_step"
         )
     if loss.dim() != 0:
         raise CaptureError(
@@ -236,8 +272,9 @@ def capture(
     device: torch.device | str = "cpu",
     loss_fn: Callable[..., Any] | None = None,
     promote: bool = False,
+    returns: Returns = "loss",
 ) -> Captured:
-    """Capture the loss of *model* on a batch of these shapes.
+    """Capture the loss of *model* on a batch of these shapes, or what else a step *returns*.
 
     *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64).
     Raises :class:`CaptureError` with the user's file and line where the model cannot be captured.
@@ -248,6 +285,7 @@ def capture(
     check_batch(model, leaves, loss_fn)
     check_hooks(model)
     fakes = fake_batch(leaves, mode, device)
+    found = _Found()
 
     def duplicated() -> nn.Module:
         duplicate = fake_copy(model, mode, device)
@@ -256,7 +294,7 @@ def capture(
         return duplicate
 
     def root_of(duplicate: nn.Module, *checks: Callable[[], None]) -> _Loss:
-        root = _Loss(duplicate, list(fakes), loss_fn, checks)
+        root = _Loss(duplicate, list(fakes), loss_fn, checks, returns, found)
         root.training = model.training  # modules inside of it keep their own modes
         return root
 
@@ -306,6 +344,7 @@ def capture(
     program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))
     captured.checkpointed = tuple(places)
+    captured.structure, captured.has_loss = found.structure, found.has_loss
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     scopes = (scope for path in module_scopes(model).values() for scope in path)
@@ -472,11 +511,11 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
                 captured.inputs[name] = leaf
     _merge_tied(captured)
     outputs = program.graph_signature.output_specs
-    order = [i for i, s in enumerate(outputs) if s.kind is OutputKind.USER_OUTPUT]
+    loss, *returned = [i for i, s in enumerate(outputs) if s.kind is OutputKind.USER_OUTPUT]
     mutated = [i for i, s in enumerate(outputs) if s.kind is OutputKind.BUFFER_MUTATION]
     captured.mutated = tuple(aliases[(outputs[i].target or "").removeprefix("model.")] for i in mutated)
     output = captured.graph.output_node()
-    output.args = (tuple(output.args[0][i] for i in order + mutated),)  # type: ignore[index]
+    output.args = (tuple(output.args[0][i] for i in [loss, *mutated, *returned]),)  # type: ignore[index]
     return captured
 
 

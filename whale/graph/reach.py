@@ -6,20 +6,22 @@ name. This module knows Python's objects, and nothing of graphs and captures.
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Reach", "Same", "Unknown", "untraced"]
+__all__ = ["PLAIN", "Named", "Reach", "Same", "Unknown", "names_in_code", "untraced"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
@@ -174,3 +176,104 @@ def _numpy_state(x: Any) -> Any:
 def _slots(kind: type) -> tuple[str, ...]:
     found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return tuple(name for slots in found for name in ((slots,) if isinstance(slots, str) else slots))
+
+
+# --- what code names --------------------------------------------------------------------------------------------------
+
+
+class Named(NamedTuple):
+    """Names in the code of a model's forward, as a superset of what it reads.
+
+    Attributes:
+        names: of attributes, its own and those of objects that it holds.
+        globals: for every table of globals, the names that are looked up there.
+        cells: variables of the functions around, each with a name.
+        objects: other objects that compute, as a loss function with attributes.
+    """
+
+    names: frozenset[str]
+    globals: tuple[tuple[Mapping[str, Any], frozenset[str]], ...]
+    cells: tuple[tuple[str, CellType], ...]
+    objects: tuple[Any, ...]
+
+
+def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named:
+    """The names in a forward and in the functions that it may call: those of the classes of its modules, and of the
+    objects that these hold, are found by their names."""
+    modules = list(model.modules())
+    held = [
+        x for module in modules for x in module.__dict__.values() if not isinstance(x, (*PLAIN, Tensor, dict, list))
+    ]
+    classes = dict.fromkeys(type(x) for x in [*modules, *held])
+    by_name: dict[str, list[Any]] = {}
+    for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
+        if _package(base) not in _STATELESS:
+            for name, x in vars(base).items():
+                by_name.setdefault(name, []).append(x)
+    names = {"forward"}
+    tables: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
+    cells: dict[int, tuple[str, CellType]] = {}
+    objects: list[Any] = []
+    seen = set[int]()
+    waiting: list[Any] = [loss_fn, *by_name.get("forward", ()), *(module.__dict__.get("forward") for module in modules)]
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen or x is None:
+            continue
+        seen.add(id(x))
+        if isinstance(x, MethodType):
+            objects.append(x.__self__)
+            x = x.__func__
+        elif isinstance(x, functools.partial):
+            objects.append(x)
+            waiting.append(x.func)
+        elif isinstance(x, property):
+            waiting.append(x.fget)
+        elif isinstance(x, staticmethod | classmethod):
+            x = x.__func__
+        elif x is loss_fn and not isinstance(x, FunctionType):
+            objects.append(x)
+            waiting.extend(getattr(type(x), name, None) for name in ("__call__", "forward"))
+        if not isinstance(x, FunctionType) or _package(x) in _STATELESS:
+            continue
+        inside = _words(x.__code__)
+        new = inside - names
+        names |= inside
+        waiting.extend(found for name in new for found in by_name.get(name, ()))
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                waiting.append(cell.cell_contents)
+                cells[id(cell)] = name, cell
+        known = [name for name in _names(x.__code__) if name in x.__globals__]
+        waiting.extend(x.__globals__[name] for name in known)
+        looked_up = [name for name in known if not callable(x.__globals__[name])]
+        if looked_up:
+            tables.setdefault(id(x.__globals__), (x.__globals__, set()))[1].update(_globals(x.__code__) & {*looked_up})
+        for name in known:
+            inner = x.__globals__[name]
+            if isinstance(inner, ModuleType) and inner.__name__.partition(".")[0] not in _CLASSES:
+                own = [word for word in inside if word in vars(inner)]
+                waiting.extend(vars(inner)[word] for word in own)
+                tables.setdefault(id(vars(inner)), (vars(inner), set()))[1].update(own)
+    return Named(
+        frozenset(names),
+        tuple((table, frozenset(found)) for table, found in tables.values()),
+        tuple(cells.values()),
+        tuple(objects),
+    )
+
+
+@functools.cache
+def _words(code: CodeType) -> frozenset[str]:
+    """Names in a code, and texts in it that could be names, as for getattr."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
+    return frozenset([*code.co_names, *texts]).union(*(_words(x) for x in inner))
+
+
+@functools.cache
+def _globals(code: CodeType) -> frozenset[str]:
+    """Names that a code looks up among globals."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    own = (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*(_globals(x) for x in inner))

@@ -49,6 +49,9 @@ Box = tuple[tuple[int, int], ...]
 """A half-open range in each dim of a rank's own tensor; () is a whole scalar."""
 Direction = Literal["forward", "backward"]
 
+Returns = Literal["loss", "outputs", "both"]
+"""Result of a step: the loss, the model's output, or both."""
+
 
 class Transfer(NamedTuple):
     """A box of a tensor of rank ``source`` that becomes a box, of the same shape, of a tensor of rank ``target``.

@@ -10,21 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.ir.program import Returns
+from whale.runtime.attributes import Changes
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
 from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.loss import GlobalLoss, LikeBatches
+from whale.runtime.outputs import Outputs, put
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import Intervals, LocalStage, part
 
-__all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Shard", "StepSource"]
+__all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Result", "Shard", "StepSource"]
 
 Signature = tuple[Any, ...]
 
@@ -61,18 +64,28 @@ class Shard:
 @dataclass(kw_only=True)
 class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
-    ``loss_dtype`` is that of the loss, also where this rank computes none. ``gathered`` are the leaves of local
+    ``loss_dtype`` is that of the loss, also where this rank computes none, and None if the model returns no loss;
+    ``outputs`` says how the model's output is made, in steps that return it. ``gathered`` are the leaves of local
     batches that are gathered, once that is known."""
 
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
-    loss_dtype: torch.dtype
+    loss_dtype: torch.dtype | None
+    outputs: Outputs | None = None
     gathered: tuple[str, ...] | None = None
 
 
-StepSource = Callable[[Mapping[str, Any], Modes, Mapping[str, Tensor]], CompiledStep]
-"""Compiles a step for a batch (by leaf name), for modules in these modes, over these tensors of this rank."""
+StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns], CompiledStep]
+"""Compiles a step for a batch (by leaf name), for modules in these modes and with these attributes, over these tensors
+of this rank."""
+
+
+class Result(NamedTuple):
+    """The result of a step: the global loss and the model's output; None for what was not wanted."""
+
+    loss: Tensor | None
+    output: Any
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,7 +101,7 @@ class Engine:
         clock: the position of random operators.
         shares: the rows of a batch that each rank computes on.
         loss_group: of all ranks, for the loss and the comparison of batches.
-        steps: compiled ones, by signature and modes.
+        steps: compiled ones, by signature, modes, changed attributes and what they return.
         compared: how many batches of a signature there were.
         local: makes global batches of those of the ranks; None if every rank has them.
     """
@@ -102,17 +115,33 @@ class Engine:
     clock: RNGPosition
     shares: RowShares
     loss_group: dist.ProcessGroup | None = None
-    steps: dict[tuple[Signature, Modes], CompiledStep] = field(default_factory=dict)
+    steps: dict[tuple[Signature, Modes, Any, Returns], CompiledStep] = field(default_factory=dict)
     compared: dict[Signature, int] = field(default_factory=dict)
     local: LocalBatches | None = None
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
-        self.steps[signature(batch), modes] = step
+        self.steps[signature(batch), modes, (), "loss"] = step
 
-    def run(self, batch: Mapping[str, Any], modes: Modes, train: bool) -> Tensor:
-        """One step over a global batch, or this rank's rows of it, without gradients unless *train*; returns the global
-        loss.
+    def run(
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        train: bool,
+        changes: Changes,
+        *,
+        returns: Returns = "loss",
+        to: int | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> Result:
+        """One step over a global batch, or this rank's rows of it, without gradients unless *train*.
+
+        Args:
+            batch: by leaf name.
+            modes: of the modules.
+            train: whether gradients of *scale* times the loss are added to the parameters'.
+            changes: of attributes of the modules since the first step was compiled.
+            returns: what is returned; the model's output is whole on every rank, or on rank *to* alone.
 
         Raises:
             UsageError: there is nothing to train, or the ranks were given other batches.
@@ -124,14 +153,17 @@ class Engine:
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
         whole = batch
+        what = f"{_in_words(train, returns, scale)}{f' with {changes}' if changes.key else ''}"
         if self.local is not None:
-            batch, whole = self.local.agree(batch, "train_step" if train else "eval_step")
+            batch, whole = self.local.agree(batch, what)
         key = signature(whole)
         if self.local is None:
-            self._compare(batch, key, train)
-        step = self.steps.get((key, modes))
+            self._compare(batch, key, what)
+        step = self.steps.get((key, modes, changes.key, returns))
         if step is None:
-            step = self.steps[key, modes] = self.source(whole, modes, self.tensors)
+            step = self.steps[key, modes, changes.key, returns] = self.source(
+                whole, modes, changes, self.tensors, returns
+            )
         if train:
             self.clock.step += 1
         device = self.world.device
@@ -142,16 +174,24 @@ class Engine:
             batch = self.local.placed(batch, whole, step.gathered)
         for stage in step.stages:
             stage.begin(batch)
+        if step.loss_dtype is None:
+            step.executor.run(False)
+            return Result(None, self._output(step, to))
         loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype)
-        step.executor.run(train, loss.begin)
+        step.executor.run(train, loss.begin, scale)
         for stage in step.stages:
             stage.finish()
-        return loss.finish()
+        return Result(loss.finish(), self._output(step, to) if returns == "both" else None)
 
-    def _compare(self, batch: Mapping[str, Any], key: Signature, train: bool) -> None:
+    def _output(self, step: CompiledStep, to: int | None) -> Any:
+        assert step.outputs is not None
+        own = {key: value for stage in step.stages for key, value in stage.take_returned().items()}
+        return step.outputs.gather(self.world, own, to)
+
+    def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
         looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
-        given = f"{_shapes(batch)} for {'train_step' if train else 'eval_step'}"
+        given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         alike = LikeBatches(self.world, self.loss_group, given, values)
         if not seen or self.world.device.type != "cuda":  # looking is waiting for the device
@@ -210,7 +250,7 @@ class Engine:
                 what = f"the parts of {name}, which every rank must ask for (full_state_dict, full_gradients)"
                 self.world.failures.wait(work, what, range(size) if to is None else (owner, to))
             if whole is not None:
-                _put(whole, piece, intervals)
+                put(whole, piece, intervals)
         return whole
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -256,6 +296,13 @@ def signature(batch: Mapping[str, Any]) -> Signature:
     )
 
 
+def _in_words(train: bool, returns: Returns, scale: float | Tensor) -> str:
+    """The call that makes a step, for errors."""
+    name = "train_step" if train else "predict_step" if returns == "outputs" else "eval_step"
+    options = ["outputs"] * (returns == "both") + [f"scale={scale}"] * (isinstance(scale, float) and scale != 1.0)
+    return name + (f"({', '.join(options)})" if options else "")
+
+
 def _shapes(batch: Mapping[str, Any]) -> str:
     """A batch in words, for errors."""
 
@@ -265,18 +312,3 @@ def _shapes(batch: Mapping[str, Any]) -> str:
         return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
     return ", ".join(shown(*item) for item in batch.items())
-
-
-def _put(whole: Tensor, piece: Tensor, intervals: Intervals) -> None:
-    """Write a part to its position in the whole tensor."""
-    index = [
-        torch.cat([torch.arange(a, b, device=whole.device) for a, b in dim])
-        if dim
-        else torch.empty(0, dtype=torch.long, device=whole.device)
-        for dim in intervals
-    ]
-    if not index:
-        whole.copy_(piece)
-    elif all(i.numel() for i in index):
-        grid = torch.meshgrid(*index, indexing="ij") if len(index) > 1 else index
-        whole[tuple(grid)] = piece

@@ -45,7 +45,7 @@ class StageProgram(Protocol):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the values that `forward` returns; ``loss`` is a scalar whose gradient is 1."""
+        """Names of the values that `forward` returns; ``loss`` is a scalar whose gradient is the scale."""
         ...
 
     @property
@@ -128,18 +128,23 @@ class Executor:
         if planned != given:
             raise ScheduleError(f"rank {rank} reduces buckets {planned} in its program, but was given {given}")
 
-    def run(self, train: bool, on_loss: Callable[[Tensor | None], None] | None = None) -> Tensor | None:
+    def run(
+        self,
+        train: bool,
+        on_loss: Callable[[Tensor | None], None] | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> Tensor | None:
         """Run one step and return the sum of this rank's losses, or None if it computes none.
 
-        In training, gradients are added to the parameters, and those in buckets are summed over their ranks. Otherwise
-        only forwards run, without gradients. ``on_loss`` is called with the sum before the last backward, so that it
-        can be sent meanwhile.
+        In training, gradients of *scale* times the loss are added to the parameters, and those in buckets are summed
+        over their ranks. Otherwise only forwards run, without gradients. ``on_loss`` is called with the sum before the
+        last backward, so that it can be sent meanwhile.
 
         Raises:
             WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
         """
         with torch.set_grad_enabled(train):
-            return _Step(self, train, on_loss or (lambda loss: None)).run()
+            return _Step(self, train, on_loss or (lambda loss: None), scale).run()
 
     def shape(self, edge: int, direction: Direction, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of a received tensor: a value, or the gradient of one."""
@@ -187,8 +192,11 @@ class _Arrival:
 class _Step:
     """One run of a program, with its temporary state."""
 
-    def __init__(self, executor: Executor, train: bool, on_loss: Callable[[Tensor | None], None]) -> None:
+    def __init__(
+        self, executor: Executor, train: bool, on_loss: Callable[[Tensor | None], None], scale: float | Tensor
+    ) -> None:
         self.executor = executor
+        self.scale = scale
         self.on_loss = on_loss
         self.train = train
         self.program = executor.programs[train]
@@ -307,7 +315,7 @@ class _Step:
                 gradients[edge.value] = gradients[edge.value] + gradient if edge.value in gradients else gradient
         roots, seeds = [], []
         for name, output in zip(executor.stages[stage].outputs, kept.outputs, strict=True):
-            seed = torch.ones_like(output) if name == "loss" else gradients.get(name)
+            seed = torch.ones_like(output) * self.scale if name == "loss" else gradients.get(name)
             if output.requires_grad and seed is not None:  # a frozen or relayed value may have no gradient
                 roots.append(output)
                 seeds.append(seed)

@@ -7,7 +7,6 @@ some rank reads more, as the labels for the number of those that count, is gathe
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,6 +23,7 @@ from whale.ir.shares import shares_on_axis
 from whale.runtime.launch import World
 from whale.runtime.loss import ROUNDING, look_at
 from whale.runtime.stage import Intervals, LocalStage, part
+from whale.runtime.warn import warn
 
 __all__ = ["LocalBatches", "LocalRows", "RowShares"]
 
@@ -165,8 +165,8 @@ class LocalBatches:
                 if count and label != told[first][1]:
                     raise UsageError(
                         f"rank {rank} brought a batch of {kinds[rank][0]}, and rank {first} one of {kinds[first][0]}, "
-                        "or for another step; rows of all ranks must have the same names, dtypes and lengths: pad all "
-                        "to one length"
+                        "or for another step, or it set other attributes of the model; rows of all ranks must have the "
+                        "same names, dtypes and lengths: pad all to one length"
                     )
             if not rows:
                 batch = kinds[first][1]
@@ -212,7 +212,8 @@ class LocalBatches:
 
     def _without_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch for a rank without rows."""
-        return {name: x[:0].cpu() if name in self._of_rows(batch) else x for name, x in batch.items()}
+        bare = {**batch, **{name: x[:0] for name, x in self._of_rows(batch).items()}}
+        return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in bare.items()}
 
     # What ranks tell each other
 
@@ -244,7 +245,10 @@ class LocalBatches:
                     "number of rows: their first dim is the batch"
                 )
         if not any(counts):
-            raise UsageError("no rank brought a row: a global batch has at least one; end the loop together")
+            raise UsageError(
+                f"no rank brought a row of {', '.join(sorted(self.leaves))}: a global batch has at least one, under "
+                "the names of the example batch"
+            )
         for rank, count in enumerate(counts):
             share = self.shares.count(rank, total)
             if count != share:
@@ -274,10 +278,9 @@ class LocalBatches:
     def _warn_of_copies(self, told: Sequence[Sequence[float]], rows: int) -> None:
         shares = {self.shares.stretches(rank, rows) for rank, (count, *_) in enumerate(told) if count}
         if len(shares) > 1 and told[0][2] and len({tuple(each) for each in told}) == 1:
-            warnings.warn(
+            warn(
                 f"every rank brought the same {_rows(int(told[0][0]))}, so that a step computes each row {len(shares)} "
-                'times: with batch="local" a rank brings its own rows, as whale.shard_dataset(dataset, model) does',
-                stacklevel=2,
+                'times: with batch="local" a rank brings its own rows, as whale.shard_dataset(dataset, model) does'
             )
 
     def _gather(self, leaves: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:

@@ -73,8 +73,8 @@ class LikeBatches:
         if size * squares != labels * labels:
             raise UsageError(
                 f"rank {self._world.rank} was given a batch of {self._given}, and another rank one of other names, "
-                "shapes or dtypes, or for another step; give every rank the same global batch, as whale.shard_dataset "
-                "does"
+                "shapes or dtypes, for another step or with other attributes of the model; give every rank the same "
+                "global batch, as whale.shard_dataset does, and set attributes on all"
             )
         if size * squared_looks - looks * looks > (size * self._num_values * ROUNDING) ** 2:
             raise UsageError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
-from whale.runtime.engine import Engine
+from whale.ir.program import Returns
+from whale.runtime.attributes import Attributes, Sources
+from whale.runtime.engine import Engine, Result
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
 
@@ -69,32 +72,81 @@ class ParallelModule(nn.Module):
         shares = self._whale.engine.shares
         return shares.stretches(self.rank if rank is None else rank, shares.rows if rows is None else rows)
 
-    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def train_step(self, *args: Any, outputs: Any = False, scale: Any = 1.0, **kwargs: Any) -> Any:
         """Forward and backward of the global batch; returns the global loss, the same on every rank.
 
         Gradients are added to ``.grad`` of this rank's parameters, already summed over replicas.
 
+        Args:
+            args, kwargs: the batch: the arguments of the local model, or one dict or tuple of them.
+            outputs: return ``(loss, output)``, with the local model's output, detached and whole on every rank, or with
+                ``"rank0"`` on rank 0 alone, and None elsewhere.
+            scale: a factor of the gradients, the same on every rank; the loss is returned without it.
+
         Raises:
             UsageError: the modules were changed in a way that steps do not see, or the ranks were given other batches.
         """
-        return self._step(self._whale.leaves(*args, **kwargs), train=True)
+        self._check_names(kwargs, outputs=outputs is not False, scale=not isinstance(scale, float) or scale != 1.0)
+        where = _destination(outputs)
+        result = self._run(self._whale.leaves(*args, **kwargs), True, "both" if outputs else "loss", where, scale)
+        assert result.loss is not None
+        result.loss.backward = _refuse_backward  # type: ignore[method-assign]
+        return result if outputs else result.loss
 
-    def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward of the global batch in evaluation mode, without gradients; returns the global loss on every rank."""
-        return self._step(self._whale.leaves(*args, **kwargs), train=False)
+    def eval_step(self, *args: Any, outputs: Any = False, **kwargs: Any) -> Any:
+        """Forward of the global batch in evaluation mode, without gradients; returns the global loss on every rank.
+
+        With *outputs* it returns ``(loss, output)`` as :meth:`train_step` does, where the loss is None if the model
+        returns none, as without labels.
+        """
+        self._check_names(kwargs, outputs=outputs is not False)
+        where = _destination(outputs)
+        result = self._run(self._whale.leaves(*args, **kwargs), False, "both" if outputs else "loss", where)
+        return result if outputs else result.loss
+
+    def predict_step(self, *args: Any, to: Any = "all", **kwargs: Any) -> Any:
+        """Forward of the global batch in evaluation mode, without gradients; returns the local model's output, as that
+        returns it, with whole tensors.
+
+        *to*: ``all`` ranks get it, or ``rank0`` alone, and the others None. A ``loss_fn`` is not called.
+        """
+        self._check_names(kwargs, to=to != "all")
+        return self._run(self._whale.leaves(*args, **kwargs), False, "outputs", _destination(to)).output
+
+    def _check_names(self, kwargs: Mapping[str, Any], **given: bool) -> None:
+        """Refuse options of a step that the model's forward has too: which is meant is not known."""
+        taken = [name for name, is_given in given.items() if is_given and name in self._whale.arguments]
+        if taken:
+            raise UsageError(
+                f"{taken[0]} is an argument of the model's forward and an option of the step: give the batch as one "
+                f"dict, as train_step({{{taken[0]!r}: ..., ...}})"
+            )
 
     def _step(self, batch: Mapping[str, Any], *, train: bool) -> Tensor:
-        """A step over a batch by leaf name."""
+        """A step over a batch by leaf name; returns the loss."""
+        loss = self._run(batch, train, "loss", None).loss
+        assert loss is not None
+        return loss
+
+    def _run(
+        self,
+        batch: Mapping[str, Any],
+        train: bool,
+        returns: Returns,
+        to: int | None,
+        scale: float | Tensor = 1.0,
+    ) -> Result:
         engine, watch = self._whale.engine, self._whale.watch
         watch.check()
         check_autocast(engine.world.device)
         num_compiled = len(engine.steps)
         modes = tuple([module.training for module in watch.modules]) if train else ()
-        loss = engine.run(batch, modes if True in modes else (), train)
+        modes = modes if True in modes else ()
+        changes = self._whale.attributes.changes()
+        result = engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
         if len(engine.steps) != num_compiled:
             watch.accept_tensor_hooks()
-        loss.backward = _refuse_backward  # type: ignore[method-assign]
-        return loss
+        return result
 
     # States
 
@@ -229,7 +281,8 @@ class ParallelModule(nn.Module):
         engine = self._whale.engine.with_copies(memo)
         state = {key: value for key, value in self.__dict__.items() if key != "_whale"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made.__dict__["_whale"] = Inner(engine, Watch(made), self._whale.leaves)
+        attributes = Attributes(made, self._whale.attributes.sources, self._whale.attributes)
+        made.__dict__["_whale"] = self._whale._replace(engine=engine, watch=Watch(made), attributes=attributes)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -239,10 +292,21 @@ class ParallelModule(nn.Module):
         )
 
 
+def _destination(to: bool | str) -> int | None:
+    """The rank that gets outputs; None for all.
+
+    Raises:
+        UsageError: it is no such word.
+    """
+    if to not in (True, False, "all", "rank0"):
+        raise UsageError(f"{to!r} says not who gets the output; it can be 'all' or 'rank0'")
+    return 0 if to == "rank0" else None
+
+
 def _refuse_backward(*args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(
-        "train_step has done the backward already, its gradients are in .grad: leave loss.backward() out; to scale or "
-        "weigh the loss, do so inside of the model or of loss_fn"
+        "train_step has done the backward already, its gradients are in .grad: leave loss.backward() out; to scale "
+        "gradients, as for accumulation, write train_step(..., scale=1 / n)"
     )
 
 
@@ -261,20 +325,25 @@ def check_autocast(device: torch.device) -> None:
 
 class Inner(NamedTuple):
     """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
-    arguments of a step."""
+    arguments of a step, ``arguments`` are the names of those of the local model's forward."""
 
     engine: Engine
     watch: Watch
     leaves: Callable[..., dict[str, Any]]
+    attributes: Attributes
+    arguments: frozenset[str]
 
 
-def parallel_module(template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]]) -> ParallelModule:
+def parallel_module(
+    template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]], sources: Sources
+) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
     Args:
         template: the model, with any tensors; they are neither kept nor changed.
         engine: its tensors are those of the modules, by first name; what it has not is absent.
         leaves: makes a batch by leaf name of the arguments of a step.
+        sources: what the code of the model names.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -288,7 +357,8 @@ def parallel_module(template: nn.Module, engine: Engine, leaves: Callable[..., d
             module.register_forward_pre_hook(functools.partial(_refuse_call, path))
     if engine.shards and not any(isinstance(tensor, nn.Parameter) for tensor in engine.tensors.values()):
         made.add_module("_idle", _Idle(engine.world.device))
-    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves)
+    arguments = frozenset(inspect.signature(type(template).forward).parameters)
+    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves, Attributes(made, sources), arguments)
     found: ParallelModule = made
     return found
 

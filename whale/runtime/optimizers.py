@@ -2,15 +2,17 @@
 
 An optimizer that updates each element by itself needs nothing. One that was made from the local model's parameters
 would train nothing, and one that computes an update from a whole matrix, or from all parameters, something else: both
-are refused at their first step, such an optimizer by a trial on small tensors and not by a list of names. The norm by
-which ``torch.nn.utils.clip_grad_norm_`` scales is that of all ranks. Knows engines and optimizers; no modules.
+are refused at their first step, such an optimizer by a trial on small tensors and not by a list of names. States of
+parts are saved as :class:`ShardTensor`. The norm by which ``torch.nn.utils.clip_grad_norm_`` scales is that of all
+ranks. Knows engines and optimizers; no modules.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whale.errors import UsageError
-from whale.runtime.engine import Engine
+from whale.runtime.engine import Engine, Shard
+from whale.runtime.shard_tensor import ShardTensor
+from whale.runtime.stage import part
 
 __all__ = ["attend"]
 
@@ -38,6 +42,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _local: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_saved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def attend(engine: Engine, local: Mapping[str, Tensor]) -> None:
@@ -62,9 +67,14 @@ def _install() -> None:
     if _installed:
         return
     _installed.append(register_optimizer_step_pre_hook(_before_step))
-    total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
-    if total_norm is not None:
-        clip_grad._get_total_norm = _over_ranks(total_norm)
+    Optimizer.add_param_group = _attending(Optimizer.add_param_group)  # type: ignore[method-assign]
+    for name in ("_get_total_norm", "get_total_norm"):  # by which torch's clip_grad_norm_, and others, find the norm
+        total_norm = getattr(clip_grad, name, None)
+        if total_norm is not None:
+            over_ranks = _over_ranks(total_norm)
+            for place in (clip_grad, torch.nn.utils):
+                if getattr(place, name, None) is total_norm:
+                    setattr(place, name, over_ranks)
 
 
 def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
@@ -92,6 +102,79 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(not engine.holds_all for engine, _ in owners.values()):
         _check_elementwise(optimizer, owners)
     _checked[optimizer] = num
+
+
+def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
+    """The method by which every optimizer takes its parameters; those of parts get hooks for their states."""
+
+    @functools.wraps(add_param_group)
+    def attending(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add_param_group(self, param_group)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if self not in _saved and any(_cut(*owner) is not None for owner in _owners(parameters).values()):
+            _saved.add(self)
+            self.register_state_dict_post_hook(_wrap_states)
+            self.register_load_state_dict_pre_hook(_take_states)
+
+    return attending
+
+
+def _cut(engine: Engine, name: str) -> Shard | None:
+    """Location of a tensor, unless every rank has all of it."""
+    shard = engine.shard(name)
+    return None if all(shard.parts.get(r) == shard.whole for r in range(engine.world.size)) else shard
+
+
+def _parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Any, Tensor, Engine, str, Shard]]:
+    """Parameters that are parts, by their key in a state dict: a number, or a name where torch's distributed
+    checkpoints made it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    owners = _owners(parameters)
+    for key, parameter in zip(keys, parameters, strict=False):  # torch refuses unequal numbers itself
+        engine, name = owners.get(id(parameter), (None, ""))
+        if engine is not None and (shard := _cut(engine, name)) is not None:
+            yield key, parameter, engine, name, shard
+
+
+def _wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose states of parts say which parts they are."""
+    states = dict(state_dict["state"])
+    for number, parameter, engine, _, shard in _parts(optimizer, state_dict):
+        states[number] = {
+            key: ShardTensor(value, shard.shape, shard.parts[engine.world.rank])
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in states.get(number, {}).items()
+        }
+        if not states[number]:
+            del states[number]
+    return {**state_dict, "state": states}
+
+
+def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with this rank's parts, of one with these parts or with whole tensors.
+
+    Raises:
+        UsageError: a state is another part, or of another shape.
+    """
+    states = dict(state_dict["state"])
+    for number, _, engine, name, shard in _parts(optimizer, state_dict):
+        taken = {}
+        for key, value in states.get(number, {}).items():
+            own = shard.parts[engine.world.rank]
+            if isinstance(value, Tensor) and value.dim():
+                if tuple(value.shape) != shard.shape or getattr(value, "intervals", own) != own:
+                    raise UsageError(
+                        f"{key} of {name} is {value!r:.80}, which is neither whole, of shape {shard.shape}, nor this "
+                        "rank's part: load what optimizer.state_dict() gave on this rank, or use "
+                        "torch.distributed.checkpoint, which reshards"
+                    )
+                value = value.local if isinstance(value, ShardTensor) else part(value, own)
+            taken[key] = value
+        if taken:
+            states[number] = taken
+    return {**state_dict, "state": states}
 
 
 def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, str]]) -> None:

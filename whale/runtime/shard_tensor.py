@@ -8,7 +8,6 @@ reshards it; everything else is refused. Knows stretches of dims; no modules and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
-from whale.runtime.stage import Intervals
+from whale.runtime.stage import Box, Intervals, boxes
 
 __all__ = ["ShardTensor"]
 
@@ -97,7 +96,10 @@ class ShardTensor(Tensor):
     # What torch.distributed.checkpoint asks of a tensor in parts (torch.distributed._checkpointable)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=offset, sizes=size) for offset, (size, _) in self._boxes().items()]
+        return [
+            ChunkStorageMetadata(offsets=offset, sizes=torch.Size([span.stop - span.start for span in box.whole]))
+            for offset, box in self._boxes().items()
+        ]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
@@ -112,18 +114,8 @@ class ShardTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        return self.local[self._boxes()[index.offset][1]]
+        return self.local[self._boxes()[index.offset].part]
 
-    def _boxes(self) -> dict[torch.Size, tuple[torch.Size, tuple[slice, ...]]]:
-        """The rectangles of which the part is made: by their place in the whole tensor their sizes, and their place in
-        the part."""
-        starts = [list(accumulate((b - a for a, b in dim), initial=0)) for dim in self.intervals]
-        found = {}
-        for choice in product(*(range(len(dim)) for dim in self.intervals)):
-            spans = [self.intervals[dim][i] for dim, i in enumerate(choice)]
-            here = tuple(
-                slice(starts[dim][i], starts[dim][i] + b - a)
-                for (dim, i), (a, b) in zip(enumerate(choice), spans, strict=True)
-            )
-            found[torch.Size(a for a, _ in spans)] = (torch.Size(b - a for a, b in spans), here)
-        return found
+    def _boxes(self) -> dict[torch.Size, Box]:
+        """The rectangles of which the part is made, by their place in the whole tensor."""
+        return {torch.Size([span.start for span in box.whole]): box for box in boxes(self.intervals)}

@@ -7,10 +7,11 @@ micro-batch. Knows tensors and graphs; not how they were made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -64,7 +65,8 @@ class LocalGraph:
 class LocalProgram:
     """The local program of one rank for a stage and one micro-batch.
 
-    The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values.
+    The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values, then
+    tensors of the model's output.
     ``bridges`` are the modules that need a process group, which only their copies have (:func:`bound`).
     ``depends_on_position`` means that the program is valid for one micro-batch only, not for others of as many rows.
     ``nothing`` is set if the rank has no row of the micro-batch and no rank waits for it inside the stage: the shapes
@@ -134,6 +136,23 @@ def part(x: Tensor, intervals: Intervals) -> Tensor:
     return x
 
 
+class Box(NamedTuple):
+    """A rectangle of a part: where it is in the whole tensor, and in the part."""
+
+    whole: tuple[slice, ...]
+    part: tuple[slice, ...]
+
+
+def boxes(intervals: Intervals) -> Iterator[Box]:
+    """The rectangles of which a part is made."""
+    spans = []
+    for dim in intervals:
+        starts = accumulate((stop - start for start, stop in dim), initial=0)
+        spans.append([(slice(a, b), slice(at, at + b - a)) for (a, b), at in zip(dim, starts, strict=False)])
+    for choice in product(*spans):
+        yield Box(tuple(whole for whole, _ in choice), tuple(part for _, part in choice))
+
+
 class LocalStage:
     """One stage of this rank, as the executor's input.
 
@@ -141,6 +160,7 @@ class LocalStage:
         programs: one a micro-batch; equal ones are the same object.
         outputs: names of the values that the micro-batch graph returns to the executor.
         mutated: names of the buffers whose new values follow.
+        returned: numbers of the tensors of the model's output that follow.
         tensors: the rank's parameters and buffers by name, and the constants.
         parameters: the trainable parameters that the stage reads.
     """
@@ -154,8 +174,10 @@ class LocalStage:
         tensors: Mapping[tuple[str, str], Tensor],
         parameters: Sequence[nn.Parameter],
         clock: RNGPosition,
+        returned: tuple[int, ...] = (),
     ) -> None:
         self.programs, self.outputs, self.mutated, self.clock = programs, outputs, mutated, clock
+        self.returned = returned
         self.parameters = tuple(parameters)
         self._tensors = tensors
         self._constants: dict[int, tuple[Tensor, ...]] = {}
@@ -163,6 +185,7 @@ class LocalStage:
         self._known: dict[int, tuple[list[Any], list[tuple[int, str, Any]]]] = {}
         self._batch: Mapping[str, Any] = {}
         self._changed: dict[str, Tensor] = {}
+        self._taken: dict[tuple[int, int], Tensor] = {}
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -183,11 +206,19 @@ class LocalStage:
             device = next(iter(self._tensors.values())).device
             return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in program.nothing)
         results = program.micro_batch.code(*self._arguments(program, program.micro_batch, received))
-        if self.mutated:
+        if len(results) > len(self.outputs):
             count = len(self.outputs)
-            self._changed = dict(zip(self.mutated, results[count:], strict=True))
+            after = count + len(self.mutated)
+            self._changed = dict(zip(self.mutated, results[count:after], strict=True))
+            for number, value in zip(self.returned, results[after:], strict=True):
+                self._taken[number, micro_batch] = value.detach()
             results = results[:count]
         return results
+
+    def take_returned(self) -> dict[tuple[int, int], Tensor]:
+        """This rank's parts of the model's output of this step, by number and micro-batch; they are not kept."""
+        taken, self._taken = self._taken, {}
+        return taken
 
     def finish(self) -> None:
         """End a step: store new buffer values. Earlier is not possible, because a backward may still read the old

@@ -1,0 +1,140 @@
+"""Values of Python that a script changes after parallelize: the next step is compiled with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+WEIGHT = 1.0
+OPTIONS = {"weight": 1.0}
+ARGS = SimpleNamespace(weight=1.0)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.linear, self.config = nn.Linear(3, 3), config
+        self.scale = 1.0
+        self.rates = [1.0, {"last": 1.0}]
+        self.constant = torch.ones(3, dtype=torch.float64)
+        self.activation = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.scale * self.rates[0] * self.rates[1]["last"] * self.constant  # type: ignore[index]
+        return self.activation(x) * self.config.factor * getattr(self, "later", 1.0)
+
+
+class Model(nn.Module):
+    power = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(factor=1.0)
+        self.layers = nn.ModuleList(Layer(self.config) for _ in range(2))
+        self.relu = nn.LeakyReLU(0.1)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.relu(x).pow(self.power).sum() * WEIGHT * OPTIONS["weight"] * ARGS.weight
+
+
+def change(model: Any) -> dict[str, Callable[[], object]]:
+    layer = model.layers[1]
+    return {
+        "a number": lambda: setattr(layer, "scale", 0.5),
+        "one of torch's modules": lambda: setattr(model.relu, "negative_slope", 0.3),
+        "in a list": lambda: layer.rates.__setitem__(0, 0.5),
+        "in a dict in a list": lambda: layer.rates[1].update(last=0.5),
+        "in a shared object": lambda: setattr(model.config, "factor", 0.5),
+        "another object": lambda: setattr(layer, "config", SimpleNamespace(factor=0.7)),
+        "a constant": lambda: setattr(layer, "constant", torch.full((3,), 0.5, dtype=torch.float64)),
+        "in a constant": lambda: layer.constant.mul_(0.5),
+        "a function": lambda: setattr(layer, "activation", torch.sigmoid),
+        "a new attribute": lambda: setattr(layer, "later", 0.5),
+        "of an instance": lambda: setattr(model, "power", 2),
+    }
+
+
+def test_an_attribute_that_is_changed_acts_at_the_next_step() -> None:
+    local = Model().double()
+    model: Any = whale.parallelize(copy.deepcopy(local), X, device="cpu")
+    last = float(model.train_step(X))
+    for what in change(local):
+        change(local)[what]()
+        change(model)[what]()
+        expected = local(X).item()
+        assert abs(expected - last) > 1e-5, what
+        last = float(model.train_step(X))
+        assert last == pytest.approx(expected, abs=1e-12), what
+    model.eval()
+    assert float(copy.deepcopy(model).eval_step(X)) == pytest.approx(last, abs=1e-12)
+
+
+def test_an_attribute_that_is_changed_back_needs_no_other_step() -> None:
+    model: Any = whale.parallelize(Model().double(), X, device="cpu")
+    losses = []
+    for scale in (1.0, 0.5, 1.0, 0.5):
+        model.layers[0].scale = scale
+        losses.append(float(model.train_step(X)))
+    assert losses[:2] == losses[2:]
+    assert len(model._whale.engine.steps) == 2
+
+
+def test_an_attribute_that_no_forward_names_is_the_script_s() -> None:
+    model: Any = whale.parallelize(Model().double(), X, device="cpu")
+    for step in range(3):
+        model.step = model.layers[0].epoch = step
+        model.train_step(X)
+    assert len(model._whale.engine.steps) == 1
+
+
+def test_globals_act_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = whale.parallelize(Model().double(), X, device="cpu")
+    first = float(model.train_step(X))
+    monkeypatch.setitem(globals(), "WEIGHT", 2.0)
+    assert float(model.train_step(X)) == pytest.approx(2 * first)
+    monkeypatch.setitem(OPTIONS, "weight", 3.0)
+    assert float(model.train_step(X)) == pytest.approx(6 * first)
+    monkeypatch.setattr(ARGS, "weight", 4.0)
+    assert float(model.train_step(X)) == pytest.approx(24 * first)
+    monkeypatch.setattr(Model, "power", 2)
+    assert float(model.train_step(X)) != pytest.approx(24 * first)
+
+
+class Criterion:
+    def __init__(self) -> None:
+        self.beta = 1.0
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return self.beta * output.square().sum()
+
+
+def test_what_a_loss_function_reads_acts_at_the_next_step() -> None:
+    beta, smooth, criterion = 1.0, nn.SmoothL1Loss(beta=1.0), Criterion()
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        return beta * smooth(output, torch.zeros_like(output))
+
+    for function in (loss_fn, criterion, criterion.__call__):
+        model = whale.parallelize(nn.Linear(3, 3).double(), X, loss_fn=function, device="cpu")
+        first = float(model.train_step(X))
+        criterion.beta = 2.0
+        beta = 2.0
+        assert float(model.train_step(X)) == pytest.approx(2 * first)
+        criterion.beta = beta = 1.0
+    model = whale.parallelize(nn.Linear(3, 3).double(), X, loss_fn=loss_fn, device="cpu")
+    first = float(model.train_step(X))
+    smooth.beta = 0.1
+    assert float(model.train_step(X)) != pytest.approx(first)

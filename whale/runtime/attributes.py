@@ -1,0 +1,242 @@
+"""Values that a compiled step has from Python: attributes of modules, globals, variables of enclosing functions.
+
+A graph has them as they were when it was captured. Where a script changes one, as ``model.alpha = 0.5``, the next step
+is compiled with it. Knows objects and tables of them; no ranks and no graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from operator import is_, itemgetter
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Attributes", "Changes", "Sources"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_ATOMS = (*_PLAIN, type, FunctionType, MethodType, ModuleType)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_STANDARD = frozenset(nn.Module().__dict__)
+
+_LARGE, _DEEP = 1000, 6
+"""Number of elements from which on a container, and depth from which on an object, is not looked into."""
+
+
+_Name = tuple[str, str]
+"""An owner, as a module by its path, and the name of its attribute."""
+
+
+class Sources(NamedTuple):
+    """Names in the code of a model: see `whale.graph.reach.Named`."""
+
+    names: Collection[str] = ()
+    globals: Collection[tuple[Mapping[str, Any], Collection[str]]] = ()
+    cells: Collection[tuple[str, CellType]] = ()
+    objects: Collection[Any] = ()
+
+
+class Changes(NamedTuple):
+    """Differences from the values with which a model was captured first.
+
+    Attributes:
+        key: names with values, equal for equal values; empty if there are none.
+        names: attributes of modules that were changed at any time, by path.
+        source: the model that has their values; what it does not have was deleted.
+    """
+
+    key: tuple[tuple[str, Hashable], ...] = ()
+    names: Mapping[str, Collection[str]] = {}
+    source: nn.Module | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={_shown(token)}" for name, token in self.key)
+
+    def write(self, model: nn.Module) -> None:
+        """Give *model*, whose modules are alike, copies of the changed attributes."""
+        if self.source is None:
+            return
+        memo: dict[int, Any] = {
+            id(theirs): own for theirs, own in zip(self.source.modules(), model.modules(), strict=False)
+        }
+        for path, names in self.names.items():
+            table, held = model.get_submodule(path).__dict__, self.source.get_submodule(path).__dict__
+            for name in names:
+                table.pop(name, None)
+                if name in held:
+                    table[name] = copy.deepcopy(held[name], memo)
+
+
+class _Same:
+    """An object as a key."""
+
+    def __init__(self, x: Any, version: int = 0) -> None:
+        self.x, self.version = x, version
+
+    def __hash__(self) -> int:
+        return hash((id(self.x), self.version))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.x is other.x and self.version == other.version
+
+
+def _shown(token: Any) -> str:
+    return repr(token[1]) if isinstance(token, tuple) and len(token) == 2 and token[0] in _PLAIN else "another value"
+
+
+class Attributes:
+    """The values of a model's modules, and of what else its code names, as they are now.
+
+    Args:
+        root: the model.
+        sources: what its code names.
+        before: those of a model of which *root* is a copy.
+    """
+
+    def __init__(self, root: nn.Module, sources: Sources, before: Attributes | None = None) -> None:
+        self.sources = sources
+        self._root = root
+        self._modules = dict(root.named_modules())
+        self._own = {id(module) for module in self._modules.values()}
+        self._first: dict[_Name, Hashable] = before._first if before else self._tokens()
+        self._ever: dict[_Name, None] = dict(before._ever) if before else {}
+        self._changes = Changes()
+        if before:
+            self._compare()
+        self._look()
+
+    def changes(self) -> Changes:
+        """The differences from the first values."""
+        try:
+            now = list(chain.from_iterable([read() for read in self._reads]))
+            same = len(now) == len(self._known) and all(map(is_, now, self._known))
+        except (KeyError, ValueError):  # deleted
+            same = False
+        if not same or [len(table) for table in self._tables] != self._sizes:
+            self._compare()
+            self._look()
+        return self._changes
+
+    def _compare(self) -> None:
+        now = self._tokens()
+        changed = [name for name in {**self._first, **now} if self._first.get(name) != now.get(name)]
+        self._ever.update(dict.fromkeys(changed))
+        names: dict[str, list[str]] = {}
+        for owner, name in self._ever:
+            if owner in self._modules:
+                names.setdefault(owner, []).append(name)
+        key = tuple((f"{owner}.{name}".removeprefix("."), now.get((owner, name))) for owner, name in changed)
+        self._changes = Changes(key, names, self._root)
+
+    def _roots(self) -> Iterator[tuple[str, Mapping[str, Any], Collection[str]]]:
+        """Tables with the names of their owners, and the names in each that matter."""
+        for path, module in self._modules.items():
+            yield path, module.__dict__, self._named(module)
+        for kind in dict.fromkeys(base for module in self._modules.values() for base in type(module).__mro__):
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins", "whale", "transformers"):
+                held = {x for x, value in vars(kind).items() if not x.startswith("__") and not _is_code(value)}
+                yield f"class {kind.__name__}", vars(kind), sorted(held & {*self.sources.names})
+        for table, names in self.sources.globals:
+            yield f"module {table.get('__name__')}", table, sorted(name for name in names if name in table)
+        for x in self.sources.objects:
+            if id(x) not in self._own and hasattr(x, "__dict__"):
+                yield f"a {type(x).__name__}", x.__dict__, self._named(x)
+
+    def _named(self, x: Any) -> list[str]:
+        """The names of an object's attributes that matter: of a module of torch all."""
+        names = x.__dict__.keys()
+        if isinstance(x, nn.Module):
+            names -= _STANDARD | {"_whale"}
+            kind = next(base for base in type(x).__mro__ if not base.__module__.startswith("whale."))
+            if kind.__module__.startswith("torch."):
+                return sorted(names)
+        return sorted(names & {*self.sources.names})
+
+    def _tokens(self) -> dict[_Name, Hashable]:
+        """Every value by name."""
+        found: dict[_Name, Hashable] = {}
+        for owner, table, names in self._roots():
+            found |= {(owner, name): self._token(table[name], 0) for name in names}
+        for name, cell in self.sources.cells:
+            with suppress(ValueError):  # it is empty
+                found["an enclosing function", name] = self._token(cell.cell_contents, 0)
+        return found
+
+    def _token(self, x: Any, depth: int) -> Hashable:
+        if isinstance(x, _PLAIN):
+            return type(x), x
+        if isinstance(x, Tensor):
+            return _Same(x, x._version)
+        parts = self._parts(x) if depth < _DEEP else None
+        if parts is None:
+            return _Same(x)
+        return type(x), tuple(self._token(part, depth + 1) for part in chain.from_iterable(read() for read in parts))
+
+    def _parts(self, x: Any) -> list[Callable[[], Iterable[Any]]] | None:
+        """Readers of the values in an object, if it is looked into."""
+        if isinstance(x, (*_ATOMS, Tensor)) or id(x) in self._own:
+            return None
+        if isinstance(x, _CONTAINERS):
+            if len(x) > _LARGE:
+                return None
+            return [x.keys, x.values] if isinstance(x, dict) else [partial(iter, x)]
+        inside = isinstance(x, nn.Module)
+        if not hasattr(x, "__dict__") or (type(x).__module__.partition(".")[0] == "torch" and not inside):
+            return None
+        names = self._named(x)
+        own: list[Callable[[], Iterable[Any]]] = [partial(_several(names), x.__dict__)] if names else []
+        return [x._modules.values, *own] if inside else own or None
+
+    def _look(self) -> None:
+        """Note which objects there are, to notice cheaply that they are no more."""
+        self._reads: list[Callable[[], Iterable[Any]]] = []
+        self._tables: list[Mapping[str, Any]] = []
+        seen = dict[int, Any]()
+
+        def follow(x: Any, depth: int) -> None:
+            if isinstance(x, _PLAIN) or id(x) in seen or depth > _DEEP:
+                return
+            seen[id(x)] = x
+            if isinstance(x, Tensor):
+                self._reads.append(partial(_version, x))
+            for read in self._parts(x) or ():
+                self._reads.append(read)
+                for part in read():
+                    follow(part, depth + 1)
+
+        for _, table, names in self._roots():
+            self._tables.append(table)
+            if names:
+                read = partial(_several(names), table)
+                self._reads.append(read)
+                for x in read():
+                    follow(x, 1)
+        for _, cell in self.sources.cells:
+            with suppress(ValueError):  # it is empty
+                follow(cell.cell_contents, 1)
+                self._reads.append(partial(_content, cell))
+        self._known = list(chain.from_iterable([read() for read in self._reads]))
+        self._sizes = [len(table) for table in self._tables]
+
+
+def _several(names: Collection[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    get = itemgetter(*names)
+    return get if len(names) > 1 else lambda table: (get(table),)
+
+
+def _version(x: Tensor) -> tuple[int]:
+    return (x._version,)
+
+
+def _content(cell: CellType) -> tuple[Any]:
+    return (cell.cell_contents,)
+
+
+def _is_code(x: Any) -> bool:
+    return callable(x) or isinstance(x, (property, staticmethod, classmethod))
