@@ -36,7 +36,7 @@ FILE_NAME = re.compile(r"# ([\w-]+\.(?:py|toml))\n")
 
 @contextlib.contextmanager
 def inside(folder: Path, arguments: list[str]) -> Iterator[io.StringIO]:
-    """As in a process started in the folder; what is printed is returned."""
+    """The state of a process started in the folder, and what it prints."""
     before, argv, path = Path.cwd(), sys.argv, list(sys.path)
     os.chdir(folder)
     sys.argv, sys.path = arguments, [str(folder), *path]
