@@ -18,7 +18,7 @@ TOLD = 5
 
 
 class StepKey(NamedTuple):
-    """What a step is compiled for.
+    """Key of a compiled step.
 
     Attributes:
         batch: for every leaf its name, and its shape and dtype, or its value in words.
@@ -78,7 +78,7 @@ class CompiledSteps(Generic[Step]):
 
 
 def _differences(kinds: Iterable[tuple[Any, ...]]) -> str:
-    """What differs among the batches and attributes of steps, in words."""
+    """The differences among the batches and attributes of steps, in words."""
     batches = [{leaf[0]: leaf[1:] for leaf in batch} for batch, _ in kinds]
     changes = [dict(attributes) for _, attributes in kinds]
     found = []
