@@ -13,8 +13,8 @@ __all__ = ["CompiledSteps", "StepKey"]
 KEPT = 64
 """Limit of compiled steps: a script that buckets lengths has a few, twice with evaluation."""
 
-TOLD = 5
-"""Kinds of batches after which a script is told what they differ in."""
+MANY = 5
+"""Kinds of batches after which a warning says what they differ in."""
 
 
 class StepKey(NamedTuple):
@@ -40,7 +40,7 @@ class CompiledSteps(Generic[Step]):
     """Compiled steps, of which the least recently used are dropped. Ranks that run the same steps keep the same ones.
 
     Args:
-        warn: tells the script, once, that steps are compiled again and again.
+        warn: called once, with a text, if many steps are compiled.
         drop: called with each step that is dropped.
     """
 
@@ -68,9 +68,9 @@ class CompiledSteps(Generic[Step]):
             self._drop(self._steps.pop(next(iter(self._steps))))
         if self._kinds is not None:
             self._kinds[key.batch, key.attributes] = None
-            if len(self._kinds) == TOLD:
+            if len(self._kinds) == MANY:
                 self._warn(
-                    f"{TOLD} kinds of steps have been compiled, which takes much longer than running one; they differ "
+                    f"{MANY} kinds of steps have been compiled, which takes much longer than running one; they differ "
                     f"in {_differences(self._kinds)}. Pad sequences to a few lengths, and keep the other sizes and "
                     "values equal from step to step"
                 )
