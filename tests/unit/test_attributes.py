@@ -67,6 +67,7 @@ def change(model: Any) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:5 kinds of steps")
 def test_an_attribute_that_is_changed_acts_at_the_next_step() -> None:
     local = Model().double()
     model: Any = whale.parallelize(copy.deepcopy(local), X, device="cpu")

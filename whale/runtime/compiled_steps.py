@@ -71,8 +71,8 @@ class CompiledSteps(Generic[Step]):
             if len(self._kinds) == MANY:
                 self._warn(
                     f"{MANY} kinds of steps have been compiled, which takes much longer than running one; they differ "
-                    f"in {_differences(self._kinds)}. Pad sequences to a few lengths, and keep the other sizes and "
-                    "values equal from step to step"
+                    f"in {_differences(self._kinds)}. Pad sequences to a few lengths; give a number that changes as a "
+                    "tensor (as an argument), or write it into a buffer (as an attribute)"
                 )
                 self._kinds = None
 
