@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import whale
 
+pytestmark = pytest.mark.filterwarnings("ignore:5 kinds of steps")
+
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 WEIGHT = 1.0
 OPTIONS = {"weight": 1.0}
@@ -67,7 +69,6 @@ def change(model: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:5 kinds of steps")
 def test_an_attribute_that_is_changed_acts_at_the_next_step() -> None:
     local = Model().double()
     model: Any = whale.parallelize(copy.deepcopy(local), X, device="cpu")
