@@ -297,7 +297,7 @@ def test_a_rank_reads_its_share_of_a_dataset_alone(worlds: Worlds) -> None:
 
 SPLIT: dict[str, tuple[Any, Any, int]] = {
     "volume": (spatial.unet3d_of_two, {"": whale.split(dim=2)}, 2),
-    "replicas of slabs": (spatial.unet3d_of_two, {"": [whale.replicate(2), whale.split(dim=2)]}, 4),
+    "replicas of slabs": (spatial.cosmoflow, {"": [whale.replicate(2), whale.split(dim=2)]}, 4),
     "sequence": (spatial.gpt, {"": whale.split(dim=1)}, 2),
 }
 

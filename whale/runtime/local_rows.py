@@ -353,8 +353,8 @@ class LocalBatches:
         """Let ranks bring the parts of samples that their stages read, of samples like those of *example*. All ranks
         must call it.
 
-        Of a leaf that a rank reads several times it brings the smallest part, which the others contain. A leaf of which
-        the ranks' parts overlap remains whole.
+        A rank that reads several parts of a leaf brings the smallest, if the others contain it. A leaf whose parts
+        overlap remains whole.
         """
         boxes: dict[str, set[Intervals]] = {}
         for leaf, box in _reads(stages):
@@ -373,7 +373,7 @@ class LocalBatches:
                 own |= {name: each[name]} if each.get(name, whole) != whole else {}
 
     def _held(self, rank: int, name: str, shape: Sequence[int]) -> Intervals:
-        """Where in a leaf of the global batch the tensor is that a rank brings."""
+        """Position of the tensor that a rank brings in a leaf of the global batch."""
         parts = self.parts[rank] if self.parts else {}
         return (self.shares.stretches(rank, shape[0]), *parts.get(name, _all_of(shape[1:])))
 
