@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import whale
 
+pytestmark = pytest.mark.filterwarnings("ignore:5 kinds of steps")
+
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 WEIGHT = 1.0
 OPTIONS = {"weight": 1.0}

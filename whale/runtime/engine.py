@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from whale.errors import UsageError
 from whale.ir.program import Returns
 from whale.runtime.attributes import Changes
+from whale.runtime.compiled_steps import CompiledSteps, StepKey
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
 from whale.runtime.local_rows import LocalBatches, RowShares
@@ -75,6 +76,11 @@ class CompiledStep:
     outputs: Outputs | None = None
     gathered: tuple[str, ...] | None = None
 
+    def close(self) -> None:
+        """Remove what it has put on the parameters."""
+        if self.executor.reducer is not None:
+            self.executor.reducer.close()
+
 
 StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns], CompiledStep]
 """Compiles a step for a batch (by leaf name), for modules in these modes and with these attributes, over these tensors
@@ -115,13 +121,16 @@ class Engine:
     clock: RNGPosition
     shares: RowShares
     loss_group: dist.ProcessGroup | None = None
-    steps: dict[tuple[Signature, Modes, Any, Returns], CompiledStep] = field(default_factory=dict)
+    steps: CompiledSteps[CompiledStep] = field(init=False)
     compared: dict[Signature, int] = field(default_factory=dict)
     local: LocalBatches | None = None
 
+    def __post_init__(self) -> None:
+        self.steps = CompiledSteps(self.world.warn, CompiledStep.close)
+
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
-        self.steps[signature(batch), modes, (), "loss"] = step
+        self.steps.add(StepKey(signature(batch), modes), step)
 
     def run(
         self,
@@ -159,11 +168,11 @@ class Engine:
         key = signature(whole)
         if self.local is None:
             self._compare(batch, key, what)
-        step = self.steps.get((key, modes, changes.key, returns))
+        kind = StepKey(key, modes, changes.key, returns)
+        step = self.steps.get(kind)
         if step is None:
-            step = self.steps[key, modes, changes.key, returns] = self.source(
-                whole, modes, changes, self.tensors, returns
-            )
+            step = self.source(whole, modes, changes, self.tensors, returns)
+            self.steps.add(kind, step)
         if train:
             self.clock.step += 1
         device = self.world.device
@@ -206,7 +215,7 @@ class Engine:
             if isinstance(tensor, nn.Parameter):
                 copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
             tensors[name] = memo[id(tensor)] = copied
-        return replace(self, tensors=tensors, clock=copy(self.clock), steps={}, compared={})
+        return replace(self, tensors=tensors, clock=copy(self.clock), compared={})
 
     # Whole tensors under the local model's names
 

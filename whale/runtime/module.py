@@ -151,12 +151,12 @@ class ParallelModule(nn.Module):
         engine, watch = self._whale.engine, self._whale.watch
         watch.check()
         check_autocast(engine.world.device)
-        num_compiled = len(engine.steps)
+        num_compiled = engine.steps.num_compiled
         modes = tuple([module.training for module in watch.modules]) if train else ()
         modes = modes if True in modes else ()
         changes = self._whale.attributes.changes()
         result = engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
-        if len(engine.steps) != num_compiled:
+        if engine.steps.num_compiled != num_compiled:
             watch.accept_tensor_hooks()
         return result
 
