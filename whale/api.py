@@ -98,8 +98,9 @@ def parallelize(
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
         sync_module_states: overwrite the model's parameters and buffers with those of rank 0 first. Otherwise all ranks
             must bring the same ones, and it is an error if they do not.
-        batch: what ranks bring to a step: ``global``, all of them the whole batch, or ``local``, each the rows that it
-            computes on (``model.batch_share``). The example batch is a global one for both.
+        batch: what ranks bring to a step: ``global``, all of them the whole batch; ``local``, each the rows that it
+            computes on (``model.batch_share``); or ``parts``, of these rows the parts that it reads
+            (``model.sample_share``), where dims of samples are split. The example batch is a global one for all.
 
     Raises:
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
@@ -117,7 +118,7 @@ def parallelize(
         check_choice("schedule", schedule, SCHEDULES)
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
-    check_choice("batch", batch, ("global", "local"))
+    check_choice("batch", batch, ("global", "local", "parts"))
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
@@ -219,7 +220,7 @@ def parallelize(
         clock.seed = int_of_first(world, clock.seed)
     try:
         module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
-            compilation, leaves, modes, local=batch == "local"
+            compilation, leaves, modes, bring=batch
         )
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
@@ -273,7 +274,7 @@ class _Builder:
         self.unread: dict[str, PlacedStage] = {}
 
     def build(
-        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, local: bool
+        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, bring: str
     ) -> ParallelModule:
         model, world = self.model, self.world
         assert model is not None
@@ -324,9 +325,12 @@ class _Builder:
             clock=self.clock,
             loss_group=self.all_ranks["loss"] if self.all_ranks else None,
             shares=shares,
-            local=self._local_batches(compilation, shares) if local else None,
+            local=self._local_batches(compilation, shares) if bring != "global" else None,
         )
-        engine.install(example, modes if any(modes) else (), self._assemble(compilation, held))
+        step = self._assemble(compilation, held)
+        engine.install(example, modes if any(modes) else (), step)
+        if bring == "parts" and engine.local is not None:
+            engine.local.divide_samples(step.stages, example)
         attend(engine, named)
         return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
 
