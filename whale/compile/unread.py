@@ -49,6 +49,6 @@ def check_places(needed: Mapping[str, Shard], held: Mapping[str, Shard]) -> None
             raise UsageError(
                 f"the batch's step needs {name} on ranks {sorted(shard.parts)}, but it lies on ranks "
                 f"{sorted(held[name].parts)}, because the example batch of parallelize did not read it, or in another "
-                "stage: let one stage run all modules that an argument selects, or give parallelize an example batch that "
-                "reads it"
+                "stage: let one stage run all modules that an argument selects, or give parallelize an example batch "
+                "that reads it"
             )
