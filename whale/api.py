@@ -25,6 +25,7 @@ from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, local_tensors
 from whale.compile.row_shares import batch_leaf_names, row_shares
 from whale.compile.trace import trace
+from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.detection import detect
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
@@ -46,6 +47,7 @@ from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.module import ParallelModule, check_autocast, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
+from whale.strategies.lowering import PlacedStage
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
 
@@ -268,6 +270,8 @@ class _Builder:
         self.reduce_groups: dict[tuple[int, ...], Any] = {}
         self.all_ranks: dict[str, Any] = {}
         self.first: Compilation | None = None
+        self.shards: dict[str, Shard] = {}
+        self.unread: dict[str, PlacedStage] = {}
 
     def build(
         self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, bring: str
@@ -278,11 +282,12 @@ class _Builder:
         self.rows = compilation.rows[0]
         shards = compilation.shards()
         named = dict(model.named_parameters())
-        for name, parameter in named.items():
-            if name not in shards:  # nothing reads it: the ranks of the first stage keep it for the state dict
-                whole = tuple(((0, size),) for size in parameter.shape)
-                parts = dict.fromkeys(compilation.stages[0].mesh.ranks, whole)
-                shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
+        self.unread = stages_of_unread(compilation, [name for name in named if name not in shards])
+        for name, stage in self.unread.items():
+            parameter = named[name]
+            parts = dict.fromkeys(stage.mesh.ranks, tuple(((0, size),) for size in parameter.shape))
+            shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
+        self.shards = shards
         buffers = {
             name: Shard(
                 shape=tuple(b.shape),
@@ -304,11 +309,7 @@ class _Builder:
         aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
         self.model = self.initial = None
         if world.size > 1:
-            sets = {
-                s.mesh.group(a, r) for s in compilation.stages for a in range(len(s.mesh.axes)) for r in s.mesh.ranks
-            }
-            self.groups = groups(sets, world.failures.timeout_seconds)
-            self.reduce_groups = groups({spec.ranks for spec in compilation.reduces}, world.failures.timeout_seconds)
+            self._make_groups(compilation)
             # Operations that may wait for each other on a device's queue have separate groups.
             purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
             everyone = tuple(range(world.size))
@@ -332,6 +333,15 @@ class _Builder:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
         return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
+
+    def _make_groups(self, compilation: Compilation) -> None:
+        """Make the groups that a compilation needs and earlier ones did not; all ranks must call it."""
+        meshes = [stage.mesh for stage in compilation.stages]
+        bridged = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
+        reduced = {spec.ranks for spec in compilation.reduces}
+        seconds = self.world.failures.timeout_seconds
+        self.groups |= groups(bridged - self.groups.keys(), seconds)
+        self.reduce_groups |= groups(reduced - self.reduce_groups.keys(), seconds)
 
     def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
         host = self.all_ranks.get("loss")
@@ -383,8 +393,14 @@ class _Builder:
             self.options,
             device=device,
             rows_per_micro_batch=self.rows,
-            stored=self.first.stored_forms(),
+            stored=self.first.stored_forms() | forms_of_unread(self.unread),
         )
+        needed = compilation.shards()
+        check_places(needed, self.shards)
+        for name, shard in needed.items():
+            self.shards[name] = replace(shard, trainable=shard.trainable or self.shards[name].trainable)
+        if self.world.size > 1:
+            self._make_groups(compilation)
         _warn(self.world, compilation)
         if self.world.size <= _CHECKED_RANKS:
             clock = _clock_of(self.clock, self.world.size, compilation)
