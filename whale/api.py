@@ -25,6 +25,7 @@ from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, local_tensors
 from whale.compile.row_shares import batch_leaf_names, row_shares
 from whale.compile.trace import trace
+from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.detection import detect
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
@@ -46,6 +47,7 @@ from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.module import ParallelModule, check_autocast, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
+from whale.strategies.lowering import PlacedStage
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
 
@@ -96,8 +98,9 @@ def parallelize(
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
         sync_module_states: overwrite the model's parameters and buffers with those of rank 0 first. Otherwise all ranks
             must bring the same ones, and it is an error if they do not.
-        batch: what ranks bring to a step: ``global``, all of them the whole batch, or ``local``, each the rows that it
-            computes on (``model.batch_share``). The example batch is a global one for both.
+        batch: what ranks bring to a step: ``global``, all of them the whole batch; ``local``, each the rows that it
+            computes on (``model.batch_share``); or ``parts``, of these rows the parts that it reads
+            (``model.sample_share``), where dims of samples are split. The example batch is a global one for all.
 
     Raises:
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
@@ -115,7 +118,7 @@ def parallelize(
         check_choice("schedule", schedule, SCHEDULES)
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
-    check_choice("batch", batch, ("global", "local"))
+    check_choice("batch", batch, ("global", "local", "parts"))
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
@@ -217,7 +220,7 @@ def parallelize(
         clock.seed = int_of_first(world, clock.seed)
     try:
         module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
-            compilation, leaves, modes, local=batch == "local"
+            compilation, leaves, modes, bring=batch
         )
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
@@ -267,9 +270,11 @@ class _Builder:
         self.reduce_groups: dict[tuple[int, ...], Any] = {}
         self.all_ranks: dict[str, Any] = {}
         self.first: Compilation | None = None
+        self.shards: dict[str, Shard] = {}
+        self.unread: dict[str, PlacedStage] = {}
 
     def build(
-        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, local: bool
+        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, bring: str
     ) -> ParallelModule:
         model, world = self.model, self.world
         assert model is not None
@@ -277,11 +282,12 @@ class _Builder:
         self.rows = compilation.rows[0]
         shards = compilation.shards()
         named = dict(model.named_parameters())
-        for name, parameter in named.items():
-            if name not in shards:  # nothing reads it: the ranks of the first stage keep it for the state dict
-                whole = tuple(((0, size),) for size in parameter.shape)
-                parts = dict.fromkeys(compilation.stages[0].mesh.ranks, whole)
-                shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
+        self.unread = stages_of_unread(compilation, [name for name in named if name not in shards])
+        for name, stage in self.unread.items():
+            parameter = named[name]
+            parts = dict.fromkeys(stage.mesh.ranks, tuple(((0, size),) for size in parameter.shape))
+            shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
+        self.shards = shards
         buffers = {
             name: Shard(
                 shape=tuple(b.shape),
@@ -303,11 +309,7 @@ class _Builder:
         aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
         self.model = self.initial = None
         if world.size > 1:
-            sets = {
-                s.mesh.group(a, r) for s in compilation.stages for a in range(len(s.mesh.axes)) for r in s.mesh.ranks
-            }
-            self.groups = groups(sets, world.failures.timeout_seconds)
-            self.reduce_groups = groups({spec.ranks for spec in compilation.reduces}, world.failures.timeout_seconds)
+            self._make_groups(compilation)
             # Operations that may wait for each other on a device's queue have separate groups.
             purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
             everyone = tuple(range(world.size))
@@ -323,11 +325,23 @@ class _Builder:
             clock=self.clock,
             loss_group=self.all_ranks["loss"] if self.all_ranks else None,
             shares=shares,
-            local=self._local_batches(compilation, shares) if local else None,
+            local=self._local_batches(compilation, shares) if bring != "global" else None,
         )
-        engine.install(example, modes if any(modes) else (), self._assemble(compilation, held))
+        step = self._assemble(compilation, held)
+        engine.install(example, modes if any(modes) else (), step)
+        if bring == "parts" and engine.local is not None:
+            engine.local.divide_samples(step.stages, example)
         attend(engine, named)
         return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
+
+    def _make_groups(self, compilation: Compilation) -> None:
+        """Make the groups that a compilation needs and earlier ones did not; all ranks must call it."""
+        meshes = [stage.mesh for stage in compilation.stages]
+        bridged = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
+        reduced = {spec.ranks for spec in compilation.reduces}
+        seconds = self.world.failures.timeout_seconds
+        self.groups |= groups(bridged - self.groups.keys(), seconds)
+        self.reduce_groups |= groups(reduced - self.reduce_groups.keys(), seconds)
 
     def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
         host = self.all_ranks.get("loss")
@@ -379,8 +393,14 @@ class _Builder:
             self.options,
             device=device,
             rows_per_micro_batch=self.rows,
-            stored=self.first.stored_forms(),
+            stored=self.first.stored_forms() | forms_of_unread(self.unread),
         )
+        needed = compilation.shards()
+        check_places(needed, self.shards)
+        for name, shard in needed.items():
+            self.shards[name] = replace(shard, trainable=shard.trainable or self.shards[name].trainable)
+        if self.world.size > 1:
+            self._make_groups(compilation)
         _warn(self.world, compilation)
         if self.world.size <= _CHECKED_RANKS:
             clock = _clock_of(self.clock, self.world.size, compilation)

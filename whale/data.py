@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -34,6 +35,9 @@ __all__ = ["RowSampler", "ShardedLoader", "shard_dataset"]
 Share = Callable[[int], Sequence[tuple[int, int]]]
 """This rank's rows of a global batch, as half-open ranges, by the number of all rows."""
 
+Parts = Mapping[str, Sequence[Sequence[tuple[int, int]]]]
+"""For leaves of a batch and each dim of a sample the half-open ranges that this rank reads."""
+
 
 def shard_dataset(
     dataset: Any,
@@ -43,12 +47,13 @@ def shard_dataset(
     shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool | None = None,
+    reader: Callable[[int, Parts], Any] | None = None,
     **options: Any,
 ) -> ShardedLoader:
     """Return a loader of batches as ``model.train_step`` takes them.
 
-    For a model with ``batch="local"`` this rank loads the rows that it computes on and no others; else, and without a
-    model, every rank loads the global batch.
+    For a model with ``batch="local"`` this rank loads the rows that it computes on and no others, for one with
+    ``batch="parts"`` the parts of them that it reads; else, and without a model, every rank loads the global batch.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``; or an iterable one, of which every rank reads all rows and keeps
@@ -58,6 +63,8 @@ def shard_dataset(
         shuffle: draw another order in every epoch, from *seed* and the epoch.
         seed: the same on every rank.
         drop_last: leave out the last rows if they are fewer than a batch.
+        reader: ``reader(index, parts)`` reads a sample in place of ``dataset[index]``, of which only the length counts.
+            *parts* is ``model.sample_share()``: the ranges to read, by leaf; empty for whole samples.
         options: of torch's DataLoader, such as ``num_workers`` and ``collate_fn``.
 
     Raises:
@@ -82,10 +89,17 @@ def shard_dataset(
         batch_size = model._whale.engine.shares.rows
     check_count("batch_size", batch_size)
     assert batch_size is not None
-    local = model is not None and model.batch_mode == "local"
+    mode = "global" if model is None else model.batch_mode
+    if reader is not None:
+        dataset = _PartReader(len(dataset), reader, {} if model is None else model.sample_share())
+    elif mode == "parts":
+        raise UsageError(
+            'a model with batch="parts" takes parts of samples: give shard_dataset a reader=fn(index, parts) that '
+            'reads them, or parallelize the model with batch="local"'
+        )
     return ShardedLoader(
         dataset,
-        model.batch_share if local and model is not None else lambda rows: ((0, rows),),
+        model.batch_share if model is not None and mode != "global" else lambda rows: ((0, rows),),
         batch_size=batch_size,
         shuffle=bool(shuffle),
         seed=seed,
@@ -129,6 +143,19 @@ def _taken(loader: DataLoader[Any]) -> tuple[Any, dict[str, Any]]:
             "is what shard_dataset replaces), or the dataset itself"
         )
     return loader.dataset, taken
+
+
+class _PartReader(Dataset[Any]):
+    """Samples, read in parts."""
+
+    def __init__(self, length: int, reader: Callable[[int, Parts], Any], parts: Parts) -> None:
+        self.length, self.reader, self.parts = length, reader, parts
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.reader(index, self.parts)
 
 
 class RowSampler(Sampler[list[int]]):

@@ -267,6 +267,55 @@ def test_changes_that_steps_do_not_see_are_refused(ranks: Two, what: str) -> Non
         assert message.endswith("before parallelize")
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 8)
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 6)})
+        self.late = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        y: torch.Tensor = self.heads["b" if task == "b" else "a"](self.body(x).relu())
+        return (self.late(y) if task == "late" else y).square().sum()
+
+
+def switch_heads(world: World, layout: dict[str, Any]) -> tuple[float, str]:
+    model, x = Heads().double(), torch.linspace(-1, 1, 16).view(4, 4).double()
+    local = copy.deepcopy(model)
+    whale.annotate(model, layout)
+    made = whale.parallelize(model, {"x": x, "task": "a"}, device="cpu", timeout_seconds=20)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.01) for one in (local, made)]
+    for task in "abba":
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        local(x, task).backward()
+        made.train_step(x=x, task=task)
+        for optimizer in optimizers:
+            optimizer.step()
+    state = made.full_state_dict()
+    worst = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+    return worst, refusal(lambda: made.train_step(x=x, task="late"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"": whale.replicate()},
+        {"": whale.split()},
+        {"body": whale.stage(), "heads": whale.stage()},
+        {"body": whale.replicate(), "heads.b": whale.split()},
+    ],
+    ids=["replicate", "split", "stages", "split head"],
+)
+def test_a_head_that_the_first_batch_does_not_read_trains(ranks: Two, layout: dict[str, Any]) -> None:
+    for worst, message in ranks.run(switch_heads, layout):
+        assert worst < 1e-12
+        if "heads" in layout:
+            assert "the batch's step needs late.weight on ranks [1], but it lies on ranks [0]" in message
+            assert "an example batch that reads it" in message
+
+
 class Tempered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

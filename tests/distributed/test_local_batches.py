@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import whale
+from tests.distributed import spatial
 from tests.distributed.parity import Worlds, cluster_of, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
@@ -218,6 +220,36 @@ def test_a_warning_for_the_global_batch_on_every_rank(worlds: Worlds) -> None:
     assert none == []
 
 
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        output = self.head(x)
+        return output if y is None else (F.mse_loss(output, y), output)
+
+
+def see_outputs(world: World) -> float:
+    torch.manual_seed(0)
+    local, x, y = Head().double(), torch.randn(7, 4).double(), torch.randn(7, 3).double()
+    model = copy.deepcopy(local)
+    whale.annotate(model, {"": whale.replicate()})
+    parallel = whale.parallelize(
+        model, {"x": x, "y": y}, cluster=cluster_of((3.0, 1.0)), device="cpu", batch="local", timeout_seconds=20
+    )
+    own = rows_of(parallel, {"x": x, "y": y})
+    _, (_, found) = parallel.train_step(**own, outputs=True)
+    return max(float((each - local(x)).abs().max()) for each in (found, parallel.predict_step(x=own["x"])))
+
+
+def test_outputs_are_those_of_the_rows_of_all_ranks(worlds: Worlds) -> None:
+    assert max(worlds.run(2, see_outputs)) <= BOUND
+
+
 # --- datasets ---------------------------------------------------------------------------------------------------------
 
 
@@ -259,3 +291,60 @@ def test_a_rank_reads_its_share_of_a_dataset_alone(worlds: Worlds) -> None:
     first, second = (read for _, read in found)
     assert [len(first), len(second)] == [6 + 6 + 1, 2 + 2 + 1]  # one to know how a batch without rows looks
     assert {*first, *second} == set(range(17))
+
+
+# --- parts of samples -------------------------------------------------------------------------------------------------
+
+SPLIT: dict[str, tuple[Any, Any, int]] = {
+    "volume": (spatial.unet3d_of_two, {"": whale.split(dim=2)}, 2),
+    "replicas of slabs": (spatial.cosmoflow, {"": [whale.replicate(2), whale.split(dim=2)]}, 4),
+    "sequence": (spatial.gpt, {"": whale.split(dim=1)}, 2),
+}
+
+
+def train_on_parts(world: World, name: str) -> tuple[float, dict[str, int], str]:
+    """The largest error, how many elements of each leaf the rank read, and what whole samples are refused with."""
+    build, layout, _ = SPLIT[name]
+    torch.manual_seed(0)
+    local, batch = build()
+    model = copy.deepcopy(local)
+    whale.annotate(model, layout)
+    parallel = whale.parallelize(model, batch, device="cpu", batch="parts", timeout_seconds=20)
+    read = dict.fromkeys(batch, 0)
+
+    def reader(index: int, parts: Any) -> dict[str, Tensor]:
+        sample = {}
+        for leaf, x in batch.items():
+            sample[leaf] = x[index]
+            for dim, ranges in enumerate(parts.get(leaf, ())):
+                sample[leaf] = torch.cat([sample[leaf].narrow(dim, a, b - a) for a, b in ranges], dim)
+            read[leaf] += sample[leaf].numel()
+        return sample
+
+    rows = len(next(iter(batch.values())))
+    (own,) = whale.shard_dataset(range(rows), parallel, reader=reader)
+    expected = local(**batch)
+    expected.backward()
+    found = parallel.train_step(**own)
+    gradients = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
+    errors = relative_errors(parallel.full_gradients(), gradients)
+    message = ""
+    try:
+        parallel.train_step(**rows_of(parallel, batch))
+    except whale.WhaleError as error:
+        message = str(error)
+    return max(float((found - expected).abs()), *errors.values()), read, message
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_ranks_read_parts_of_samples(worlds: Worlds, name: str) -> None:
+    build, _, size = SPLIT[name]
+    whole = {leaf: x.numel() for leaf, x in build()[1].items()}
+    found = worlds.run(size, train_on_parts, name)
+    for error, _, message in found:
+        assert error <= BOUND
+        assert "rank 0 brought samples of other sizes than its parts" in message
+        assert "model.sample_share()" in message
+    for leaf, elements in whole.items():
+        times = 2 if leaf == "targets" else 1  # it has no depth
+        assert sum(read[leaf] for _, read, _ in found) == times * elements

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import combinations
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -22,6 +23,7 @@ from whale.errors import UsageError
 from whale.ir.shares import shares_on_axis
 from whale.runtime.launch import World
 from whale.runtime.loss import ROUNDING, look_at
+from whale.runtime.outputs import put
 from whale.runtime.stage import Intervals, LocalStage, part
 from whale.runtime.warn import warn
 
@@ -105,18 +107,24 @@ def within(held: Stretches, wanted: Stretches) -> Stretches | None:
     return tuple(found)
 
 
+def box_within(held: Intervals, wanted: Intervals) -> Intervals | None:
+    """The same for all dims of a tensor."""
+    found = [within(own, dim) for own, dim in zip(held, wanted, strict=True)]
+    return None if None in found else tuple(dim for dim in found if dim is not None)
+
+
 @dataclass(eq=False)
 class LocalRows:
-    """Rows of a leaf of the global batch: a tensor, and which rows they are."""
+    """Rows of a leaf of the global batch, or parts of rows: a tensor, and where it is in the whole."""
 
     tensor: Tensor
-    stretches: Stretches
+    held: Intervals
 
     def part(self, intervals: Intervals) -> Tensor:
         """The part of the whole leaf that lies in these stretches of each dim."""
-        rows = within(self.stretches, intervals[0])
-        assert rows is not None  # the leaf would have been gathered
-        return part(self.tensor, (rows, *intervals[1:]))
+        found = box_within(self.held, intervals)
+        assert found is not None  # the leaf would have been gathered
+        return part(self.tensor, found)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,6 +138,8 @@ class LocalBatches:
         host_group: of all ranks, for tensors on the CPU.
         group: of all ranks, for tensors on the ranks' devices.
         compared_first, compared_each: steps in which ranks with the same rows compare their values.
+        samples: whole sizes of the samples of leaves of which ranks bring parts.
+        parts: for each rank, of these leaves the ranges of the dims after the first; None if samples are whole.
     """
 
     world: World
@@ -139,6 +149,8 @@ class LocalBatches:
     group: dist.ProcessGroup | None
     compared_first: int
     compared_each: int
+    samples: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: tuple[dict[str, Intervals], ...] | None = None
     _steps: int = field(default=0, init=False)
 
     def agree(self, batch: Mapping[str, Any], purpose: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -150,17 +162,21 @@ class LocalBatches:
             UsageError: on every rank, if one brought other rows than its share, or leaves of other shapes.
             WorkerError: a rank did not come within the timeout.
         """
-        lengths = {len(x) if x.dim() else -1 for x in self._of_rows(batch).values()}
+        own = self._of_rows(batch)
+        lengths = {len(x) if x.dim() else -1 for x in own.values()}
         rows = 0 if not lengths else lengths.pop() if len(lengths) == 1 else -1
+        rank = self.world.rank
+        if rows > 0 and any(tuple(x.shape[1:]) != self._sizes(rank, n) for n, x in own.items() if n in self.samples):
+            rows = -2
         looks = self._steps < self.compared_first or self._steps % self.compared_each == 0
         self._steps += 1
-        told = self._all_told(batch, rows, f"{_in_words(batch, self.leaves)} for {purpose}", looks)
+        told = self._all_told(batch, rows, f"{self._in_words(batch)} for {purpose}", looks)
         counts = [int(n) for n, *_ in told]
         total = sum(counts[rank] for rank in self.shares.first_stage)
         self._check(counts, total)
         first = counts.index(next(filter(None, counts)))
         if len({label for _, label, *_ in told}) > 1:
-            kinds = self._objects((_in_words(batch, self.leaves), self._without_rows(batch)))
+            kinds = self._objects((self._in_words(batch), self._without_rows(batch)))
             for rank, (count, label, *_) in enumerate(told):
                 if count and label != told[first][1]:
                     raise UsageError(
@@ -170,9 +186,16 @@ class LocalBatches:
                     )
             if not rows:
                 batch = kinds[first][1]
+        if not rows:
+            empty = {
+                n: x.new_empty(0, *self._sizes(rank, n)) for n, x in self._of_rows(batch).items() if n in self.samples
+            }
+            batch = {**batch, **empty}
         self._check_values(told, total, first, len(batch))
         like = {
-            name: torch.empty((total, *x.shape[1:]) if name in self.leaves else x.shape, dtype=x.dtype, device="meta")
+            name: torch.empty(
+                (total, *self._whole(name, x)) if name in self.leaves else x.shape, dtype=x.dtype, device="meta"
+            )
             if isinstance(x, Tensor)
             else x
             for name, x in batch.items()
@@ -186,8 +209,8 @@ class LocalBatches:
             WorkerError: a rank did not come within the timeout.
         """
         names = sorted(self._of_rows(like))
-        held = self.shares.stretches(self.world.rank, len(like[names[0]])) if names else ()
-        lacking = {leaf for leaf, stretches in _reads(stages) if within(held, stretches) is None}
+        held = {name: self._held(self.world.rank, name, like[name].shape) for name in names}
+        lacking = {leaf for leaf, box in _reads(stages) if leaf in held and box_within(held[leaf], box) is None}
         wanted = torch.tensor([name in lacking for name in names], dtype=torch.int64)
         if self.world.size > 1:
             work = dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
@@ -200,11 +223,11 @@ class LocalBatches:
     ) -> dict[str, Tensor | LocalRows]:
         """The leaves as stages read them: this rank's rows, or whole if they are *gathered*."""
         own = self._of_rows(batch)
-        rows = len(like[next(iter(own))]) if own else 0
-        held = self.shares.stretches(self.world.rank, rows)
-        found = {**batch, **{name: LocalRows(x, held) for name, x in own.items()}}
+        found = {**batch}
+        for name, x in own.items():
+            found[name] = LocalRows(x, self._held(self.world.rank, name, like[name].shape))
         if gathered:
-            found |= self._gather({name: own[name] for name in gathered}, rows)
+            found |= self._gather({name: own[name] for name in gathered}, like)
         return found
 
     def _of_rows(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -214,6 +237,17 @@ class LocalBatches:
         """The batch for a rank without rows."""
         bare = {**batch, **{name: x[:0] for name, x in self._of_rows(batch).items()}}
         return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in bare.items()}
+
+    def _in_words(self, batch: Mapping[str, Any]) -> str:
+        """A batch for errors, whatever its rows."""
+
+        def shown(name: str, x: Any) -> str:
+            if not isinstance(x, Tensor):
+                return f"{name}={x!r}"
+            shape = ("rows", *self._whole(name, x)) if name in self.leaves and x.dim() else x.shape
+            return f"{name} ({', '.join(map(str, shape))}) {str(x.dtype).removeprefix('torch.')}"
+
+        return ", ".join(shown(*item) for item in batch.items()) or "nothing"
 
     # What ranks tell each other
 
@@ -239,6 +273,14 @@ class LocalBatches:
 
     def _check(self, counts: Sequence[int], total: int) -> None:
         for rank, count in enumerate(counts):
+            if count == -2:
+                parts = ", ".join(
+                    f"{name} (rows, {', '.join(map(str, self._sizes(rank, name)))})" for name in self.samples
+                )
+                raise UsageError(
+                    f"rank {rank} brought samples of other sizes than its parts, which are {parts}: read the parts "
+                    "that model.sample_share() names, as whale.shard_dataset(dataset, model, reader=...) asks for them"
+                )
             if count < 0:
                 raise UsageError(
                     f"rank {rank} brought a batch whose leaves {', '.join(sorted(self.leaves))} do not have the same "
@@ -259,11 +301,12 @@ class LocalBatches:
 
     def _check_values(self, told: Sequence[Sequence[float]], rows: int, first: int, num_leaves: int) -> None:
         """Compare samples of the values of ranks that bring the same rows."""
-        known: dict[Stretches, int] = {}
+        known: dict[Any, int] = {}
         if self._steps == 1 and self.world.rank == 0:
             self._warn_of_copies(told, rows)
         for rank, (count, _, own, shared) in enumerate(told):
-            same = known.setdefault(self.shares.stretches(rank, rows), rank)
+            parts = tuple(sorted(self.parts[rank].items())) if self.parts else ()
+            same = known.setdefault((self.shares.stretches(rank, rows), parts), rank)
             if count and abs(own - told[same][2]) > num_leaves * ROUNDING:
                 raise UsageError(
                     f"ranks {same} and {rank} compute on the same {_rows(int(count))} of the global batch, but brought "
@@ -283,53 +326,94 @@ class LocalBatches:
                 'times: with batch="local" a rank brings its own rows, as whale.shard_dataset(dataset, model) does'
             )
 
-    def _gather(self, leaves: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        """Whole leaves, by one collective: of bytes, and of as many rows for every rank."""
+    def _gather(self, leaves: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole leaves, by one collective of bytes, as many for every rank."""
         ranks = range(self.world.size)
-        by_rank = [self.shares.stretches(rank, rows) for rank in ranks]
-        flat = [x.reshape(len(x), prod(x.shape[1:])).contiguous().view(torch.uint8) for x in leaves.values()]
-        mine = torch.cat(flat, dim=1)
-        most = max(sum(b - a for a, b in stretches) for stretches in by_rank)
-        padded = mine.new_zeros(most, mine.shape[1])
+        held = {name: [self._held(rank, name, like[name].shape) for rank in ranks] for name in leaves}
+        sizes = [[prod(_shape(held[name][rank])) * x.itemsize for name, x in leaves.items()] for rank in ranks]
+        mine = torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in leaves.values()])
+        padded = mine.new_zeros(max(map(sum, sizes)))
         padded[: len(mine)] = mine
         gathered = [torch.empty_like(padded) for _ in ranks]
         work = dist.all_gather(gathered, padded, group=self.group, async_op=True)
         blocking = self.world.device.type == "cpu"
         self.world.failures.wait(work, f"the rows of {', '.join(leaves)}", ranks, blocking=blocking)
-        whole = mine.new_empty(rows, mine.shape[1])
-        for stretches, rank in {stretches: rank for rank, stretches in enumerate(by_rank)}.items():
-            before = 0
-            for a, b in stretches:
-                whole[a:b] = gathered[rank][before : before + b - a]
-                before += b - a
-        columns = whole.split([x.shape[1] for x in flat], dim=1)
-        return {
-            name: column.contiguous().view(x.dtype).view(rows, *x.shape[1:])
-            for (name, x), column in zip(leaves.items(), columns, strict=True)
-        }
+        found = {name: torch.empty(like[name].shape, dtype=x.dtype, device=x.device) for name, x in leaves.items()}
+        pieces = [
+            bytes_of.split([*each, len(padded) - sum(each)]) for bytes_of, each in zip(gathered, sizes, strict=True)
+        ]
+        for number, (name, whole) in enumerate(found.items()):
+            for box, rank in {box: rank for rank, box in enumerate(held[name])}.items():
+                put(whole, pieces[rank][number].clone().view(whole.dtype).view(_shape(box)), box)
+        return found
+
+    # Parts of samples
+
+    def divide_samples(self, stages: Iterable[LocalStage], example: Mapping[str, Any]) -> None:
+        """Let ranks bring the parts of samples that their stages read, of samples like those of *example*. All ranks
+        must call it.
+
+        A rank that reads several parts of a leaf brings the smallest, if the others contain it. A leaf whose parts
+        overlap remains whole.
+        """
+        boxes: dict[str, set[Intervals]] = {}
+        for leaf, box in _reads(stages):
+            boxes.setdefault(leaf, set()).add(box[1:])
+        smallest = {leaf: min(found, key=lambda box: prod(_shape(box))) for leaf, found in boxes.items()}
+        nested = {n: box for n, box in smallest.items() if all(box_within(b, box) is not None for b in boxes[n])}
+        told = self._objects(nested)
+        self.parts = tuple({} for _ in told)
+        for name, x in self._of_rows(example).items():
+            whole = _all_of(x.shape[1:])
+            distinct = {box for each in told if (box := each.get(name, whole)) != whole}
+            if not distinct or not _tile(distinct, whole):
+                continue
+            self.samples[name] = tuple(x.shape[1:])
+            for own, each in zip(self.parts, told, strict=True):
+                own |= {name: each[name]} if each.get(name, whole) != whole else {}
+
+    def _held(self, rank: int, name: str, shape: Sequence[int]) -> Intervals:
+        """Position of the tensor that a rank brings in a leaf of the global batch."""
+        parts = self.parts[rank] if self.parts else {}
+        return (self.shares.stretches(rank, shape[0]), *parts.get(name, _all_of(shape[1:])))
+
+    def _sizes(self, rank: int, name: str) -> tuple[int, ...]:
+        """Sizes of a rank's parts of the samples of a divided leaf."""
+        parts = self.parts[rank] if self.parts else {}
+        return _shape(parts[name]) if name in parts else self.samples[name]
+
+    def _whole(self, name: str, x: Tensor) -> tuple[int, ...]:
+        """Sizes of the whole samples of a leaf."""
+        return self.samples.get(name, tuple(x.shape[1:]))
 
 
-def _reads(stages: Iterable[LocalStage]) -> Iterator[tuple[str, Stretches]]:
-    """The rows of each leaf that this rank's programs read."""
+def _reads(stages: Iterable[LocalStage]) -> Iterator[tuple[str, Intervals]]:
+    """The parts of each leaf that this rank's programs read."""
     for stage in stages:
         for program in stage.programs:
             for graph in (program.constant, program.step, program.micro_batch) if program.nothing is None else ():
                 for kind, what in graph.sources:
                     if kind == "input" and what[1]:
-                        yield what[0], what[1][0]
+                        yield what
+
+
+def _all_of(shape: Sequence[int]) -> Intervals:
+    return tuple(((0, size),) if size else () for size in shape)
+
+
+def _shape(box: Intervals) -> tuple[int, ...]:
+    return tuple(sum(stop - first for first, stop in dim) for dim in box)
+
+
+def _tile(parts: Iterable[Intervals], whole: Intervals) -> bool:
+    """Whether parts cover the whole, each element once."""
+    parts = list(parts)
+    apart = all(
+        any(all(b <= c or d <= a for a, b in one for c, d in other) for one, other in zip(*pair, strict=True))
+        for pair in combinations(parts, 2)
+    )
+    return apart and sum(prod(_shape(part)) for part in parts) == prod(_shape(whole))
 
 
 def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count} rows"
-
-
-def _in_words(batch: Mapping[str, Any], leaves: frozenset[str]) -> str:
-    """A batch for errors, whatever its rows."""
-
-    def shown(name: str, x: Any) -> str:
-        if not isinstance(x, Tensor):
-            return f"{name}={x!r}"
-        shape = ["rows" if name in leaves and dim == 0 else str(size) for dim, size in enumerate(x.shape)]
-        return f"{name} ({', '.join(shape)}) {str(x.dtype).removeprefix('torch.')}"
-
-    return ", ".join(shown(*item) for item in batch.items()) or "nothing"

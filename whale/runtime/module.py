@@ -55,8 +55,10 @@ class ParallelModule(nn.Module):
 
     @property
     def batch_mode(self) -> str:
-        """Kind of the batches that ranks bring to a step: ``global``, the whole one, or ``local``, each its rows."""
-        return "global" if self._whale.engine.local is None else "local"
+        """Kind of the batches that ranks bring to a step: ``global``, the whole one, ``local``, each its rows, or
+        ``parts``, of these rows the parts that it reads."""
+        local = self._whale.engine.local
+        return "global" if local is None else "local" if local.parts is None else "parts"
 
     def batch_share(self, rows: int | None = None, *, rank: int | None = None) -> tuple[tuple[int, int], ...]:
         """The rows of a global batch that a rank computes on, as half-open ranges in order; in a step with local
@@ -71,6 +73,16 @@ class ParallelModule(nn.Module):
         """
         shares = self._whale.engine.shares
         return shares.stretches(self.rank if rank is None else rank, shares.rows if rows is None else rows)
+
+    def sample_share(self, *, rank: int | None = None) -> dict[str, tuple[tuple[tuple[int, int], ...], ...]]:
+        """The parts of each sample that a rank brings in a step with parts: by leaf, for each dim after the batch,
+        half-open ranges in order. Leaves of which it brings whole samples are absent.
+
+        Args:
+            rank: by default this one.
+        """
+        local = self._whale.engine.local
+        return {} if local is None or local.parts is None else dict(local.parts[self.rank if rank is None else rank])
 
     def train_step(self, *args: Any, outputs: Any = False, scale: Any = 1.0, **kwargs: Any) -> Any:
         """Forward and backward of the global batch; returns the global loss, the same on every rank.
