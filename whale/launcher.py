@@ -49,8 +49,9 @@ def launch(
 
     It does for a notebook or a script what torchrun does for a command: ``whale.parallelize`` inside of the function
     finds its rank. Ranks are forks of this process, so that functions of a notebook, closures and arguments need no
-    pickling; a fork computes on one thread of a CPU. If this process has used CUDA, ranks start afresh and import the
-    function, which must then be in a module or in a script whose own calls are under ``if __name__ == "__main__":``.
+    pickling; a fork computes on one thread of a CPU. If this process has used CUDA, or computed gradients beside GPUs,
+    ranks start afresh and import the function, which must then be in a module or in a script whose own calls are under
+    ``if __name__ == "__main__":``.
 
     Tensors in results arrive on the CPU. Whatever goes wrong, no process is left.
 
@@ -171,10 +172,10 @@ def _can_fork() -> bool:
 
 def _spawn(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """The start method ``spawn``, for a function that new processes can import."""
-    why = "ranks cannot be forks of this process, because it has used CUDA"
+    why = "ranks cannot be forks of this process, because it has used CUDA (or, beside GPUs, computed gradients)"
     remedy = (
-        "restart the kernel and call launch before anything uses CUDA (torch.cuda.is_available does; call it inside of "
-        "the function), or put the function into a module"
+        "restart the kernel and call launch first, with all of that inside of the function, torch.cuda.is_available "
+        "too; or put the function into a module"
     )
     if getattr(function, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise UsageError(f"{why}; and new processes cannot import {_name(function)} from a notebook; {remedy}")
