@@ -87,6 +87,7 @@ def launch(
         )
     with _as_it_was(), tempfile.TemporaryDirectory(prefix="whale-launch-") as name:
         folder = Path(name)
+        method = "fork" if _can_fork() else _spawn(function, args)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -96,11 +97,11 @@ def launch(
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
             max_restarts=0,
-            start_method="fork" if _can_fork() else _spawn(function, args),
+            start_method=method,
             logs_specs=DefaultLogsSpecs(log_dir=name),
         )
         try:
-            elastic_launch(config, _run)(folder, timeout_seconds, function, args)
+            elastic_launch(config, _run)(folder, method, timeout_seconds, function, args)
         except ChildFailedError as failed:
             raise _error(folder, processes, timeout_seconds, failed.failures) from None
         found = [_load(folder, rank, processes) for rank in range(processes if results == "all" else 1)]
@@ -238,13 +239,16 @@ def _load(folder: Path, rank: int, processes: int) -> Any:
 # --- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def _run(folder: Path, timeout_seconds: float | None, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(
+    folder: Path, method: str, timeout_seconds: float | None, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """Run the function on this rank, and leave its result, its error or, on a timeout, its stack in the folder."""
     rank = os.environ["RANK"]
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # a rank that waits in C++ would not come to Python's handlers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)  # a fork has none of the threads that OpenMP believes to have
+    if method == "fork" or (os.environ["WORLD_SIZE"] != "1" and "OMP_NUM_THREADS" not in os.environ):
+        torch.set_num_threads(1)  # a fork has none of the threads that OpenMP expects; else as under torchrun
     try:
         result = _call(folder / f"{rank}.stack", timeout_seconds, function, args)
         try:

@@ -25,7 +25,6 @@ from whale.runtime.launch import World
 from whale.runtime.loss import ROUNDING, look_at
 from whale.runtime.outputs import put
 from whale.runtime.stage import Intervals, LocalStage, part
-from whale.runtime.warn import warn
 
 __all__ = ["LocalBatches", "LocalRows", "RowShares"]
 
@@ -298,7 +297,7 @@ class LocalBatches:
     def _check_values(self, told: Sequence[Sequence[float]], rows: int, first: int, num_leaves: int) -> None:
         """Compare samples of the values of ranks that bring the same rows."""
         known: dict[Any, int] = {}
-        if self._steps == 1 and self.world.rank == 0:
+        if self._steps == 1:
             self._warn_of_copies(told, rows)
         for rank, (count, _, own, shared) in enumerate(told):
             parts = tuple(sorted(self.parts[rank].items())) if self.parts else ()
@@ -317,7 +316,7 @@ class LocalBatches:
     def _warn_of_copies(self, told: Sequence[Sequence[float]], rows: int) -> None:
         shares = {self.shares.stretches(rank, rows) for rank, (count, *_) in enumerate(told) if count}
         if len(shares) > 1 and told[0][2] and len({tuple(each) for each in told}) == 1:
-            warn(
+            self.world.warn(
                 f"every rank brought the same {_rows(int(told[0][0]))}, so that a step computes each row {len(shares)} "
                 'times: with batch="local" a rank brings its own rows, as whale.shard_dataset(dataset, model) does'
             )
