@@ -41,7 +41,7 @@ class RowShares:
 
     Attributes:
         rows: of the example batch.
-        unit: rows that are never divided.
+        unit: rows that the model computes together in the example; other batches may have other ones.
         per_micro_batch: units in every micro-batch except the last.
         cuts: by rank; each micro-batch is divided so. A rank without work is absent.
         first_stage: ranks that together bring every row once.
@@ -54,15 +54,11 @@ class RowShares:
     first_stage: tuple[int, ...]
 
     def stretches(self, rank: int, rows: int) -> Stretches:
-        """The rows of *rank* of a global batch. Raises `UsageError` if such a batch cannot be divided."""
-        if rows % self.unit:
-            raise UsageError(
-                f"a global batch of {rows} rows cannot be divided: the model computes {self.unit} rows together; give "
-                f"it a multiple of {self.unit} rows"
-            )
+        """The rows of *rank* of a global batch."""
         if rank not in self.cuts:
             return ()
-        return _stretches(rows, self.unit, self.per_micro_batch * self.unit, self.cuts[rank])
+        unit = 1 if rows % self.unit else self.unit
+        return _stretches(rows, unit, self.per_micro_batch * self.unit, self.cuts[rank])
 
     def count(self, rank: int, rows: int) -> int:
         """Number of rows of *rank*."""
