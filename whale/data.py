@@ -68,7 +68,7 @@ def shard_dataset(
         options: of torch's DataLoader, such as ``num_workers`` and ``collate_fn``.
 
     Raises:
-        UsageError: an order, a batch size or a dataset that cannot be divided.
+        UsageError: the order of a DataLoader or the kind of a dataset cannot be divided.
     """
     if model is not None:
         check_type("model", model, ParallelModule, "the model that whale.parallelize returned")
@@ -290,13 +290,11 @@ class ShardedLoader:
         self._epoch = self._position = 0
         self._resumed = True
         self._skipped = 0
-        share(batch_size)  # refuses batches that cannot be divided
         options = {**options, "generator": self._random}
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             self._sampler: RowSampler | None = RowSampler(
                 len(dataset), share, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
             )
-            self._sampler.counts()
             self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._sampler, **options)
         elif hasattr(dataset, "__iter__"):
             if shuffle:

@@ -49,8 +49,9 @@ def launch(
 
     It does for a notebook or a script what torchrun does for a command: ``whale.parallelize`` inside of the function
     finds its rank. Ranks are forks of this process, so that functions of a notebook, closures and arguments need no
-    pickling; a fork computes on one thread of a CPU. If this process has used CUDA, ranks start afresh and import the
-    function, which must then be in a module or in a script whose own calls are under ``if __name__ == "__main__":``.
+    pickling; a fork computes on one thread of a CPU. If this process has used CUDA, or computed gradients beside GPUs,
+    ranks start afresh and import the function, which must then be in a module or in a script whose own calls are under
+    ``if __name__ == "__main__":``.
 
     Tensors in results arrive on the CPU. Whatever goes wrong, no process is left.
 
@@ -87,6 +88,7 @@ def launch(
         )
     with _as_it_was(), tempfile.TemporaryDirectory(prefix="whale-launch-") as name:
         folder = Path(name)
+        method = "fork" if _can_fork() else _spawn(function, args)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -96,11 +98,11 @@ def launch(
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
             max_restarts=0,
-            start_method="fork" if _can_fork() else _spawn(function, args),
+            start_method=method,
             logs_specs=DefaultLogsSpecs(log_dir=name),
         )
         try:
-            elastic_launch(config, _run)(folder, timeout_seconds, function, args)
+            elastic_launch(config, _run)(folder, method, timeout_seconds, function, args)
         except ChildFailedError as failed:
             raise _error(folder, processes, timeout_seconds, failed.failures) from None
         found = [_load(folder, rank, processes) for rank in range(processes if results == "all" else 1)]
@@ -170,10 +172,10 @@ def _can_fork() -> bool:
 
 def _spawn(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """The start method ``spawn``, for a function that new processes can import."""
-    why = "ranks cannot be forks of this process, because it has used CUDA"
+    why = "ranks cannot be forks of this process, because it has used CUDA (or, beside GPUs, computed gradients)"
     remedy = (
-        "restart the kernel and call launch before anything uses CUDA (torch.cuda.is_available does; call it inside of "
-        "the function), or put the function into a module"
+        "restart the kernel and call launch first, with all of that inside of the function, torch.cuda.is_available "
+        "too; or put the function into a module"
     )
     if getattr(function, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise UsageError(f"{why}; and new processes cannot import {_name(function)} from a notebook; {remedy}")
@@ -238,13 +240,16 @@ def _load(folder: Path, rank: int, processes: int) -> Any:
 # --- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def _run(folder: Path, timeout_seconds: float | None, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(
+    folder: Path, method: str, timeout_seconds: float | None, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """Run the function on this rank, and leave its result, its error or, on a timeout, its stack in the folder."""
     rank = os.environ["RANK"]
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # a rank that waits in C++ would not come to Python's handlers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)  # a fork has none of the threads that OpenMP believes to have
+    if method == "fork" or (os.environ["WORLD_SIZE"] != "1" and "OMP_NUM_THREADS" not in os.environ):
+        torch.set_num_threads(1)  # a fork has none of the threads that OpenMP expects; else as under torchrun
     try:
         result = _call(folder / f"{rank}.stack", timeout_seconds, function, args)
         try:

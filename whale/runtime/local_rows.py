@@ -25,7 +25,6 @@ from whale.runtime.launch import World
 from whale.runtime.loss import ROUNDING, look_at
 from whale.runtime.outputs import put
 from whale.runtime.stage import Intervals, LocalStage, part
-from whale.runtime.warn import warn
 
 __all__ = ["LocalBatches", "LocalRows", "RowShares"]
 
@@ -42,7 +41,7 @@ class RowShares:
 
     Attributes:
         rows: of the example batch.
-        unit: rows that are never divided.
+        unit: rows that the model computes together in the example; other batches may have other ones.
         per_micro_batch: units in every micro-batch except the last.
         cuts: by rank; each micro-batch is divided so. A rank without work is absent.
         first_stage: ranks that together bring every row once.
@@ -55,15 +54,11 @@ class RowShares:
     first_stage: tuple[int, ...]
 
     def stretches(self, rank: int, rows: int) -> Stretches:
-        """The rows of *rank* of a global batch. Raises `UsageError` if such a batch cannot be divided."""
-        if rows % self.unit:
-            raise UsageError(
-                f"a global batch of {rows} rows cannot be divided: the model computes {self.unit} rows together; give "
-                f"it a multiple of {self.unit} rows"
-            )
+        """The rows of *rank* of a global batch."""
         if rank not in self.cuts:
             return ()
-        return _stretches(rows, self.unit, self.per_micro_batch * self.unit, self.cuts[rank])
+        unit = 1 if rows % self.unit else self.unit
+        return _stretches(rows, unit, self.per_micro_batch * self.unit, self.cuts[rank])
 
     def count(self, rank: int, rows: int) -> int:
         """Number of rows of *rank*."""
@@ -302,7 +297,7 @@ class LocalBatches:
     def _check_values(self, told: Sequence[Sequence[float]], rows: int, first: int, num_leaves: int) -> None:
         """Compare samples of the values of ranks that bring the same rows."""
         known: dict[Any, int] = {}
-        if self._steps == 1 and self.world.rank == 0:
+        if self._steps == 1:
             self._warn_of_copies(told, rows)
         for rank, (count, _, own, shared) in enumerate(told):
             parts = tuple(sorted(self.parts[rank].items())) if self.parts else ()
@@ -321,7 +316,7 @@ class LocalBatches:
     def _warn_of_copies(self, told: Sequence[Sequence[float]], rows: int) -> None:
         shares = {self.shares.stretches(rank, rows) for rank, (count, *_) in enumerate(told) if count}
         if len(shares) > 1 and told[0][2] and len({tuple(each) for each in told}) == 1:
-            warn(
+            self.world.warn(
                 f"every rank brought the same {_rows(int(told[0][0]))}, so that a step computes each row {len(shares)} "
                 'times: with batch="local" a rank brings its own rows, as whale.shard_dataset(dataset, model) does'
             )

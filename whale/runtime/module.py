@@ -67,9 +67,6 @@ class ParallelModule(nn.Module):
         Args:
             rows: of the global batch; by default those of the example batch.
             rank: by default this one.
-
-        Raises:
-            UsageError: a batch of *rows* rows cannot be divided.
         """
         shares = self._whale.engine.shares
         return shares.stretches(self.rank if rank is None else rank, shares.rows if rows is None else rows)
