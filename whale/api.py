@@ -235,6 +235,11 @@ def _warn(world: World, compilation: Compilation) -> None:
             f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
             "keeps all activations; plan its memory without it"
         )
+    for name, place in compilation.captured.written:
+        world.warn(
+            f"the forward writes to its argument {name}{f' at {place.file}:{place.line}' if place else ''}: a parallel "
+            "step computes with what is written, and leaves the batch as it was; clone the argument to say so"
+        )
     for text in compilation.warnings:
         world.warn(text)
 

@@ -607,6 +607,29 @@ def test_optimizers_of_replicas_may_need_whole_tensors(ranks: Two) -> None:
         assert ranks.run(optimize_with, "replicate", name, {}) == ["", ""]
 
 
+def train_by_a_schedule(world: World, kind: str) -> list[float]:
+    """Errors of parameters after steps of an optimizer whose `step` a scheduler has replaced."""
+    local, batch = decoder(layers=2), tokens()
+    module = parallel(kind)
+    made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (local, module)]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) for optimizer in made]
+    for _ in range(3):
+        local(**batch).backward()
+        module.train_step(**batch)
+        for optimizer, schedule in zip(made, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    whole = module.full_state_dict()
+    return [float((whole[n] - p.detach()).abs().max()) for n, p in local.named_parameters()]
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_schedules_of_learning_rates(ranks: Two, kind: str) -> None:
+    for errors in ranks.run(train_by_a_schedule, kind):
+        assert max(errors) < 1e-12
+
+
 def states_of_an_optimizer(world: World, kind: str) -> tuple[list[float], list[str]]:
     """Save, load and go on, in parts, from whole tensors, and by torch.distributed.checkpoint."""
     model = annotated(kind)

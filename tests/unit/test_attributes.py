@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:5 kinds of steps")
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 WEIGHT = 1.0
+SHARE = ContextVar("SHARE", default=1.0)
 OPTIONS = {"weight": 1.0}
 ARGS = SimpleNamespace(weight=1.0)
 
@@ -46,10 +48,15 @@ class Model(nn.Module):
         self.relu = nn.LeakyReLU(0.1)
         self.step = 0
 
+    def double_of(self, x: Tensor) -> Tensor:
+        return 2 * x
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.relu(x).pow(self.power).sum() * WEIGHT * OPTIONS["weight"] * ARGS.weight
+        return (
+            self.double_of(self.relu(x)).pow(self.power).sum() * SHARE.get() * WEIGHT * OPTIONS["weight"] * ARGS.weight
+        )
 
 
 def change(model: Any) -> dict[str, Callable[[], object]]:
@@ -111,6 +118,11 @@ def test_globals_act_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(model.train_step(X)) == pytest.approx(6 * first)
     monkeypatch.setattr(ARGS, "weight", 4.0)
     assert float(model.train_step(X)) == pytest.approx(24 * first)
+    monkeypatch.setattr(Model, "double_of", lambda self, x: 3 * x)
+    assert float(model.train_step(X)) == pytest.approx(36 * first)
+    SHARE.set(5.0)
+    assert float(model.train_step(X)) == pytest.approx(180 * first)
+    SHARE.set(1.0)
     monkeypatch.setattr(Model, "power", 2)
     assert float(model.train_step(X)) != pytest.approx(24 * first)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import whale
 from whale.errors import CaptureError
 from whale.graph.capture import capture
 
@@ -116,6 +118,41 @@ class ReadsTheClock(Base):
         return self.layer(x).sum() * (2 if time.time() > 4e9 else 1)  # this
 
 
+class OwnTorchGenerator(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=torch.default_generator)  # this
+        return (self.layer(x) * noise).sum()
+
+
+class SeedsInBetween(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # this
+            noise = torch.randn_like(x)
+        return (self.layer(x) * noise).sum()
+
+
+class WritesData(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.clamp_(-0.1, 0.1)  # this
+        return self.layer(x).sum()
+
+
+class Hooked(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        calls: list[int] = []
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            calls.append(1)  # this
+            return output * len(calls)
+
+        self.layer.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum()
+
+
 def line_of(kind: type) -> int:
     lines, start = inspect.getsourcelines(kind)
     return start + next(i for i, line in enumerate(lines) if "# this" in line)
@@ -127,7 +164,7 @@ def line_of(kind: type) -> int:
         (LayerDrop, "Python's random generator"),
         (Mixup, "numpy's random generator"),
         (OwnGenerator, "the forward changes generator from step to step"),
-        (Seeds, "torch's random generator"),
+        (Seeds, "torch.manual_seed in a forward"),
         (Warmup, "the forward changes calls from step to step, and computes something else then"),
         (OnlyCounts, "the forward changes calls from step to step, but"),
         (CountsInside, "the forward changes counts from step to step"),
@@ -137,6 +174,10 @@ def line_of(kind: type) -> int:
         (Remembers, "the forward changes kept from step to step, and computes something else"),
         (Once, "the forward changes calls from step to step, and computes something else"),
         (ReadsTheClock, "computes with the time"),
+        (OwnTorchGenerator, "a generator of its own"),
+        (SeedsInBetween, "torch.manual_seed in a forward"),
+        (WritesData, "writes to the parameter layer.weight"),
+        (Hooked, "the forward changes what a hook of layer reaches"),
     ],
 )
 def test_state_that_changes_is_refused_with_its_line(kind: Callable[[], nn.Module], what: str) -> None:
@@ -166,6 +207,36 @@ class TakesTime(Base):
         if time.perf_counter() - start > 1e9:
             raise RuntimeError
         return loss
+
+
+@functools.lru_cache
+def mask(rows: int) -> Tensor:
+    return torch.ones(rows, rows).tril()
+
+
+class Masks(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return (mask(len(x)) @ self.layer(x)).sum()
+
+
+def test_what_a_trace_leaves_in_a_cache_is_dropped() -> None:
+    model = Masks()
+    expected = model(X)
+    capture(model, X)
+    assert torch.equal(model(X), expected)
+
+
+def test_an_argument_that_is_written_to_is_said_to_stay() -> None:
+    class Writes(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(1)
+            return self.layer(x).sum()
+
+    expected = Writes.forward(model := Writes(), X.clone()).item()
+    with pytest.warns(UserWarning, match=r"test_forward_state\.py:\d+: a parallel step computes with what is written"):
+        made = whale.parallelize(model, X, device="cpu")
+    for _ in range(2):
+        assert float(made.train_step(X)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", [KeepsShapes, Clears, TakesTime])

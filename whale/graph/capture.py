@@ -34,6 +34,9 @@ from whale.graph.capture_checks import (
     check_batch,
     check_hooks,
     check_static,
+    located,
+    place_of_forward,
+    place_of_node,
     refusing,
 )
 from whale.graph.forward_state import Steadiness
@@ -68,6 +71,7 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     stage_regions: tuple[str, ...] = ()
     checkpointed: tuple[SourceLine | None, ...] = ()
+    written: tuple[tuple[str, SourceLine | None], ...] = ()
 
     @property
     def module(self) -> fx.GraphModule:
@@ -513,6 +517,17 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
     outputs = program.graph_signature.output_specs
     loss, *returned = [i for i, s in enumerate(outputs) if s.kind is OutputKind.USER_OUTPUT]
     mutated = [i for i, s in enumerate(outputs) if s.kind is OutputKind.BUFFER_MUTATION]
+    results: Any = captured.graph.output_node().args[0]
+    for spec, node in zip(outputs, results, strict=True):
+        if spec.kind is OutputKind.PARAMETER_MUTATION:
+            raise located(
+                f"the forward writes to the parameter {(spec.target or '').removeprefix('model.')}: a step would have "
+                "to do so on every rank that holds a part of it; write to it after optimizer.step(), under "
+                "torch.no_grad(), or compute with another tensor",
+                place_of_node(node) or place_of_forward(model),
+            )
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and spec.target in captured.inputs:
+            captured.written += ((captured.inputs[spec.target], place_of_node(node)),)
     captured.mutated = tuple(aliases[(outputs[i].target or "").removeprefix("model.")] for i in mutated)
     output = captured.graph.output_node()
     output.args = (tuple(output.args[0][i] for i in [loss, *mutated, *returned]),)  # type: ignore[index]

@@ -37,6 +37,7 @@ __all__ = [
     "located",
     "module_of",
     "modules_around",
+    "place_of_forward",
     "place_of_frame",
     "place_of_node",
     "refusing",
@@ -123,7 +124,8 @@ def modules_around(node: fx.Node) -> list[str]:
     return [path.removeprefix("model").removeprefix(".") for path in paths if path]
 
 
-def _place_of_forward(model: nn.Module) -> SourceLine | None:
+def place_of_forward(model: nn.Module) -> SourceLine | None:
+    """The line at which a model's forward begins."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return SourceLine(code.co_filename, code.co_firstlineno) if code else None
 
@@ -193,6 +195,39 @@ _READS = {"__repr__": "printed", "__str__": "printed", "__format__": "printed"}
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")
 
 
+_DATA_ATTRIBUTE: Any = torch.Tensor.data
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+
+
+@contextmanager
+def _refusing_seeds() -> Iterator[None]:
+    """Context that refuses to seed torch's generator: a captured graph's random operators go on with the step's."""
+    originals = {name: getattr(torch, name) for name in _SEEDS}
+
+    def refused(name: str) -> Callable[..., Any]:
+        def seed(*args: Any) -> Any:
+            frame = sys._getframe(1)
+            if is_model(frame.f_code.co_filename):
+                raise located(
+                    f"torch.{name} in a forward: a captured graph's random operators are seeded by the step, not in "
+                    "between; give the step what is drawn as a tensor, or keep it in a buffer",
+                    place_of_frame(frame),
+                )
+            return originals[name](*args)
+
+        return seed
+
+    for name in _SEEDS:
+        setattr(torch, name, refused(name))
+        setattr(torch.random, name, getattr(torch, name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+            setattr(torch.random, name, original)
+
+
 class _Refuse(TorchFunctionMode):
     """Context that refuses calls which leave no trace in the graph, or a wrong one."""
 
@@ -208,6 +243,14 @@ class _Refuse(TorchFunctionMode):
             raise located(
                 "register_hook on a tensor inside forward: a captured graph cannot keep a hook on a gradient; remove "
                 "it, or write what it does as operators of the forward",
+                place_of_frame(sys._getframe(1)),
+            )
+        if name == "__get__" and func == _DATA_ATTRIBUTE.__get__:
+            return args[0].detach()  # .data is no operator, and what is written to it would be lost
+        if name == "__set__" and func == _DATA_ATTRIBUTE.__set__ and _called_by_model():
+            raise located(
+                "a tensor's .data is replaced in forward, which leaves no operator in a captured graph; compute with "
+                "another tensor, or write to a buffer with copy_",
                 place_of_frame(sys._getframe(1)),
             )
         return func(*args, **(kwargs or {}))
@@ -344,7 +387,7 @@ def refusing() -> Iterator[list[SourceLine | None]]:
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        with _Refuse():
+        with _Refuse(), _refusing_seeds():
             yield checkpointed
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant
@@ -369,6 +412,12 @@ def check_static(graph: fx.Graph, name: str) -> None:
                 dynamic = any(isinstance(size, torch.SymInt) for size in value.shape)
             if dynamic:
                 raise located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
+        if node.kwargs.get("generator") is not None or isinstance(node.meta.get("val"), torch.Generator):
+            raise located(
+                "a random operator draws from a generator of its own, whose position a captured graph does not have; "
+                "leave generator= out (the step seeds its random operators), or give the step what is drawn",
+                place_of_node(node),
+            )
         if node.target in _ONE_DTYPE:
             dtypes = {str(source.meta["val"].dtype).removeprefix("torch.") for source in node.all_input_nodes}
             if len(dtypes) > 1:
@@ -411,7 +460,7 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
     if isinstance(error, CaptureError):
         if error.file is not None:
             return error
-        return located(error.message, place or _place_of_forward(model))
+        return located(error.message, place or place_of_forward(model))
     text = str(error)
     first = text.strip().splitlines()[0] if text.strip() else ""
     name, kind = type(model).__name__, type(error).__name__

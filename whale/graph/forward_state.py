@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
-from whale.graph.reach import Reach, Same, untraced
+from whale.graph.reach import Reach, Same, hooks_of, untraced
 
 __all__ = ["Steadiness"]
 
@@ -82,6 +82,7 @@ class State:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._model, self.loss_fn = model, loss_fn
+        self.caches: list[Any] = []
 
     @untraced
     def now(self, *, only: Collection[Kept] | None = None, by_shape: bool = False) -> dict[Kept, Hashable]:
@@ -90,19 +91,23 @@ class State:
         reach = _All(self._model, by_shape)
         found: dict[Kept, Hashable] = {}
         classes: dict[type, None] = {}
+        hooks: dict[Any, str] = {}
         for path, module in self._model.named_modules():
             classes[type(module)] = None
+            hooks |= dict.fromkeys(hooks_of(module), f"what a hook of {path or 'the model'} reaches")
             for name, x in module.__dict__.items():
                 kept = Kept(path, name)
                 if name not in _TABLES and (only is None or kept in only):
                     found[kept] = reach.token(x)
         functions: dict[Any, str] = {kind: f"what the class {kind.__name__} and its methods reach" for kind in classes}
+        functions |= hooks
         if self.loss_fn is not None:
             functions[self.loss_fn] = "what loss_fn reaches"
         for function, words in functions.items():
             kept = Kept(None, words)
             if only is None or kept in only:
                 found[kept] = reach.token(function)
+        self.caches = reach.caches
         return found
 
     def attributes(self) -> dict[str, dict[str, Any]]:
@@ -127,9 +132,12 @@ class _All(Reach):
     def __init__(self, module: nn.Module, by_shape: bool) -> None:
         super().__init__(module)
         self._by_shape = by_shape
+        self.caches: list[Any] = []
 
     def token(self, x: Any) -> Hashable:
         """The token of an object."""
+        if isinstance(x, functools._lru_cache_wrapper):
+            self.caches.append(x)
         if self._by_shape and isinstance(x, Tensor):
             return Tensor, x.dtype, x.device, tuple(x.shape)
         found = super().token(x)
@@ -166,8 +174,12 @@ class Steadiness:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Context for the trace."""
-        with _noting_clocks() as self._clocks, _noting_draws() as self._drawn:
-            yield
+        try:
+            with _noting_clocks() as self._clocks, _noting_draws() as self._drawn:
+                yield
+        finally:
+            for cache in self._state.caches:
+                cache.cache_clear()  # tensors of the trace have no data
 
     def end(self) -> None:
         """Look at the state; to be called at the end of every forward that is traced."""

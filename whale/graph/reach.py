@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Named", "Reach", "Same", "Unknown", "names_in_code", "untraced"]
+__all__ = ["PLAIN", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
@@ -197,6 +197,11 @@ class Named(NamedTuple):
     objects: tuple[Any, ...]
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks that run with a module's forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named:
     """The names in a forward and in the functions that it may call: those of the classes of its modules, and of the
     objects that these hold, are found by their names."""
@@ -215,7 +220,9 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
     cells: dict[int, tuple[str, CellType]] = {}
     objects: list[Any] = []
     seen = set[int]()
-    waiting: list[Any] = [loss_fn, *by_name.get("forward", ()), *(module.__dict__.get("forward") for module in modules)]
+    waiting: list[Any] = [loss_fn, *by_name.get("forward", ())]
+    for module in modules:
+        waiting += [module.__dict__.get("forward"), *hooks_of(module)]
     while waiting:
         x = waiting.pop()
         if id(x) in seen or x is None:

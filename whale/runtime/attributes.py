@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -140,7 +141,7 @@ class Attributes:
             yield path, module.__dict__, self._named(module)
         for kind in dict.fromkeys(base for module in self._modules.values() for base in type(module).__mro__):
             if kind.__module__.partition(".")[0] not in ("torch", "builtins", "whale", "transformers"):
-                held = {x for x, value in vars(kind).items() if not x.startswith("__") and not _is_code(value)}
+                held = {name for name in vars(kind) if not name.startswith("__")}
                 yield f"class {kind.__name__}", vars(kind), sorted(held & {*self.sources.names})
         for table, names in self.sources.globals:
             yield f"module {table.get('__name__')}", table, sorted(name for name in names if name in table)
@@ -182,6 +183,8 @@ class Attributes:
         """Readers of the values in an object, if it is looked into."""
         if isinstance(x, (*_ATOMS, Tensor)) or id(x) in self._own:
             return None
+        if isinstance(x, ContextVar):
+            return [partial(_value_of, x)]
         if isinstance(x, _CONTAINERS):
             if len(x) > _LARGE:
                 return None
@@ -234,9 +237,9 @@ def _version(x: Tensor) -> tuple[int]:
     return (x._version,)
 
 
+def _value_of(variable: ContextVar[Any]) -> tuple[Any]:
+    return (variable.get(None),)
+
+
 def _content(cell: CellType) -> tuple[Any]:
     return (cell.cell_contents,)
-
-
-def _is_code(x: Any) -> bool:
-    return callable(x) or isinstance(x, (property, staticmethod, classmethod))

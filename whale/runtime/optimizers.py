@@ -247,7 +247,9 @@ def _updated(
     """Tensors after steps of an optimizer with the options of a group of another."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     made: Optimizer = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__)
+    for name, value in optimizer.__dict__.items():
+        if not (callable(value) and hasattr(type(optimizer), name)):  # as `step` of schedulers, bound to the optimizer
+            made.__dict__[name] = value
     made.state = defaultdict(dict)
     made.param_groups = [{**optimizer.param_groups[group], "params": parameters}]
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
