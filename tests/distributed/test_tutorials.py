@@ -57,6 +57,12 @@ def run_script(world: World, folder: Path, arguments: list[str]) -> str:
     return printed.getvalue()
 
 
+def run_alone(world: World, folder: Path, arguments: list[str]) -> str:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return run_script(world, folder, arguments)
+
+
 def run_on_every_machine(folder: Path, words: list[str]) -> str:
     """Run a command once for each of its machines, all of them this one; the output of the first."""
     with socket.socket() as held:
@@ -86,7 +92,7 @@ def run_command(worlds: Worlds, folder: Path, words: list[str]) -> str:
         assert words[1:3] == ["--nproc-per-node", "2"]
         return "".join(worlds.run(2, run_script, folder, words[3:]))
     if words[0] == "python":
-        return str(run_ranks(1, run_script, folder, words[1:])[0])
+        return str(run_ranks(1, run_alone, folder, words[1:])[0])
     assert words[0] == "whale", f"a tutorial cannot run {words[0]}"
     with inside(folder, words):
         done = CliRunner().invoke(app, words[1:], catch_exceptions=False)
