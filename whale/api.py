@@ -7,7 +7,7 @@ raised before any process group is made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from os import PathLike
@@ -24,10 +24,10 @@ from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, local_tensors
 from whale.compile.row_shares import batch_leaf_names, row_shares
-from whale.compile.trace import trace
+from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.detection import detect
-from whale.errors import AnnotationError, PlanMismatchError, UsageError
+from whale.errors import AnnotationError, CaptureError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks
 from whale.graph.reach import names_in_code
@@ -376,27 +376,23 @@ class _Builder:
         changes: Changes,
         tensors: Mapping[str, Tensor],
         returns: Returns,
+        numbers: Collection[str],
     ) -> CompiledStep:
         """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
-        something else; parameters stay where they are."""
+        something else; parameters stay where they are. It takes *numbers* as tensors, if the model can."""
         assert self.first is not None
         changes.write(self.template)
-        device = self.world.device
-        traced = trace(
-            self.template,
-            batch,
-            device=device,
-            training=any(modes),
-            modes=modes,
-            loss_fn=self.loss_fn,
-            promote=self.options.promote,
-            returns=returns,
-        )
+        try:
+            traced = self._trace(batch, modes, returns, numbers)
+        except CaptureError:  # where it is not for the numbers, the same is raised again
+            if not numbers:
+                raise
+            traced, numbers = self._trace(batch, modes, returns, ()), ()
         compilation = compile_traced(
             traced,
             self.cluster,
             self.options,
-            device=device,
+            device=self.world.device,
             rows_per_micro_batch=self.rows,
             stored=self.first.stored_forms() | forms_of_unread(self.unread),
         )
@@ -410,7 +406,20 @@ class _Builder:
         if self.world.size <= _CHECKED_RANKS:
             clock = _clock_of(self.clock, self.world.size, compilation)
             compilation.check(self.world.rank, clock)
-        return self._assemble(compilation, tensors)
+        return replace(self._assemble(compilation, tensors), numbers=tuple(numbers))
+
+    def _trace(self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]) -> Traced:
+        return trace(
+            self.template,
+            batch,
+            device=self.world.device,
+            training=any(modes),
+            modes=modes,
+            loss_fn=self.loss_fn,
+            promote=self.options.promote,
+            returns=returns,
+            numbers=numbers,
+        )
 
     def _assemble(self, compilation: Compilation, tensors: Mapping[str, Tensor]) -> CompiledStep:
         held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t for name, t in tensors.items()}

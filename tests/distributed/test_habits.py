@@ -316,6 +316,38 @@ def test_a_head_that_the_first_batch_does_not_read_trains(ranks: Two, layout: di
             assert "an example batch that reads it" in message
 
 
+class Scaled(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = annotated(kind)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, weight: float) -> torch.Tensor:
+        loss: torch.Tensor = self.model(tokens, labels) * (1 - weight)
+        return loss
+
+
+def change_a_number(world: World, kind: str) -> tuple[float, int]:
+    model = Scaled(kind)
+    local = copy.deepcopy(model)
+    made: Any = whale.parallelize(model, {**tokens(), "weight": 0.5}, micro_batches=2, device="cpu")
+    worst = 0.0
+    for weight in (0.5, 0.25, 0.125, 0.1):
+        local.zero_grad()
+        made.zero_grad()
+        local(**tokens(), weight=weight).backward()
+        made.train_step(**tokens(), weight=weight)
+        found = made.full_gradients()
+        worst = max(worst, *(float((found[n] - p.grad).abs().max()) for n, p in local.named_parameters()))
+    return worst, len(made._whale.engine.steps)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_number_that_changes_compiles_one_more_step(ranks: Two, kind: str) -> None:
+    for worst, num_steps in ranks.run(change_a_number, kind):
+        assert worst < 1e-12
+        assert num_steps == 2
+
+
 class Tempered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

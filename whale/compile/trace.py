@@ -6,7 +6,7 @@ nothing, and knows no device and no plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -108,6 +108,7 @@ def trace(
     loss_fn: Callable[..., Any] | None = None,
     promote: bool = False,
     returns: Returns = "loss",
+    numbers: Collection[str] = (),
 ) -> Traced:
     """Trace the loss of *model* for batches like *batch*.
 
@@ -119,6 +120,7 @@ def trace(
         modes: whether each module is in training mode, in the order of ``modules()``, where they are not all alike.
         loss_fn: for a model that does not return its loss.
         promote: turn casts to float32 inside the model into casts to float64.
+        numbers: leaves of the batch, of type float, that the step takes as tensors.
         returns: what a step returns. For outputs alone the sum of one of them is in the place of the loss.
 
     Raises:
@@ -129,7 +131,7 @@ def trace(
     model.train(training)
     for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
-    captured = capture(model, batch, device=device, loss_fn=loss_fn, promote=promote, returns=returns)
+    captured = capture(model, batch, device=device, loss_fn=loss_fn, promote=promote, returns=returns, numbers=numbers)
     recognize_masks(captured)
     if ungroup(captured.graph):
         mark_gradients(captured, model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +40,7 @@ from whale.graph.capture_checks import (
     refusing,
 )
 from whale.graph.forward_state import Steadiness
+from whale.graph.numbers import numbers_to_tensors
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
 from whale.ir.program import Returns
@@ -127,8 +128,10 @@ class _Loss(nn.Module):
         checks: Sequence[Callable[[], None]] = (),
         returns: Returns = "loss",
         found: _Found | None = None,
+        numbers: Mapping[str, float | None] | None = None,
     ) -> None:
         super().__init__()
+        self.numbers = {} if numbers is None else numbers
         self.model = model
         self.names = tuple(names)
         self.loss_fn = loss_fn
@@ -138,6 +141,8 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Any) -> Any:
         values = dict(zip(self.names, leaves, strict=True))
+        for name, constant in self.numbers.items():
+            values[name] = values[name].item() if constant is None else constant
         held = [(inner, dict(inner._buffers)) for inner in self.model.modules()]
         args = [v for k, v in values.items() if k.startswith("args[")]
         kwargs = {k: v for k, v in values.items() if not k.startswith("args[")}
@@ -277,10 +282,12 @@ def capture(
     loss_fn: Callable[..., Any] | None = None,
     promote: bool = False,
     returns: Returns = "loss",
+    numbers: Collection[str] = (),
 ) -> Captured:
     """Capture the loss of *model* on a batch of these shapes, or what else a step *returns*.
 
-    *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64).
+    *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64). The leaves
+    *numbers*, of type float, become tensors without dims; that fails where the model does more than compute with one.
     Raises :class:`CaptureError` with the user's file and line where the model cannot be captured.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -288,6 +295,8 @@ def capture(
     leaves = batch_leaves(batch)
     check_batch(model, leaves, loss_fn)
     check_hooks(model)
+    given = {name: float(leaves[name]) for name in numbers}
+    leaves = {name: torch.tensor(leaf, dtype=torch.float64) if name in given else leaf for name, leaf in leaves.items()}
     fakes = fake_batch(leaves, mode, device)
     found = _Found()
 
@@ -297,8 +306,9 @@ def capture(
         wrap_annotated(duplicate)
         return duplicate
 
-    def root_of(duplicate: nn.Module, *checks: Callable[[], None]) -> _Loss:
-        root = _Loss(duplicate, list(fakes), loss_fn, checks, returns, found)
+    def root_of(duplicate: nn.Module, *checks: Callable[[], None], values: Mapping[str, float] | None = None) -> _Loss:
+        symbols = dict.fromkeys(given) if values is None else values
+        root = _Loss(duplicate, list(fakes), loss_fn, checks, returns, found, symbols)
         root.training = model.training  # modules inside of it keep their own modes
         return root
 
@@ -325,6 +335,9 @@ def capture(
                 steadiness = Steadiness(duplicate, loss_fn)
                 with steadiness.observing():
                     program = export(root_of(duplicate, *checks, steadiness.end))
+                if given:
+                    constant = export(root_of(duplicated(), values=given)).graph
+                    numbers_to_tensors(program.graph, _holes(program, fakes, given), constant)
                 if not (copying and steadiness.kept_something):
                     check_static(program.graph, type(model).__name__)
                     check_autocast([program.graph, *(module.graph for module in _submodules(program.graph))])
@@ -355,6 +368,16 @@ def capture(
     annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
     return captured
+
+
+def _holes(
+    program: torch.export.ExportedProgram, leaves: Iterable[str], numbers: Mapping[str, float]
+) -> dict[fx.Node, float]:
+    """The placeholders of numbers, with their values."""
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    values = {spec.arg.name: numbers.get(leaf) for spec, leaf in zip(specs, leaves, strict=True)}
+    holes = program.graph.find_nodes(op="placeholder")
+    return {node: value for node in holes if (value := values.get(node.name)) is not None}
 
 
 @contextmanager

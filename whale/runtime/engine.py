@@ -6,7 +6,7 @@ It owns this rank's tensors and runs compiled steps; how a step is compiled (cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,7 +67,7 @@ class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
     ``loss_dtype`` is that of the loss, also where this rank computes none, and None if the model returns no loss;
     ``outputs`` says how the model's output is made, in steps that return it. ``gathered`` are the leaves of local
-    batches that are gathered, once that is known."""
+    batches that are gathered, once that is known, ``numbers`` those of type float that it takes as tensors."""
 
     executor: Executor
     stages: Sequence[LocalStage]
@@ -75,6 +75,7 @@ class CompiledStep:
     loss_dtype: torch.dtype | None
     outputs: Outputs | None = None
     gathered: tuple[str, ...] | None = None
+    numbers: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Remove what it has put on the parameters."""
@@ -82,9 +83,9 @@ class CompiledStep:
             self.executor.reducer.close()
 
 
-StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns], CompiledStep]
+StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns, Collection[str]], CompiledStep]
 """Compiles a step for a batch (by leaf name), for modules in these modes and with these attributes, over these tensors
-of this rank."""
+of this rank, which takes these numbers of the batch as tensors, if it can."""
 
 
 class Result(NamedTuple):
@@ -110,6 +111,9 @@ class Engine:
         steps: compiled ones, by signature, modes, changed attributes and what they return.
         compared: how many batches of a signature there were.
         local: makes global batches of those of the ranks; None if every rank has them.
+        floats: arguments of type float, with the first value of each.
+        numbers: those that were another number later.
+        constants: those of them that decide more than values, so that steps are compiled for each.
     """
 
     world: World
@@ -124,12 +128,16 @@ class Engine:
     steps: CompiledSteps[CompiledStep] = field(init=False)
     compared: dict[Signature, int] = field(default_factory=dict)
     local: LocalBatches | None = None
+    floats: dict[str, float] = field(default_factory=dict)
+    numbers: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.steps = CompiledSteps(self.world.warn, CompiledStep.close)
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
+        self.floats |= {name: value for name, value in batch.items() if isinstance(value, float)}
         self.steps.add(StepKey(signature(batch), modes), step)
 
     def run(
@@ -168,14 +176,11 @@ class Engine:
         key = signature(whole)
         if self.local is None:
             self._compare(batch, key, what)
-        kind = StepKey(key, modes, changes.key, returns)
-        step = self.steps.get(kind)
-        if step is None:
-            step = self.source(whole, modes, changes, self.tensors, returns)
-            self.steps.add(kind, step)
+        step = self._step(whole, modes, changes, returns)
         if train:
             self.clock.step += 1
         device = self.world.device
+        batch = {k: torch.tensor(v, dtype=torch.float64) if k in step.numbers else v for k, v in batch.items()}
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if self.local is not None:
             if step.gathered is None:
@@ -196,6 +201,22 @@ class Engine:
         assert step.outputs is not None
         own = {key: value for stage in step.stages for key, value in stage.take_returned().items()}
         return step.outputs.gather(self.world, own, to)
+
+    def _step(self, batch: Mapping[str, Any], modes: Modes, changes: Changes, returns: Returns) -> CompiledStep:
+        """The step for a batch: compiled with the values of its numbers, and from their second value on for all."""
+        for name, value in batch.items():
+            if isinstance(value, float) and value != self.floats.setdefault(name, value):
+                self.numbers.add(name)
+        numbers = [n for n in batch if n in self.numbers - self.constants and isinstance(batch[n], float)]
+        kind = StepKey(signature(batch, numbers), modes, changes.key, returns)
+        step = self.steps.get(kind)
+        if step is None:
+            step = self.source(batch, modes, changes, self.tensors, returns, numbers)
+            if step.numbers != tuple(numbers):
+                self.constants |= set(numbers)
+                kind = kind._replace(batch=signature(batch))
+            self.steps.add(kind, step)
+        return step
 
     def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
@@ -298,10 +319,11 @@ class Engine:
         return total if norm_type == torch.inf else total ** (1.0 / norm_type)
 
 
-def signature(batch: Mapping[str, Any]) -> Signature:
-    """Signature of a batch: names, shapes and dtypes of tensors, values of the rest."""
+def signature(batch: Mapping[str, Any], numbers: Collection[str] = ()) -> Signature:
+    """Signature of a batch: names, shapes and dtypes of tensors, values of the rest, except *numbers*."""
     return tuple(
-        (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (name, repr(v)) for name, v in batch.items()
+        (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (name, "a number" if name in numbers else repr(v))
+        for name, v in batch.items()
     )
 
 
