@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -29,8 +30,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 import whale
+from whale.errors import WorkerError
 
 WIDTH, WORDS = 16, 32
+LONGEST = 180
 
 
 class Block(nn.Module):
@@ -112,7 +115,7 @@ def local_model(habit: str = "") -> Any:
 def parallel(model: nn.Module, layout: str, **options: Any) -> Any:
     """The model in parallel."""
     whale.annotate(model, LAYOUTS[layout])
-    return whale.parallelize(model, batch(), device="cpu", timeout_seconds=30, **options)
+    return whale.parallelize(model, batch(), device="cpu", timeout_seconds=10, **options)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -273,7 +276,8 @@ def _checkpoint(layout: str) -> float:
             "model": pair.model.state_dict(),
             "optimizer": get_optimizer_state_dict(pair.model, pair.optimizers[1], options=options),
         }
-        dcp.load(state, checkpoint_id=folder)
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a head without gradients has no state
+        dcp.load(state, checkpoint_id=folder, planner=planner)
         set_optimizer_state_dict(pair.model, pair.optimizers[1], state["optimizer"], options=options)
     pair.step()
     return pair.error()
@@ -550,12 +554,27 @@ def _copy(layout: str) -> float:
     return pair.error()
 
 
-def outcome(function: Callable[[str], float], layout: str) -> str:
-    """The outcome of a habit: the largest difference on any rank, or the message."""
+def outcome(name: str, function: Callable[[str], float], layout: str) -> str:
+    """The outcome of a habit: the largest difference on any rank, or the message of the rank that refused first.
+
+    Ranks tell each other by the store of the launch: one that refuses leaves the others in a collective.
+    """
     try:
-        return f"{harness.over_ranks(function(layout), dist.ReduceOp.MAX):.0e}"
+        own = f"{function(layout):.0e}"
     except whale.WhaleError as error:
-        return f"refused: {str(error).split(': ')[0]}"
+        own = f"{'later' if isinstance(error, WorkerError) else 'refused'}: {_shortened(str(error))}"
+    store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    keys = [f"{name} {layout} {rank}" for rank in range(world_size)]
+    store.set(keys[dist.get_rank()], own)
+    texts = [store.get(key).decode() for key in keys]
+    refused = sorted((text for text in texts if ": " in text), reverse=True)
+    return refused[0] if refused else f"{max(map(float, texts)):.0e}"
+
+
+def _shortened(message: str) -> str:
+    """The beginning of a message, without the folder of this file."""
+    message = message.replace(f"{Path(__file__).parent}/", "")
+    return message if len(message) < LONGEST else f"{message[:LONGEST].rpartition(' ')[0]} ..."
 
 
 def merged(outcomes: Mapping[str, str]) -> str:
@@ -578,7 +597,7 @@ def main() -> None:
     rows = []
     for name, (before, function) in HABITS.items():
         if options.only in name:
-            rows.append((name, before, merged({layout: outcome(function, layout) for layout in LAYOUTS})))
+            rows.append((name, before, merged({layout: outcome(name, function, layout) for layout in LAYOUTS})))
     harness.report("habits", options, harness.table(("habit", "before", "now"), rows))
 
 

@@ -382,9 +382,20 @@ def _class_of(local: type[nn.Module]) -> type[ParallelModule]:
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return ParallelModule.forward(self, *args, **kwargs)
 
+    def save_pretrained(self: Any, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any) -> None:
+        """Write the whole model as the local one would be, on rank 0; every rank must call it."""
+        state = self.full_state_dict(to="rank0") if state_dict is None else state_dict
+        if self.rank == 0:
+            alone = object.__new__(local)
+            alone.__dict__.update({key: value for key, value in self.__dict__.items() if key != "_whale"})
+            alone.__dict__["config"] = copy.deepcopy(self.config)  # it is written into, on this rank alone
+            alone.save_pretrained(*args, state_dict=state, **kwargs)  # type: ignore[operator]
+
     if local not in _classes:
-        name = f"Parallel{local.__name__}"
-        _classes[local] = type(name, (ParallelModule, local), {"forward": forward, "__module__": __name__})
+        own: dict[str, Any] = {"forward": forward, "__module__": __name__}
+        if hasattr(local, "save_pretrained"):  # of Hugging Face: it reads states and the name of the class
+            own["save_pretrained"] = save_pretrained
+        _classes[local] = type(f"Parallel{local.__name__}", (ParallelModule, local), own)
     return _classes[local]
 
 
