@@ -110,3 +110,14 @@ def test_a_trillion_parameters_are_compiled_without_allocating_them() -> None:
 def test_parts_of_one_sample_train_as_the_whole_does(size: int, name: str, arguments: tuple[str, ...]) -> None:
     assert f"parity on {size} ranks: losses and " in (text := run(size, name, *arguments))
     assert " equal to 1e-9" in text
+
+
+def test_fine_tuning_is_the_same_alone_and_in_stages_and_is_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    alone = run(1, "finetune_two_gpus.py", "--out", str(tmp_path / "alone"), "--steps", "15")
+    staged = run(2, "finetune_two_gpus.py", "--out", str(tmp_path / "staged"), "--steps", "15", "--stages")
+    ends = [re.search(r"eval loss .*\n.*the whale swims .*", text) for text in (alone, staged)]
+    assert ends[0] is not None and ends[1] is not None
+    assert ends[0][0] == ends[1][0]
+    resumed = run(1, "finetune_two_gpus.py", "--out", str(tmp_path / "staged"), "--steps", "16")
+    assert "'epoch': '4'" in resumed  # of the sixteenth step alone, with the state of the stages

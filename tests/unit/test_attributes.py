@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,13 @@ OPTIONS = {"weight": 1.0}
 ARGS = SimpleNamespace(weight=1.0)
 
 
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
 class Layer(nn.Module):
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
@@ -31,9 +39,13 @@ class Layer(nn.Module):
         self.rates = [1.0, {"last": 1.0}]
         self.constant = torch.ones(3, dtype=torch.float64)
         self.activation = torch.tanh
+        self.array, self.slotted, self.scale_0 = np.ones(3), Slotted(), 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x) * self.scale * self.rates[0] * self.rates[1]["last"] * self.constant  # type: ignore[index]
+        x = x * torch.from_numpy(self.array) * self.slotted.factor
+        for number in range(1):
+            x = x * getattr(self, f"scale_{number}")
         return self.activation(x) * self.config.factor * getattr(self, "later", 1.0)
 
 
@@ -59,6 +71,15 @@ class Model(nn.Module):
         )
 
 
+class Counted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.epoch = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, "scale", 1.0)
+
+
 def change(model: Any) -> dict[str, Callable[[], object]]:
     layer = model.layers[1]
     return {
@@ -70,6 +91,9 @@ def change(model: Any) -> dict[str, Callable[[], object]]:
         "another object": lambda: setattr(layer, "config", SimpleNamespace(factor=0.7)),
         "a constant": lambda: setattr(layer, "constant", torch.full((3,), 0.5, dtype=torch.float64)),
         "in a constant": lambda: layer.constant.mul_(0.5),
+        "in an array": lambda: layer.array.__setitem__(0, 0.5),
+        "in a slot": lambda: setattr(layer.slotted, "factor", 0.5),
+        "a computed name": lambda: setattr(layer, "scale_0", 0.5),
         "a function": lambda: setattr(layer, "activation", torch.sigmoid),
         "a new attribute": lambda: setattr(layer, "later", 0.5),
         "of an instance": lambda: setattr(model, "power", 2),
@@ -102,9 +126,9 @@ def test_an_attribute_that_is_changed_back_needs_no_other_step() -> None:
 
 
 def test_an_attribute_that_no_forward_names_is_the_script_s() -> None:
-    model: Any = whale.parallelize(Model().double(), X, device="cpu")
+    model: Any = whale.parallelize(nn.Sequential(Counted().double()), X, loss_fn=lambda y, _: y.sum(), device="cpu")
     for step in range(3):
-        model.step = model.layers[0].epoch = step
+        model.step = model[0].epoch = step
         model.train_step(X)
     assert len(model._whale.engine.steps) == 1
 

@@ -189,12 +189,14 @@ class Named(NamedTuple):
         globals: for every table of globals, the names that are looked up there.
         cells: variables of the functions around, each with a name.
         objects: other objects that compute, as a loss function with attributes.
+        pieces: of names that are put together, as of ``getattr(self, f"layer{i}")``.
     """
 
     names: frozenset[str]
     globals: tuple[tuple[Mapping[str, Any], frozenset[str]], ...]
     cells: tuple[tuple[str, CellType], ...]
     objects: tuple[Any, ...]
+    pieces: frozenset[str]
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -219,6 +221,7 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
     tables: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
     cells: dict[int, tuple[str, CellType]] = {}
     objects: list[Any] = []
+    pieces = set[str]()
     seen = set[int]()
     waiting: list[Any] = [loss_fn, *by_name.get("forward", ())]
     for module in modules:
@@ -244,6 +247,8 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
         if not isinstance(x, FunctionType) or _package(x) in _STATELESS:
             continue
         inside = _words(x.__code__)
+        if "getattr" in inside:
+            pieces |= _pieces(x.__code__)
         new = inside - names
         names |= inside
         waiting.extend(found for name in new for found in by_name.get(name, ()))
@@ -267,6 +272,7 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
         tuple((table, frozenset(found)) for table, found in tables.values()),
         tuple(cells.values()),
         tuple(objects),
+        frozenset(pieces),
     )
 
 
@@ -284,3 +290,17 @@ def _globals(code: CodeType) -> frozenset[str]:
     inner = [x for x in code.co_consts if isinstance(x, CodeType)]
     own = (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return frozenset(own).union(*(_globals(x) for x in inner))
+
+
+@functools.cache
+def _pieces(code: CodeType) -> frozenset[str]:
+    """Texts of which a code puts together the names that it gives getattr."""
+    found = set[str]()
+    own = list(dis.get_instructions(code))
+    for place, instruction in enumerate(own):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "getattr":
+            call = next((x for x in own[place + 1 :] if x.opname.startswith("CALL")), own[-1])
+            given = own[place + 1 : own.index(call)]
+            if any(x.opname in ("FORMAT_VALUE", "FORMAT_SIMPLE", "BUILD_STRING", "BINARY_OP") for x in given):
+                found |= {x.argval for x in given if x.opname == "LOAD_CONST" and isinstance(x.argval, str)}
+    return frozenset(found).union(*(_pieces(x) for x in code.co_consts if isinstance(x, CodeType)))

@@ -178,7 +178,7 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = get_optimizer_state_dict(self.model, self._plain_optimizer, options=_BY_NAME)
-        dcp.save({"optimizer": state}, checkpoint_id=Path(output_dir, "optimizer"))
+        dcp.save({"optimizer": state}, checkpoint_id=Path(output_dir, "optimizer"), no_dist=self.model.world_size == 1)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
         self._wait_for_rank_0()
@@ -188,7 +188,8 @@ class Trainer(transformers.Trainer):
             return
         state = {"optimizer": get_optimizer_state_dict(self.model, self._plain_optimizer, options=_BY_NAME)}
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no state
-        dcp.load(state, checkpoint_id=Path(checkpoint, "optimizer"), planner=planner)
+        alone = self.model.world_size == 1
+        dcp.load(state, checkpoint_id=Path(checkpoint, "optimizer"), planner=planner, no_dist=alone)
         set_optimizer_state_dict(self.model, self._plain_optimizer, state["optimizer"], options=_BY_NAME)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
 

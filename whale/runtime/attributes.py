@@ -26,6 +26,9 @@ _ATOMS = (*_PLAIN, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _STANDARD = frozenset(nn.Module().__dict__)
 
+_LARGE_ARRAY = 1 << 16
+"""Bytes of an array of numpy from which on its values are not compared."""
+
 _LARGE, _DEEP = 1000, 6
 """Number of elements from which on a container, and depth from which on an object, is not looked into."""
 
@@ -41,6 +44,7 @@ class Sources(NamedTuple):
     globals: Collection[tuple[Mapping[str, Any], Collection[str]]] = ()
     cells: Collection[tuple[str, CellType]] = ()
     objects: Collection[Any] = ()
+    pieces: Collection[str] = ()
 
 
 class Changes(NamedTuple):
@@ -105,6 +109,7 @@ class Attributes:
         self._root = root
         self._modules = dict(root.named_modules())
         self._own = {id(module) for module in self._modules.values()}
+        self._given: dict[int, frozenset[str]] = {}
         self._first: dict[_Name, Hashable] = before._first if before else self._tokens()
         self._ever: dict[_Name, None] = dict(before._ever) if before else {}
         self._changes = Changes()
@@ -155,9 +160,11 @@ class Attributes:
         if isinstance(x, nn.Module):
             names -= _STANDARD | {"_whale"}
             kind = next(base for base in type(x).__mro__ if not base.__module__.startswith("whale."))
-            if kind.__module__.startswith("torch."):
+            if kind.__module__.startswith("torch."):  # its code is not searched for names
+                names &= self._given.setdefault(id(x), frozenset(names)) | {*self.sources.names}
                 return sorted(names)
-        return sorted(names & {*self.sources.names})
+        pieces = self.sources.pieces
+        return sorted(n for n in names if n in self.sources.names or (pieces and any(piece in n for piece in pieces)))
 
     def _tokens(self) -> dict[_Name, Hashable]:
         """Every value by name."""
@@ -189,7 +196,12 @@ class Attributes:
             if len(x) > _LARGE:
                 return None
             return [x.keys, x.values] if isinstance(x, dict) else [partial(iter, x)]
+        if type(x).__module__.partition(".")[0] == "numpy":
+            return [_Last(x.tobytes)] if getattr(x, "nbytes", _LARGE_ARRAY) < _LARGE_ARRAY else None
         inside = isinstance(x, nn.Module)
+        slots = [n for kind in type(x).__mro__ for n in vars(kind).get("__slots__", ()) if n in {*self.sources.names}]
+        if slots:
+            return [lambda: [getattr(x, name, None) for name in slots]]
         if not hasattr(x, "__dict__") or (type(x).__module__.partition(".")[0] == "torch" and not inside):
             return None
         names = self._named(x)
@@ -207,7 +219,7 @@ class Attributes:
                 return
             seen[id(x)] = x
             if isinstance(x, Tensor):
-                self._reads.append(partial(_version, x))
+                self._reads.append(_Last(partial(getattr, x, "_version")))
             for read in self._parts(x) or ():
                 self._reads.append(read)
                 for part in read():
@@ -233,8 +245,17 @@ def _several(names: Collection[str]) -> Callable[[Mapping[str, Any]], tuple[Any,
     return get if len(names) > 1 else lambda table: (get(table),)
 
 
-def _version(x: Tensor) -> tuple[int]:
-    return (x._version,)
+class _Last:
+    """A reader of a value that gives the same object while it is equal."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read, self._last = read, read()
+
+    def __call__(self) -> tuple[Any]:
+        now = self._read()
+        if now != self._last:
+            self._last = now
+        return (self._last,)
 
 
 def _value_of(variable: ContextVar[Any]) -> tuple[Any]:

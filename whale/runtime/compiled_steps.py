@@ -88,7 +88,7 @@ def _differences(kinds: Iterable[tuple[Any, ...]]) -> str:
         if len(values) < 2:
             continue
         if len(shapes) < len(values) or len({len(shape) for shape in shapes}) > 1:
-            found.append(f"{name} ({', '.join('no tensor' if v is None else str(v[0]) for v in values)})")
+            found.append(f"{name} ({', '.join('not given' if v is None else str(v[0]) for v in values)})")
             continue
         for dim, sizes in enumerate(zip(*shapes, strict=True)):
             if len(set(sizes)) > 1:

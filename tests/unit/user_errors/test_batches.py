@@ -122,6 +122,7 @@ def test_a_batch_that_forward_does_not_take_is_refused(batch: Any, parts: list[s
     refused(UsageError, parts, decoder(layers=1), batch)
 
 
+@pytest.mark.filterwarnings("ignore:5 kinds of steps")
 def test_steps_take_batches_of_other_sizes_and_refuse_others() -> None:
     model = api.parallelize(decoder(layers=1), tokens(), device="cpu", micro_batches=2)
     local = decoder(layers=1)
