@@ -284,7 +284,7 @@ class _Lowering:
             return node
         conversion = Conversion(a, b, cut_a, cut_b, self.groups[axis], self.coordinates[axis])
         kind = conversion.forward_collective or conversion.backward_collective or "take"
-        fresh = emitter.call_module(Bridge(conversion), (node,), f"{kind}_{value[0].name}")
+        fresh = emitter.call_module(Bridge(conversion, value[0].name), (node,), f"{kind}_{value[0].name}")
         fresh.meta["source"] = value[0]
         return fresh
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from whale.ir.check import CollectiveCall
 from whale.ir.placement import Cut, Placement
+from whale.runtime.ranges import named
 
 Group = Any
 """A ``torch.distributed`` process group, None where the axis has one rank, or a :class:`DryGroup`."""
@@ -255,7 +256,15 @@ _COLLECTIVE = {
 
 
 def _convert(
-    x: Tensor, a: str, b: str, cut_a: Cut | None, cut_b: Cut | None, index: int, group: Group, reuse: bool = False
+    x: Tensor,
+    a: str,
+    b: str,
+    cut_a: Cut | None,
+    cut_b: Cut | None,
+    index: int,
+    group: Group,
+    value: str,
+    reuse: bool = False,
 ) -> Tensor:
     match a, b:
         case ("R", "R") | ("P", "P"):
@@ -265,47 +274,55 @@ def _convert(
         case ("R", "P"):
             return x if index == 0 else torch.zeros_like(x)
         case ("S", "R"):
-            return all_gather(x, cut_a, index, group)  # type: ignore[arg-type]
+            with named("all-gather %s", value):
+                return all_gather(x, cut_a, index, group)  # type: ignore[arg-type]
         case ("S", "P"):
             return embed(x, cut_a, index)  # type: ignore[arg-type]
         case ("P", "R"):
-            return all_reduce(x if reuse and x.is_contiguous() else x.clone(memory_format=_DENSE), group)
+            with named("all-reduce %s", value):
+                return all_reduce(x if reuse and x.is_contiguous() else x.clone(memory_format=_DENSE), group)
         case ("P", "S"):
-            return reduce_scatter(x, cut_b, index, group)  # type: ignore[arg-type]
+            with named("reduce-scatter %s", value):
+                return reduce_scatter(x, cut_b, index, group)  # type: ignore[arg-type]
         case ("S", "S"):
-            return x if cut_a == cut_b else all_to_all(x, cut_a, cut_b, index, group)  # type: ignore[arg-type]
+            if cut_a == cut_b:
+                return x
+            with named("all-to-all %s", value):
+                return all_to_all(x, cut_a, cut_b, index, group)  # type: ignore[arg-type]
     raise AssertionError((a, b))
 
 
-def _forward(x: Tensor, c: Conversion, group: Group) -> Tensor:
-    return _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, group, c.reuse)
+def _forward(x: Tensor, c: Conversion, group: Group, value: str) -> Tensor:
+    return _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, group, value, c.reuse)
 
 
 class _BridgeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, conversion: Conversion, group: Group) -> Tensor:
-        ctx.conversion, ctx.group = conversion, group
-        return _forward(x.detach(), conversion, group)
+    def forward(ctx: Any, x: Tensor, conversion: Conversion, group: Group, value: str) -> Tensor:
+        ctx.conversion, ctx.group, ctx.value = conversion, group, value
+        return _forward(x.detach(), conversion, group, value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         c = ctx.conversion
-        a, b = c.target.gradient, c.source.gradient
-        return _convert(grad, a, b, c.target_cut, c.source_cut, c.index, ctx.group, c.reuse_gradient), None, None
+        a, b, value = c.target.gradient, c.source.gradient, f"gradient of {ctx.value}"
+        converted = _convert(grad, a, b, c.target_cut, c.source_cut, c.index, ctx.group, value, c.reuse_gradient)
+        return converted, None, None, None
 
 
 class Bridge(CollectiveModule):
-    """A change of placement inside a stage, as a module of the lowered graph."""
+    """A change of placement inside a stage, as a module of the lowered graph; *value* is the name of what it
+    changes, for profiles."""
 
-    def __init__(self, conversion: Conversion) -> None:
+    def __init__(self, conversion: Conversion, value: str = "") -> None:
         super().__init__()
-        self.conversion, self.ranks = conversion, conversion.ranks
+        self.conversion, self.ranks, self.value = conversion, conversion.ranks, value
 
     def forward(self, x: Tensor) -> Tensor:
         """Convert the value; the gradient is converted back in the backward pass."""
         if x.requires_grad:
-            return _BridgeFunction.apply(x, self.conversion, self.group)
-        return _forward(x, self.conversion, self.group)
+            return _BridgeFunction.apply(x, self.conversion, self.group, self.value)
+        return _forward(x, self.conversion, self.group, self.value)
 
     def extra_repr(self) -> str:
         """The conversion and its ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from whale.errors import ScheduleError, UsageError
+from whale.ir import range_names
 from whale.ir.program import (
     Box,
     Compute,
@@ -33,6 +35,7 @@ from whale.ir.program import (
     forward_only,
 )
 from whale.runtime.failure import Failures
+from whale.runtime.ranges import named
 from whale.runtime.reduce import Reducer
 
 __all__ = ["Executor", "StageProgram"]
@@ -270,14 +273,17 @@ class _Step:
         if final and executor.reducer is not None:
             executor.reducer.arm(stage)
         if kind == "W":
-            self.backward_of_weights(stage, kept)
+            with named(range_names.WEIGHT_BACKWARD, stage, micro_batch):
+                self.backward_of_weights(stage, kept)
         else:
             roots, seeds = self.roots(stage, micro_batch, kept)
             if kind == "B":
-                if roots:
-                    torch.autograd.backward(roots, seeds)
+                with named(range_names.BACKWARD, stage, micro_batch):
+                    if roots:
+                        torch.autograd.backward(roots, seeds)
             else:
-                self.backward_of_inputs(stage, kept, roots, seeds)
+                with named(range_names.INPUT_BACKWARD, stage, micro_batch):
+                    self.backward_of_inputs(stage, kept, roots, seeds)
             for edge, value in zip(executor.entering[stage], kept.received, strict=True):
                 if edge.needs_grad:
                     kept.gradients[edge.index] = value.grad if value.grad is not None else torch.zeros_like(value)
@@ -298,7 +304,8 @@ class _Step:
                 )
             received.append(value.requires_grad_(self.train and edge.needs_grad))
         program = executor.stages[stage]
-        outputs = program.forward(micro_batch, tuple(received))
+        with named(range_names.FORWARD, stage, micro_batch):
+            outputs = program.forward(micro_batch, tuple(received))
         if len(outputs) != len(program.outputs):
             raise ScheduleError(f"the stage returned {len(outputs)} values, but its outputs are {program.outputs}")
         for name, output in zip(program.outputs, outputs, strict=True):
@@ -350,8 +357,9 @@ class _Step:
 
     def send(self, instruction: Send) -> None:
         edge, direction, _, peer, box = instruction
-        part = _part(self.value(instruction), box).contiguous()
-        work = self.executor.transport.isend(part, peer, group=self.executor.groups[direction])
+        with self.message(range_names.SEND, *instruction[:4]):
+            part = _part(self.value(instruction), box).contiguous()
+            work = self.executor.transport.isend(part, peer, group=self.executor.groups[direction])
         if work is None:
             raise ScheduleError(f"edge {edge}: rank {self.executor.rank} is not in the group of its edges")
         self.sends.append((self.num_tasks, work, part, instruction))
@@ -404,7 +412,8 @@ class _Step:
         apart = target is None or not target.is_contiguous()
         if target is None or apart:
             target = torch.empty([stop - start for start, stop in instruction.box], dtype=dtype, device=executor.device)
-        work = executor.transport.irecv(target, instruction.peer, group=executor.groups[instruction.direction])
+        with self.message(range_names.RECEIVE, *instruction[:4]):
+            work = executor.transport.irecv(target, instruction.peer, group=executor.groups[instruction.direction])
         arrival.parts.append((work, target if apart else None, instruction.box, instruction.peer))
 
     def take(self, edge: int, direction: Direction, micro_batch: int) -> Tensor | None:
@@ -442,7 +451,16 @@ class _Step:
             f"{what} {self.executor.edges[edge].value!r} of micro-batch {micro_batch} {preposition} rank {peer}, "
             f"in {self.where()}"
         )
-        self.executor.failures.wait(work, description, (peer,), blocking=self.executor.device.type != "cuda")
+        name = range_names.WAIT + (range_names.SEND if preposition == "to" else range_names.RECEIVE)
+        with self.message(name, edge, direction, micro_batch, peer):
+            self.executor.failures.wait(work, description, (peer,), blocking=self.executor.device.type != "cuda")
+
+    def message(
+        self, name: str, edge: int, direction: Direction, micro_batch: int, peer: int
+    ) -> AbstractContextManager[object]:
+        """A range of what is done about a message."""
+        what = "" if direction == "forward" else "gradient of "
+        return named(name, what, self.executor.edges[edge].value, peer, micro_batch)
 
 
 def _part(tensor: Tensor, box: Box) -> Tensor:

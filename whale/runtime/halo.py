@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.runtime.collectives import CollectiveModule, DryGroup
+from whale.runtime.ranges import named
 
 __all__ = ["Halo", "Reach", "Stretch", "WindowedCall"]
 
@@ -133,7 +134,8 @@ class Halo(CollectiveModule):
                 held, read = ([b - a for a, b in stretches] for stretches in (self.reach.held, self.reach.read))
                 self.group.note("all_to_all", x, busiest, held, read)
             elif self.group is not None:
-                dist.all_to_all_single(received, sent, sizes, counts, group=self.group)
+                with named("halo exchange dim %d", dim):
+                    dist.all_to_all_single(received, sent, sizes, counts, group=self.group)
         return [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
 
     def extra_repr(self) -> str:

@@ -13,28 +13,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.errors import UsageError
+from whale.ir import range_names
 from whale.runtime.agreement import fingerprint
 from whale.runtime.launch import World
+from whale.runtime.ranges import named
 
 __all__ = ["ROUNDING", "GlobalLoss", "LikeBatches", "look_at"]
 
 
 class _Sum:
-    """An asynchronous sum of a few numbers over all ranks; each is exact up to 2**53."""
+    """An asynchronous sum of a few numbers over all ranks; each is exact up to 2**53. Errors say *what* it is, and
+    profiles its *name*."""
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None, what: str, *terms: Tensor | float) -> None:
-        self._world, self._what = world, what
+    def __init__(
+        self, world: World, group: dist.ProcessGroup | None, what: str, name: str, *terms: Tensor | float
+    ) -> None:
+        self._world, self._what, self._name = world, what, name
         self._total = torch.zeros(len(terms), dtype=torch.float64, device=world.device)
         for position, term in enumerate(terms):
             self._total[position] = term
-        work = dist.all_reduce(self._total, group=group, async_op=True)
+        with named(name):
+            work = dist.all_reduce(self._total, group=group, async_op=True)
         assert work is not None
         self._work: dist.Work = work
 
     def wait(self) -> Tensor:
         """The sums. Raises `WorkerError` if a rank does not come within the timeout; names it."""
         blocking = self._world.device.type == "cpu"
-        self._world.failures.wait(self._work, self._what, range(self._world.size), blocking=blocking)
+        with named(range_names.WAIT + self._name):
+            self._world.failures.wait(self._work, self._what, range(self._world.size), blocking=blocking)
         return self._total
 
 
@@ -57,7 +64,8 @@ class LikeBatches:
         label = float(crc32(given.encode()) % 2**16)
         if world.size > 1:
             look = sum((look_at(x) for x in values), torch.zeros((), dtype=torch.float64))
-            self._sum = _Sum(world, group, "what all ranks were given", label, label * label, look, look * look)
+            terms = (label, label * label, look, look * look)
+            self._sum = _Sum(world, group, "what all ranks were given", range_names.COMPARISON_SUM, *terms)
 
     def check(self) -> None:
         """Wait for all ranks.
@@ -118,7 +126,7 @@ class GlobalLoss:
         self._loss = loss
         if self._world.size > 1:
             term = 0.0 if loss is None or not self._counts else loss.to(torch.float64)
-            self._sum = _Sum(self._world, self._group, "the sum of the loss", term)
+            self._sum = _Sum(self._world, self._group, "the sum of the loss", range_names.LOSS_SUM, term)
 
     def finish(self) -> Tensor:
         """Wait for the sum and return it. Raises `WorkerError` if a rank does not come within the timeout."""

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.ir import range_names
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.engine import Engine, Result
+from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
 
@@ -152,7 +154,8 @@ class ParallelModule(nn.Module):
         modes = tuple([module.training for module in watch.modules]) if train else ()
         modes = modes if True in modes else ()
         changes = self._whale.attributes.changes()
-        result = engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
+        with named(range_names.TRAIN_STEP if train else range_names.FORWARD_STEP):
+            result = engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
         if engine.steps.num_compiled != num_compiled:
             watch.accept_tensor_hooks()
         return result

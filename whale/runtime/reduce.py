@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from whale.errors import ScheduleError, UsageError
+from whale.ir import range_names
 from whale.ir.program import BUCKET_BYTES
 from whale.runtime.failure import Failures
+from whale.runtime.ranges import named
 
 __all__ = ["Bucket", "Reducer", "bucketize"]
 
@@ -147,7 +149,8 @@ class Reducer:
             bucket = pending.bucket
             if pending.work is not None:
                 what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
-                self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
+                with named(range_names.WAIT + range_names.BUCKET_SUM, bucket.index):
+                    self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
             if bucket.group is not None:
                 self._write(pending)
         self._pending = []
@@ -197,7 +200,7 @@ class Reducer:
                 return
             self._next += 1
             if pending.bucket.group is not None:
-                with torch.no_grad():
+                with torch.no_grad(), named(range_names.BUCKET_SUM, pending.bucket.index):
                     self._start(pending, pending.bucket.group)
 
     def _start(self, pending: _Pending, group: dist.ProcessGroup) -> None:
