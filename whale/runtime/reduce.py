@@ -63,8 +63,8 @@ class Reducer:
 
     In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest when
     the program says so; `finish`. Existing gradients, from a step whose gradients are accumulated, are equal on all
-    ranks: the first rank of a bucket adds to them and the others start without, so they count once. *failures* knows which
-    this one is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
+    ranks: the first rank of a bucket adds to them and the others start without, so they count once. *failures* knows
+    which this one is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
