@@ -135,14 +135,15 @@ def test_a_weight_of_two_stages_waits_for_both(group: dist.ProcessGroup, summed:
     torch.testing.assert_close(a.grad, torch.full((2,), 4.0))
 
 
-def test_gradients_from_before_the_step_are_kept_and_not_summed_again(
-    group: dist.ProcessGroup, summed: list[Tensor]
+@pytest.mark.parametrize(("rank", "term"), [(0, 10.0 + 1.0), (1, 1.0)])
+def test_gradients_from_before_the_step_are_a_term_of_one_rank(
+    group: dist.ProcessGroup, summed: list[Tensor], rank: int, term: float
 ) -> None:
     a, b = weights(2, 3)
     a.grad = before = torch.full((2,), 10.0)
-    step(Reducer([bucket(0, group, [a, b])], Failures(0)), a.sum() + b.sum())
+    step(Reducer([bucket(0, group, [a, b])], Failures(rank)), a.sum() + b.sum())
     assert a.grad is before
-    torch.testing.assert_close(a.grad, torch.full((2,), 12.0))
+    torch.testing.assert_close(a.grad, torch.full((2,), 2 * term))
 
 
 def test_a_gradient_in_another_layout_is_summed_in_the_common_one(

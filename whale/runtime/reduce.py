@@ -62,8 +62,9 @@ class Reducer:
     """Sums gradients of one rank's buckets, in the order in which they are given, which must be the program's.
 
     In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest when
-    the program says so; `finish`. Existing gradients, from a step whose gradients are accumulated, are saved and added
-    back, so they are not summed twice. *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
+    the program says so; `finish`. Existing gradients, from a step whose gradients are accumulated, are equal on all
+    ranks: the first rank of a bucket adds to them and the others start without, so they count once. *failures* knows
+    which this one is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
@@ -76,7 +77,7 @@ class Reducer:
         self._pending: list[_Pending] = []
         self._next = 0
         self._armed: dict[Parameter, _Pending] = {}
-        self._before: list[tuple[Parameter, Tensor]] = []
+        self._before: dict[Parameter, Tensor] = {}
         seen: set[Parameter] = set()
         for bucket in self.buckets:
             kinds = {(parameter.dtype, parameter.device) for parameter in bucket.parameters}
@@ -102,14 +103,13 @@ class Reducer:
         self._pending = [_Pending(bucket, set(bucket.stages)) for bucket in self.buckets]
         self._next = 0
         self._armed.clear()
-        self._before = []
+        self._before.clear()
         for bucket in self.buckets:
-            if bucket.group is None:
-                continue
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    self._before.append((parameter, parameter.grad))
-                    parameter.grad = None
+            if bucket.group is not None and self._failures.rank != min(bucket.ranks):
+                for parameter in bucket.parameters:
+                    if parameter.grad is not None:
+                        self._before[parameter] = parameter.grad
+                        parameter.grad = None
 
     def arm(self, stage: int) -> None:
         """Announce that the stage's next backward is its last: its gradients are final unless another stage adds to
@@ -151,16 +151,26 @@ class Reducer:
                 what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
                 with named(range_names.WAIT + range_names.BUCKET_SUM, bucket.index):
                     self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
-            if pending.flat is not None:
-                sizes = [parameter.numel() for parameter in bucket.parameters]
-                gradients = [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
-                sums = zip(pending.flat.split(sizes), gradients, strict=True)
-                torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in sums])
-        for parameter, before in self._before:
-            if parameter.grad is not None:
-                before.add_(parameter.grad)
-            parameter.grad = before
-        self._pending, self._before = [], []
+            if bucket.group is not None:
+                self._write(pending)
+        self._pending = []
+        self._before.clear()
+
+    def _write(self, pending: _Pending) -> None:
+        """Write sums to the gradients, which are the same tensors as before the step where there were some."""
+        parameters = pending.bucket.parameters
+        sizes = [parameter.numel() for parameter in parameters]
+        sums = [parameters[0].grad] if pending.flat is None else pending.flat.split(sizes)
+        targets, sources = [], []
+        for parameter, total in zip(parameters, sums, strict=True):
+            assert total is not None and parameter.grad is not None
+            target = self._before.get(parameter, parameter.grad)
+            if target is not total:
+                targets.append(target)
+                sources.append(total.view_as(target))
+            parameter.grad = target
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
