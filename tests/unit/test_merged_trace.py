@@ -111,6 +111,7 @@ def test_each_rank_is_a_process_whose_threads_and_arrows_are_its_own(tmp_path: P
     assert stream not in {found["tid"] for found in merged if found["name"] == "whale: train step"}
     assert {found["tid"] for found in merged if found["name"] == "thread_name"} == {stream}
     assert not starts(merged, "PyTorch Profiler (0)")
+    assert starts(merged, "whale: train step") == [0.0, 0.0]
     assert [found["id"] for found in merged if found["ph"] == "s"] == ["0.4", "1.4"]
 
 

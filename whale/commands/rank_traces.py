@@ -113,7 +113,8 @@ def read_ranks(paths: Sequence[Path]) -> list[RankTrace]:
 
 def summary(file: TraceFile, *, alone: bool) -> RankTrace:
     """Summary of a trace; its rank is 0 if it is *alone* and names none."""
-    if not file.events:
+    begins = [file.start(event) for event in file.events if event["ph"] != "M"]
+    if not begins:
         raise InputFileError("has no events; export the profile after its with block", path=str(file.path))
     rank, size = _rank(file, alone)
     ranges = [event for event in file.events if event["ph"] == "X" and event["name"].startswith(PREFIX)]
@@ -125,7 +126,7 @@ def summary(file: TraceFile, *, alone: bool) -> RankTrace:
         world_size=size,
         place=_place(file),
         stages=tuple(sorted({int(found[1]) for found in forwards})),
-        first=min(file.start(event) for event in file.events),
+        first=min(begins),
         steps=tuple(sorted(file.start(event) for event in on_host if event["name"] == PREFIX + TRAIN_STEP)),
         sums={name: _sums(file, ranges, name) for name in (COMPARISON_SUM, LOSS_SUM)},
     )
