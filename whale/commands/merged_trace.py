@@ -115,12 +115,13 @@ def _measured(trace: RankTrace, shift: int) -> Iterator[dict[str, Any]]:
     yield from _process(process, f"rank {trace.rank} ({stages}{trace.place})")
     threads: dict[tuple[int, int], int] = {}
     file = read_trace(trace.path)
+    shift += file.base
     for event in file.events:
         names_thread = event["ph"] == "M"
         if names_thread and event["name"] not in _NAMES_OF_THREADS:
             continue
         thread = threads.setdefault((event["pid"], event["tid"]), len(threads) + 1)
-        moved = {**event, "pid": process, "tid": thread, "ts": (file.base + nanoseconds(event["ts"]) + shift) / 1000}
+        moved = {**event, "pid": process, "tid": thread, "ts": (nanoseconds(event["ts"]) + shift) / 1000}
         if names_thread:
             del moved["ts"]
         for key in _IDS:

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MAX_TRACE_BYTES = 512 * 2**20
-"""Largest trace, uncompressed. Its values take about eight times as much memory, for one trace at a time."""
+"""Largest trace, uncompressed. Its values take about five times as much memory, for one trace at a time."""
 
 _MAX_DEPTH = 16
 _LATEST = 1e16  # microseconds: three centuries
