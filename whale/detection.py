@@ -66,8 +66,8 @@ def on_its_hosts(world: World, cluster: Cluster, *, planned: bool) -> Cluster:
         if planned and wanted.host != node.host:
             raise PlanMismatchError(
                 f"the plan's ranks {list(wanted.ranks)} are for host {wanted.host}, but host {node.host} has them: "
-                f"start hosts in the order of the cluster file, {', '.join(str(one.host) for one in cluster.nodes)}, as "
-                "with torchrun --node-rank"
+                f"start hosts in the order of the cluster file, {', '.join(str(one.host) for one in cluster.nodes)}, "
+                "as with torchrun --node-rank"
             )
     return found
 

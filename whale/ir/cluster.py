@@ -294,9 +294,9 @@ class Cluster:
             ranks = [rank for rank, (full, first) in enumerate(zip(hosts, short, strict=True)) if host in (full, first)]
             if len(ranks) != len(node.ranks):
                 raise PlanMismatchError(
-                    f"the cluster's node {node.name} on host {host} needs {len(node.ranks)} ranks, but {len(ranks)} run "
-                    f"there (ranks are on {', '.join(dict.fromkeys(hosts))}); start as many processes on each host as its "
-                    "node has devices, or correct the cluster file"
+                    f"the cluster's node {node.name} on host {host} needs {len(node.ranks)} ranks, but {len(ranks)} "
+                    f"run there (ranks are on {', '.join(dict.fromkeys(hosts))}); start as many processes on each host "
+                    "as its node has devices, or correct the cluster file"
                 )
             if ranks[-1] - ranks[0] >= len(ranks):
                 raise PlanMismatchError(f"the ranks on host {host} are {ranks}, which are not consecutive")
@@ -444,7 +444,8 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
         hosts: Sequence[str | None] = entry.hosts or [None] * entry.count
         if len(hosts) != entry.count or (entry.hosts is None) != (file.nodes[0].hosts is None):
             raise document.error(
-                f"count is {entry.count}, with {len(entry.hosts or ())} hosts; name one for each node of the file, or none",
+                f"count is {entry.count}, with {len(entry.hosts or ())} hosts; name one for each node of the file, or "
+                "none",
                 ("nodes", index),
             )
         for copy in range(entry.count):
