@@ -14,11 +14,13 @@ import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 from hypothesis import strategies as st
 
+from whale.commands.rank_traces import parse_trace, summary
 from whale.errors import InputFileError
 from whale.ir.cluster import Cluster
 from whale.ir.document import Format
@@ -133,6 +135,21 @@ GOOD_SEARCH_RECORD = """{
   "dropped": [{"family": "tensor 8", "reason": "needs 61 GiB", "count": 3}]
 }"""
 
+GOOD_TRACE = {
+    "deviceProperties": [{"id": 0, "name": "T4"}],
+    "distributedInfo": {"backend": "gloo", "rank": 0, "world_size": 2},
+    "host_name": "one",
+    "baseTimeNanoseconds": 1_790_857_026_000_000_000,
+    "traceEvents": [
+        {"ph": "M", "name": "thread_name", "ts": 1.5, "pid": 7, "tid": 9, "args": {"name": "python"}},
+        {"ph": "X", "cat": "user_annotation", "name": "whale: train step", "ts": 2.5, "dur": 9.0, "pid": 7, "tid": 9},
+        {"ph": "X", "name": "whale: all-reduce loss", "ts": 4.5, "dur": 1.0, "pid": 7, "tid": 9, "args": {"op": [1]}},
+        {"ph": "X", "name": "whale: wait for all-reduce loss", "ts": 6, "dur": 1.0, "pid": 7, "tid": 9},
+        {"ph": "X", "cat": "kernel", "name": "sum", "ts": 6, "dur": 1.0, "pid": 0, "tid": 7, "args": {"device": 0}},
+        {"ph": "s", "id": 3, "name": "fwdbwd", "ts": 4.5, "pid": 7, "tid": 9},
+    ],
+}
+
 KINDS = (
     FileKind(
         name="cluster",
@@ -161,6 +178,13 @@ KINDS = (
         good=json.loads(GOOD_SEARCH_RECORD),
         words=("1f1b", "sha256:", "tensor 8"),
         parse=lambda text, format: SearchRecord.parse(text, source="search"),
+    ),
+    FileKind(
+        name="trace",
+        formats=("json",),
+        good=GOOD_TRACE,
+        words=("whale: train step", "whale: all-reduce loss", "kernel", "gpu_user_annotation", "nccl", "M", "X"),
+        parse=lambda text, format: summary(parse_trace(text, Path("rank0.json")), alone=True),
     ),
 )
 

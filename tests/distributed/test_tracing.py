@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from torch.profiler import ProfilerActivity, profile
 
 import whale
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
+from whale.cli.app import app
 from whale.runtime.launch import World
 from whale.runtime.ranges import named
 
@@ -57,6 +60,16 @@ def test_a_profile_of_stages_names_their_tasks_messages_and_waits(worlds: Worlds
     assert first[f"whale: wait for receive gradient of {value} from rank 1 micro-batch 1"] == 2
     for name in ("train step", "all-reduce loss", "wait for all-reduce loss"):
         assert first[f"whale: {name}"] == second[f"whale: {name}"] == 2
+
+    traces, output = [f"{tmp_path}/rank{rank}.json" for rank in range(2)], tmp_path / "merged.json"
+    result = CliRunner().invoke(app, ["trace", *traces, "-o", str(output)])
+    assert result.exit_code == 0 and "clock of" not in result.stderr  # one host has one clock
+    events = json.loads(output.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [name.split(", ")[:2] for name in names] == [["rank 0 (stage 0", "cpu"], ["rank 1 (stage 1", "cpu"]]
+    for rank, found in enumerate((first, second)):
+        own = Counter(event["name"] for event in events if event["pid"] == 2 * rank + 1)
+        assert all(own[name] == count for name, count in found.items())
 
 
 def test_a_profile_names_the_collectives_of_gradients_and_inside_stages(worlds: Worlds, tmp_path: Path) -> None:

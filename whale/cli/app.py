@@ -25,6 +25,7 @@ from whale.cli.profile import profile
 from whale.cli.report import report
 from whale.cli.search import search
 from whale.cli.simulate import simulate
+from whale.cli.trace import trace
 from whale.cli.verify import verify
 from whale.errors import WhaleError
 
@@ -105,4 +106,5 @@ app.add_command(profile)
 app.add_command(search)
 app.add_command(report)
 app.add_command(simulate)
+app.add_command(trace)
 app.add_command(verify)

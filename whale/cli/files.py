@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
 
 
-__all__ = ["refuse_unwritable", "write_profile", "write_whole"]
+__all__ = ["refuse_unwritable", "write_pieces", "write_profile", "write_whole"]
 
 
 def refuse_unwritable(path: Path, option: str = "-o") -> None:
@@ -38,11 +39,25 @@ def write_whole(path: Path, text: str, option: str = "-o") -> None:
     Raises:
         UsageError: it cannot be written.
     """
+    write_pieces(path, (text,), option)
+
+
+def write_pieces(path: Path, pieces: Iterable[str], option: str = "-o") -> None:
+    """Put a text of *pieces*, made while it is written, into the file that *option* names; none if one fails.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     try:
         with _beside(path, delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o666 & ~_umask())
-        os.replace(file.name, path)
+            try:
+                file.writelines(pieces)
+                file.flush()
+                os.chmod(file.name, 0o666 & ~_umask())
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         raise _unwritable(path, option, error) from error
 
