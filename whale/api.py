@@ -26,7 +26,7 @@ from whale.compile.compile import Options, compile_traced, local_tensors
 from whale.compile.row_shares import batch_leaf_names, row_shares
 from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
-from whale.detection import detect
+from whale.detection import detect, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, CaptureError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks
@@ -172,8 +172,11 @@ def parallelize(
     _check_devices(model, launch.device)
     template = _meta_copy(model)
     world: World | None = None
-    if automatic and launch.size > 1:
+    if launch.size > 1 and (automatic or described.names_hosts):
         world = initialize(timeout_seconds, device_type=device)
+    if world is not None and described.names_hosts:
+        described = on_its_hosts(world, described, planned=plan is not None)
+    if automatic and world is not None:
         described = detect(world) if cluster is None else described
         plan = automatic_plan(
             world,
@@ -211,6 +214,8 @@ def parallelize(
         "torch's random state (its seed)": initial.digest() if initial else "",
     }
     agree(world, texts)
+    if cluster is not None and launch.size > 1 and launch.device.type == "cuda":
+        warn_of_other_devices(world, described)
     if initial is None:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if sync_module_states:

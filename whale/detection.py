@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whale.errors import UsageError
+from whale.errors import PlanMismatchError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.device_names import matching_types
 from whale.planner.catalog import device_types
 from whale.profiling.places import RankLocation, places_of
 from whale.runtime.launch import World
 
-__all__ = ["cluster_of", "detect"]
+__all__ = ["cluster_of", "detect", "on_its_hosts", "warn_of_other_devices"]
 
 PROCESS = {"float64": 2.5e10, "float32": 5e10}
 """FLOP/s of a CPU rank, which has one thread under torchrun: eight float32 multiply-adds a cycle at 3 GHz, as on all
@@ -50,6 +50,39 @@ def detect(world: World) -> Cluster:
             "parallelize a cluster file for a better plan"
         )
     return cluster
+
+
+def on_its_hosts(world: World, cluster: Cluster, *, planned: bool) -> Cluster:
+    """The cluster of a file that names hosts, with its nodes in the order of the ranks there. Every rank calls it.
+
+    *planned*: a plan says what each rank does, so the order must be that of the file.
+
+    Raises:
+        PlanMismatchError: the ranks do not run on these hosts, or not in this order.
+        WorkerError: a rank did not come.
+    """
+    found = cluster.on_hosts([place.node for place in places_of(world, None)])
+    for wanted, node in zip(cluster.nodes, found.nodes, strict=True):
+        if planned and wanted.host != node.host:
+            raise PlanMismatchError(
+                f"the plan's ranks {list(wanted.ranks)} are for host {wanted.host}, but host {node.host} has them: "
+                f"start hosts in the order of the cluster file, {', '.join(str(one.host) for one in cluster.nodes)}, "
+                "as with torchrun --node-rank"
+            )
+    return found
+
+
+def warn_of_other_devices(world: World, cluster: Cluster) -> None:
+    """Warn if a rank has another known accelerator than the cluster says. Every rank calls it, on GPUs."""
+    types = device_types()
+    for place, device in zip(places_of(world, None), cluster.devices, strict=True):
+        found = _known(place)
+        if found is not None and device.type.name in types and found.name != device.type.name:
+            world.warn(
+                f"rank {place.rank} on {place.node} has a {found.name}, but the cluster says {device.type.name}: "
+                "shares are for that one; list nodes in the order of the ranks, or name their hosts in the cluster file"
+            )
+            return
 
 
 def cluster_of(places: Sequence[RankLocation]) -> Cluster:

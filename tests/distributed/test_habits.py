@@ -24,6 +24,7 @@ from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
 from whale.api import ParallelModule
+from whale.planner.catalog import device_types
 from whale.runtime.launch import World
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -125,6 +126,48 @@ def test_all_ranks_take_the_values_of_rank_0_on_request(ranks: Two) -> None:
     expected = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).state_dict().values()
     for found in ranks.run(start_from_rank_0):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# --- hosts ---
+
+
+HOSTS = """
+links.inter_node = {bandwidth = "10 Gbit/s", latency = "30 us"}
+nodes = [
+  {devices = 1, device = "V100-SXM2-32GB", hosts = ["fast"]},
+  {devices = 1, device = "P100-PCIe-16GB", hosts = ["slow"]},
+]
+"""
+
+
+def join_in_another_order(world: World, hosts: list[str], plan: bool) -> tuple[str, Any]:
+    """This rank's rows of a batch of 8, or the refusal, on a host of that name."""
+    cluster = whale.Cluster.parse(HOSTS, catalog=device_types())
+    planned = whale.Plan.parse('{"world_size": 2, "annotations": {"": "replicate()"}}') if plan else None
+    found: list[Any] = []
+
+    def make() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("socket.gethostname", lambda: hosts[world.rank])
+            model = decoder(layers=2) if plan else annotated("replicate")
+            made = whale.parallelize(model, tokens(), cluster=cluster, plan=planned, device="cpu", timeout_seconds=20)
+            found.append(made.batch_share(8))
+
+    return refusal(make), found
+
+
+def test_ranks_have_the_devices_of_their_hosts(ranks: Two) -> None:
+    order = ranks.run(join_in_another_order, ["fast", "slow"], False)
+    assert [found for _, (found,) in order] == [((0, 5),), ((5, 8),)]
+    other = ranks.run(join_in_another_order, ["slow.lab", "fast.lab"], False)
+    assert [found for _, (found,) in other] == [((0, 3),), ((3, 8),)]
+
+
+def test_ranks_on_other_hosts_than_the_file_s_are_refused(ranks: Two) -> None:
+    for message, _ in ranks.run(join_in_another_order, ["fast", "other"], False):
+        assert "node1 on host slow needs 1 ranks, but 0 run there" in message
+    for message, _ in ranks.run(join_in_another_order, ["slow", "fast"], True):
+        assert "the plan's ranks [0] are for host fast, but host slow has them" in message
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

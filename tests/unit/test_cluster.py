@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from whale.errors import InputFileError, UsageError
+from whale.errors import InputFileError, PlanMismatchError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.planner.catalog import device_types
 
@@ -236,3 +236,47 @@ def test_the_catalog_knows_what_the_data_sheets_say() -> None:
 def test_a_table_of_nodes_is_told_apart_from_a_list_of_them() -> None:
     with pytest.raises(InputFileError, match=r"nodes: must be a list of tables; write \[\[nodes\]\] for each"):
         parse('[nodes]\ndevices = 2\ndevice = "T4"\n')
+
+
+HOSTS = TOML.replace("count = 2\n", 'count = 2\nhosts = ["fast-1", "fast-2"]\n').replace(
+    "count = 1\n", 'count = 1\nhosts = ["slow"]\n'
+)
+
+
+def test_nodes_lie_where_the_ranks_of_their_hosts_are() -> None:
+    cluster = parse(HOSTS).on_hosts(["slow.lab"] * 4 + ["fast-2.lab"] * 8 + ["fast-1.lab"] * 8)
+    assert [(node.name, node.ranks[0], len(node.ranks)) for node in cluster.nodes] == [
+        ("node2", 0, 4),
+        ("node1", 4, 8),
+        ("node0", 12, 8),
+    ]
+    assert [cluster.devices[rank].name for rank in (0, 4)] == ["lab-card:0", "A100-SXM4-80GB:4"]
+    assert [device.rank for device in cluster.devices] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (["slow"] * 4 + ["fast-1"] * 16, "node0 on host fast-1 needs 8 ranks, but 16 run there"),
+        (["slow"] * 3 + ["fast-1"] * 8 + ["fast-2"] * 9, "node1 on host fast-2 needs 8 ranks, but 9 run there"),
+        (["slow"] * 3 + ["fast-1"] * 8 + ["fast-2"] * 8 + ["slow"], "are [0, 1, 2, 19], which are not consecutive"),
+    ],
+)
+def test_ranks_on_other_hosts_are_refused(hosts: list[str], message: str) -> None:
+    with pytest.raises(PlanMismatchError) as error:
+        parse(HOSTS).on_hosts(hosts)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('["fast-1", "fast-2"]', '["fast-1"]', "count is 2, with 1 hosts"),
+        ('hosts = ["slow"]', "", "count is 1, with 0 hosts"),
+        ('"slow"', '"fast-1"', "two nodes are on host 'fast-1'"),
+    ],
+)
+def test_hosts_are_named_once_for_all_nodes(old: str, new: str, message: str) -> None:
+    with pytest.raises(InputFileError) as error:
+        parse(HOSTS.replace(old, new))
+    assert message in str(error.value)

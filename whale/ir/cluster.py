@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
-from whale.errors import InputFileError, UsageError
+from whale.errors import InputFileError, PlanMismatchError, UsageError
 from whale.ir.device_names import matching_types
 from whale.ir.document import Document, Format, parse_document, read_document
 from whale.ir.record import in_words
@@ -166,12 +166,14 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine: the ranks of its devices, and its links within and to other nodes (None: it needs none)."""
+    """One machine: the ranks of its devices, its links within and to other nodes (None: it needs none), and its host
+    name, if the file gives it."""
 
     name: str
     ranks: tuple[int, ...]
     intra: Link | None
     inter: Link | None
+    host: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +266,50 @@ class Cluster:
         equal = type or DeviceType.of("device", speed={"float32": 1e12}, memory_bytes=2**34, memory_bandwidth=1e12)
         return cls.of([(f"node{rank // per_node}", equal) for rank in range(num_devices)], intra=intra, inter=inter)
 
+    @property
+    def names_hosts(self) -> bool:
+        """Whether the nodes have host names: all of them have, or none."""
+        return self.nodes[0].host is not None
+
+    def on_hosts(self, hosts: Sequence[str]) -> Cluster:
+        """The cluster with its nodes in the order of the ranks that run on them.
+
+        Args:
+            hosts: host name of each rank, in full or up to the first dot.
+
+        Raises:
+            PlanMismatchError: a node has another number of devices than its host has ranks, or these are not
+                consecutive.
+
+        >>> card = DeviceType.of("card", speed={"float32": 1e12}, memory_bytes=2**30, memory_bandwidth=1e9)
+        >>> two = Cluster.of([("a", card), ("b", card), ("b", card)])
+        >>> named = replace(two, nodes=tuple(replace(node, host=node.name) for node in two.nodes))
+        >>> [node.name for node in named.on_hosts(["b.lab", "b.lab", "a.lab"]).nodes]
+        ['b', 'a']
+        """
+        short = [host.partition(".")[0] for host in hosts]
+        found: dict[int, Node] = {}
+        for node in self.nodes:
+            host = str(node.host)
+            ranks = [rank for rank, (full, first) in enumerate(zip(hosts, short, strict=True)) if host in (full, first)]
+            if len(ranks) != len(node.ranks):
+                raise PlanMismatchError(
+                    f"the cluster's node {node.name} on host {host} needs {len(node.ranks)} ranks, but {len(ranks)} "
+                    f"run there (ranks are on {', '.join(dict.fromkeys(hosts))}); start as many processes on each host "
+                    "as its node has devices, or correct the cluster file"
+                )
+            if ranks[-1] - ranks[0] >= len(ranks):
+                raise PlanMismatchError(f"the ranks on host {host} are {ranks}, which are not consecutive")
+            found[ranks[0]] = node
+        nodes: list[Node] = []
+        devices: list[Device] = []
+        for first, node in sorted(found.items()):
+            for old in node.ranks:
+                device, rank = self.devices[old], len(devices)
+                devices.append(replace(device, rank=rank, name=f"{device.type.name}:{rank}"))
+            nodes.append(replace(node, ranks=tuple(range(first, first + len(node.ranks)))))
+        return replace(self, nodes=tuple(nodes), devices=tuple(devices))
+
     def node_of(self, rank: int) -> Node:
         """The node of the device of *rank*."""
         return self._nodes_by_name[self._device(rank).node]
@@ -343,6 +389,7 @@ class _Node(_Table):
     devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)]
     device: _Name
     name: _Name | None = None
+    hosts: Annotated[list[_Name], Field(max_length=MAX_DEVICES)] | None = None
     links: _Links = _Links()
 
 
@@ -394,6 +441,13 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
                     f"[links]",
                     ("nodes", index),
                 )
+        hosts: Sequence[str | None] = entry.hosts or [None] * entry.count
+        if len(hosts) != entry.count or (entry.hosts is None) != (file.nodes[0].hosts is None):
+            raise document.error(
+                f"count is {entry.count}, with {len(entry.hosts or ())} hosts; name one for each node of the file, or "
+                "none",
+                ("nodes", index),
+            )
         for copy in range(entry.count):
             name = f"node{len(nodes)}" if entry.name is None else entry.name + (str(copy) if entry.count > 1 else "")
             if name in names:
@@ -401,7 +455,11 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
             names.add(name)
             ranks = tuple(range(len(devices), len(devices) + entry.devices))
             devices += [Device(rank=rank, name=f"{type_.name}:{rank}", type=type_, node=name) for rank in ranks]
-            nodes.append(Node(name=name, ranks=ranks, intra=intra, inter=inter))
+            nodes.append(Node(name=name, ranks=ranks, intra=intra, inter=inter, host=hosts[copy]))
+    named = [node.host for node in nodes if node.host is not None]
+    if len(set(named)) < len(named):
+        twice = next(host for host in named if named.count(host) > 1)
+        raise document.error(f"two nodes are on host {twice!r}; a host is one node", ("nodes",))
     return Cluster(nodes=tuple(nodes), devices=tuple(devices))
 
 
