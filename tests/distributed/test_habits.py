@@ -638,13 +638,28 @@ def test_an_optimizer_of_the_local_model_trains_or_is_refused(ranks: Two, kind: 
             assert found == pytest.approx(expected, rel=1e-12)
 
 
+class LARS(torch.optim.Optimizer):
+    """It scales updates by norms of whole tensors, and its step takes no closure, as in many scripts."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    trust = parameter.norm() / (parameter.grad.norm() + 1e-6)
+                    parameter.sub_(parameter.grad * trust * group["lr"])
+
+
 def optimize_with(world: World, kind: str, name: str, options: dict[str, Any]) -> str:
     model = parallel(kind)
     parameters = [p for p in model.parameters() if p.dim() == 2] if name == "Muon" else model.parameters()
-    optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, **options)
+    optimizer = (LARS if name == "LARS" else getattr(torch.optim, name))(parameters, lr=1e-3, **options)
     model.train_step(**tokens())
     closure = (lambda: model.train_step(**tokens())) if name == "LBFGS" else None
-    return refusal(lambda: optimizer.step(closure))
+    return refusal(lambda: optimizer.step(closure) if closure is not None else optimizer.step())
 
 
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
@@ -668,7 +683,7 @@ def test_elementwise_optimizers_are_taken(ranks: Two, name: str, options: dict[s
 
 
 @pytest.mark.parametrize("kind", SHARDED)
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "LARS"])
 def test_optimizers_that_need_whole_tensors_are_refused(ranks: Two, kind: str, name: str) -> None:
     for message in ranks.run(optimize_with, kind, name, {}):
         if kind == "stages" and name != "LBFGS":
@@ -772,7 +787,11 @@ def clip(world: World, kind: str, norm_type: float) -> list[tuple[float, float]]
     model, local = parallel(kind), decoder(layers=2)
     model.train_step(**tokens())
     local(**tokens()).backward()
-    found = []
+    totals = [
+        torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type).item()
+        for module in (model, local)
+    ]
+    found = [(totals[0], totals[1])]
     for own, norm in ((["layers.0", "layers.1"], 1e9), ([""], 0.1), ([""], 0.05)):
         norms = [
             torch.nn.utils.clip_grad_norm_(

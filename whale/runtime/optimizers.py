@@ -10,6 +10,7 @@ ranks. Knows engines and optimizers; no modules.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,13 +69,12 @@ def _install() -> None:
         return
     _installed.append(register_optimizer_step_pre_hook(_before_step))
     Optimizer.add_param_group = _attending(Optimizer.add_param_group)  # type: ignore[method-assign]
-    for name in ("_get_total_norm", "get_total_norm"):  # by which torch's clip_grad_norm_, and others, find the norm
-        total_norm = getattr(clip_grad, name, None)
-        if total_norm is not None:
-            over_ranks = _over_ranks(total_norm)
-            for place in (clip_grad, torch.nn.utils):
-                if getattr(place, name, None) is total_norm:
-                    setattr(place, name, over_ranks)
+    total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
+    if total_norm is not None:
+        over_ranks = _over_ranks(total_norm)
+        for place in (clip_grad, torch.nn.utils):
+            for name in [name for name, value in vars(place).items() if value is total_norm]:
+                setattr(place, name, over_ranks)
 
 
 def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
@@ -257,10 +257,11 @@ def _updated(
     if "_params" in made.__dict__:  # as LBFGS keeps them
         made.__dict__["_params"], made.__dict__["_numel_cache"] = parameters, None
     _trials.add(made)
+    takes_closure = len(inspect.signature(made.step).parameters) > 0
     for pieces in gradients:
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad = piece.clone()
-        made.step(lambda: 0.0)
+        made.step(lambda: 0.0) if takes_closure else made.step()
     return [parameter.detach() for parameter in parameters]
 
 
