@@ -656,7 +656,7 @@ class LARS(torch.optim.Optimizer):
 def optimize_with(world: World, kind: str, name: str, options: dict[str, Any]) -> str:
     model = parallel(kind)
     parameters = [p for p in model.parameters() if p.dim() == 2] if name == "Muon" else model.parameters()
-    optimizer = (LARS if name == "LARS" else getattr(torch.optim, name))(parameters, lr=1e-3, **options)
+    optimizer: Any = (LARS if name == "LARS" else getattr(torch.optim, name))(parameters, lr=1e-3, **options)
     model.train_step(**tokens())
     closure = (lambda: model.train_step(**tokens())) if name == "LBFGS" else None
     return refusal(lambda: optimizer.step(closure) if closure is not None else optimizer.step())
