@@ -29,7 +29,7 @@ from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.detection import detect, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, CaptureError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
-from whale.graph.capture_checks import check_hooks
+from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.reach import names_in_code
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -155,6 +155,7 @@ def parallelize(
             plan.check_cluster(described)
         plan.check_batch(batch_rows(leaves))
     if isinstance(model, nn.Module):
+        check_modules(model)
         _check_one_place(model, launch.device)
     initial: InitialValues | None = None
     if not isinstance(model, nn.Module):

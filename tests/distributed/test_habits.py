@@ -931,3 +931,126 @@ def test_a_warning_comes_once_from_rank_0_or_from_the_rank_that_alone_has_it(ran
     ((file, trial),) = others
     assert file == "test_habits.py"
     assert trial.startswith("rank 1: Untried could not be tried on tensors of shape")
+
+
+# --- what modules keep and are ---
+
+
+class Average(nn.Module):
+    """It replaces a buffer, and counts in another; `late` changes one in the second stage that the first reads."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.late = late
+        self.mean: torch.Tensor
+        self.count: torch.Tensor
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(4 if late else 16))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        hidden = self.a(x) + (self.mean.sum() if self.late else 0)
+        out = self.b(hidden if self.late else hidden + self.mean)
+        seen = out if self.late else hidden
+        self.mean = self.mean * 0.9 + seen.detach().mean(0) * 0.1
+        return nn.functional.cross_entropy(out * self.count, y)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.b(self.a(x[:, None].expand(-1, 3, -1))[0][:, -1]), y)
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.b(torch.fft.irfft(torch.fft.rfft(self.a(x)) * self.filter, n=16)), y)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "buffers": Average,
+    "a late buffer": lambda: Average(late=True),
+    "a recurrent layer": Recurrent,
+    "a complex parameter": Spectral,
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "replicate": {"": whale.replicate()},
+    "split": {"": whale.split()},
+    "stages": {"a": whale.stage(), "b": whale.stage()},
+}
+
+
+def train_a_kind(world: World, kind: str, layout: str) -> tuple[str, float, int]:
+    """The refusal; else the largest error of losses, gradients, parameters and buffers in three steps by two
+    optimizers, and how many steps were compiled."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8, dtype=torch.float64), torch.randint(4, (8,))
+    local: Any = KINDS[kind]()
+    local.a.double()
+    local.b.double()
+    if isinstance(local, Average):
+        local.mean = local.mean.double()
+    model = copy.deepcopy(local)
+    whale.annotate(model, PARTS[layout])
+    made: list[Any] = []
+    batch = {"x": x, "y": y}
+    message = refusal(lambda: made.append(whale.parallelize(model, batch, device="cpu", timeout_seconds=20)))
+    if message:
+        return message, 0.0, 0
+    errors = []
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for each in (local, made[0]) for part in (each.a, each.b)]
+    for _ in range(3):
+        loss = local(**batch)
+        loss.backward()
+        errors.append(float((made[0].train_step(**batch) - loss).abs()))
+        found = made[0].full_gradients()
+        errors += [float((found[n] - p.grad).abs().max()) for n, p in local.named_parameters() if p.grad is not None]
+        for optimizer in optimizers:
+            optimizer.step()
+        local.zero_grad()
+        made[0].zero_grad()
+    whole = made[0].full_state_dict()
+    errors += [float((whole[n] - x).abs().max()) for n, x in local.state_dict().items()]
+    return "", max(errors), len(made[0]._whale.engine.steps)
+
+
+@pytest.mark.parametrize("layout", PARTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_modules_keep_is_kept(ranks: Two, kind: str, layout: str) -> None:
+    for message, error, num_steps in ranks.run(train_a_kind, kind, layout):
+        if (kind, layout) == ("a late buffer", "stages"):
+            assert "stage 1 changes the buffer mean, and stage 0 reads it" in message
+        else:
+            assert (message, num_steps) == ("", 1)
+            assert error < 1e-12
+
+
+def refuse_kinds(world: World) -> list[str]:
+    x = torch.ones(4, 4)
+    with pytest.warns() as _:
+        traced, normed = torch.jit.trace(nn.Linear(4, 4), x), torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    normed(x)
+
+    def parallelize(inner: nn.Module) -> str:
+        def squares(output: torch.Tensor, batch: Any) -> torch.Tensor:
+            return output.square().mean()
+
+        return refusal(lambda: whale.parallelize(nn.Sequential(inner), x, loss_fn=squares, device="cpu"))
+
+    return [parallelize(inner) for inner in (traced, nn.LazyLinear(4), normed)]
+
+
+def test_modules_that_are_not_captured_are_refused_by_name(ranks: Two) -> None:
+    for scripted, lazy, normed in ranks.run(refuse_kinds):
+        assert "0 is compiled by torch.jit" in scripted
+        assert "0 has no weight yet: run a batch through the model before parallelize" in lazy
+        assert "0 has computed weight in a hook" in normed

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from whale.compile.trace import Traced
-from whale.errors import UsageError
+from whale.errors import CaptureError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.partition import Partition
 from whale.graph.values import Value, needs_grad, value_name, value_shape, value_tensor
@@ -138,7 +138,15 @@ class Compilation:
         check_programs(self.programs(), self.rank_specs, self.edges, self.reduces, order=self.order)
         texts = []
         for stage in self.stages:
-            calls = stage_calls(self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank)
+            try:
+                calls = stage_calls(
+                    self.captured, stage, self.rows, lambda s, r: self.local_programs(s, r, clock), rank
+                )
+            except NotImplementedError as error:  # torch says which operator has no backward without data
+                raise CaptureError(
+                    f"stage {stage.index} cannot be checked without data: {str(error).split('. ')[0]}; use another "
+                    "operator"
+                ) from error
             check_stage(stage.index, calls)
             texts.append(calls_as_text(stage, calls))
         self._lowered = {key: programs for key, programs in self._lowered.items() if key[1] == rank}

@@ -197,6 +197,7 @@ def _place_stages(
     num_mutated = len(captured.mutated)
     mutated = {name: resolve(node) for name, node in zip(captured.mutated, outputs[1 : 1 + num_mutated], strict=True)}
     returned = _returned_values(captured, cut, [resolve(node) for node in outputs[1 + num_mutated :]])
+    _check_buffers(captured, cut, mutated)
     fixed_shared: dict[Value, tuple[Placement, ...]] = {}
     time = traced.cut_in_time(len(rows))
     found: list[PlacedStage] = []
@@ -218,7 +219,7 @@ def _place_stages(
             rows=rows,
             time=time,
             loss=loss if cut.stage_of[loss[0]] == graph.index else None,
-            mutated={k: v for k, v in mutated.items() if cut.stage_of.get(v[0], 0) == graph.index},
+            mutated={k: v for k, v in mutated.items() if cut.stage_of.get(v[0], graph.index) == graph.index},
             fixed=fixed,
             shared=frozenset(v for v in read if v in shared),
             returned=returned.get(graph.index, {}),
@@ -249,6 +250,24 @@ def _returned_values(captured: Captured, cut: Partition, values: Sequence[Value]
             stage = cut.stage_of.get(value[0], len(cut.stages) - 1)
         found.setdefault(stage, {})[number] = value
     return found
+
+
+def _check_buffers(captured: Captured, cut: Partition, mutated: Mapping[str, Value]) -> None:
+    """Refuse a buffer that one stage changes and another reads, whose ranks would read the old values.
+
+    What depends on no parameter and no statistic, such as a counter, every stage computes by itself.
+    """
+    for node in captured.graph.nodes:
+        name = captured.buffers.get(node.name) if node.op == "placeholder" else None
+        if name is None or name not in mutated or mutated[name][0] not in cut.stage_of:
+            continue
+        changes = cut.stage_of[mutated[name][0]]
+        others = [user for user in node.users if cut.stage_of.get(user, changes) != changes]
+        if others:
+            raise UsageError(
+                f"stage {changes} changes the buffer {name}, and stage {cut.stage_of[others[0]]} reads it"
+                f"{where(others[0])}, but ranks of stages do not exchange buffers: change and read it in one stage"
+            )
 
 
 def _shared_parameters(captured: Captured, cut: Partition) -> dict[Value, tuple[int, ...]]:

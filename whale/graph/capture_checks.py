@@ -32,6 +32,7 @@ __all__ = [
     "check_autocast",
     "check_batch",
     "check_hooks",
+    "check_modules",
     "check_static",
     "is_model",
     "located",
@@ -171,6 +172,32 @@ def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[.
             f"the batch has {given}, but the forward of {name} takes ({wanted}): {problem}; give it what forward "
             "takes, as a dict of keyword arguments or a tuple"
         ) from None
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse modules that cannot be copied without data, or captured.
+
+    Raises:
+        CaptureError: names the module, and what to write instead.
+    """
+    for path, module in model.named_modules():
+        name = path or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name} is compiled by torch.jit, which is not captured: give the module that was compiled"
+            )
+        for own, x in [*module._parameters.items(), *module._buffers.items()]:
+            if nn.parameter.is_lazy(x):
+                raise CaptureError(
+                    f"{name} has no {own} yet: run a batch through the model before parallelize, which gives lazy "
+                    "modules their shapes"
+                )
+        for own, x in module.__dict__.items():
+            if isinstance(x, torch.Tensor) and not x.is_leaf:
+                raise CaptureError(
+                    f"{name} has computed {own} in a hook, as torch.nn.utils.weight_norm, spectral_norm and prune do: "
+                    "use torch.nn.utils.parametrizations, or make it permanent with remove"
+                )
 
 
 def check_hooks(model: nn.Module) -> None:

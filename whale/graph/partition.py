@@ -17,7 +17,7 @@ from whale.errors import AnnotationError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
 from whale.graph.scoping import NodeScopes, recorded_scopes
-from whale.graph.values import Value, is_call, operands, value_tensor
+from whale.graph.values import Value, is_call, operands, resolve, value_tensor
 from whale.ir.strategy import ScopePath, StageCut, cut_at_stage
 
 aten = torch.ops.aten
@@ -151,8 +151,9 @@ def _is_statistic(node: fx.Node) -> bool:
 def _assign(
     pinned: Sequence[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int], reads: dict[fx.Node, list[Value]]
 ) -> dict[fx.Node, int]:
-    """Stage of every pinned node: annotated; else the last stage that the model's code has entered before, but none
-    after that of a user; else the first of its users."""
+    """Stage of every pinned node: annotated; else, if the loss depends on it, the last stage that the model's code has
+    entered before, but none after that of a user; else that of its inputs, as new values of buffers and metrics; else
+    the first of its users."""
     latest: dict[fx.Node, int] = {}
     for node in reversed(pinned):
         scope = cuts[node].stage
@@ -160,6 +161,7 @@ def _assign(
         latest[node] = number[scope.region] if scope is not None else min(users, default=len(number) - 1)
     stage_of: dict[fx.Node, int] = {}
     entered: int | None = None
+    needed = _read_by_first(pinned, reads)
     for node in pinned:
         inputs = [stage_of[source] for source, _ in reads[node] if source in stage_of]
         scope = cuts[node].stage
@@ -174,13 +176,34 @@ def _assign(
                     "order of the data's flow, and a module that is called again in one stage with what lies between"
                 )
             stage_of[node] = index
-        elif entered is not None or inputs:
+        elif node in needed and (entered is not None or inputs):
             stage_of[node] = max([*inputs, min(entered or 0, latest[node])])
+        elif node not in needed and inputs:
+            stage_of[node] = max(inputs)
+    for node in pinned:
+        if node not in stage_of and node not in needed:  # of buffers alone: where these are read
+            near = [other for source, _ in reads[node] for other in (source, *source.users) if other in stage_of]
+            if near:
+                stage_of[node] = max(stage_of[other] for other in near)
     for node in reversed(pinned):
         if node not in stage_of:
             users = [stage_of[u] for u in _users(node) if u in stage_of]
             stage_of[node] = min(users, default=0)
     return stage_of
+
+
+def _read_by_first(pinned: Sequence[fx.Node], reads: dict[fx.Node, list[Value]]) -> set[fx.Node]:
+    """The nodes on which the first output of the graph, the loss, depends."""
+    if not pinned:
+        return set()
+    results: Sequence[fx.Node] = pinned[0].graph.output_node().args[0]  # type: ignore[assignment]
+    stack, found = [resolve(results[0])[0]], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [source for source, _ in reads.get(node, ())]
+    return found
 
 
 def _users(node: fx.Node) -> list[fx.Node]:

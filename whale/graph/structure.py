@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -13,7 +14,7 @@ from whale.errors import CaptureError
 
 __all__ = ["Structure"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Structure:
         Raises:
             CaptureError: something in it is neither a tensor nor a plain value.
         """
-        found, spec = pytree.tree_flatten_with_path(output)
+        found, spec = pytree.tree_flatten_with_path(output, is_leaf=lambda x: isinstance(x, torch.Size))
         strange = {type(leaf) for _, leaf in found if is_dataclass(leaf) and not isinstance(leaf, type)}
         if strange:
             for kind in strange:

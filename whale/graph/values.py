@@ -63,7 +63,8 @@ def value_name(value: Value) -> str:
 
 def needs_grad(value: Value) -> bool:
     """Whether gradients flow through a value (see ``whale.graph.capture.mark_gradients``)."""
-    return bool(value[0].meta.get("grad")) and value_tensor(value).is_floating_point()
+    tensor = value_tensor(value)
+    return bool(value[0].meta.get("grad")) and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def output_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:

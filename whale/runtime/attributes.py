@@ -109,6 +109,8 @@ class Attributes:
         self._root = root
         self._modules = dict(root.named_modules())
         self._own = {id(module) for module in self._modules.values()}
+        # Parameters and buffers, which recurrent layers have in lists too: steps read them, and update them.
+        self._states = {id(x) for x in [*root.parameters(), *root.buffers()]}
         self._given: dict[int, frozenset[str]] = {}
         self._first: dict[_Name, Hashable] = before._first if before else self._tokens()
         self._ever: dict[_Name, None] = dict(before._ever) if before else {}
@@ -180,7 +182,7 @@ class Attributes:
         if isinstance(x, _PLAIN):
             return type(x), x
         if isinstance(x, Tensor):
-            return _Same(x, x._version)
+            return None if id(x) in self._states else _Same(x, x._version)
         parts = self._parts(x) if depth < _DEEP else None
         if parts is None:
             return _Same(x)
@@ -218,7 +220,7 @@ class Attributes:
             if isinstance(x, _PLAIN) or id(x) in seen or depth > _DEEP:
                 return
             seen[id(x)] = x
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and id(x) not in self._states:
                 self._reads.append(_Last(partial(getattr, x, "_version")))
             for read in self._parts(x) or ():
                 self._reads.append(read)

@@ -69,6 +69,7 @@ def _install() -> None:
         return
     _installed.append(register_optimizer_step_pre_hook(_before_step))
     Optimizer.add_param_group = _attending(Optimizer.add_param_group)  # type: ignore[method-assign]
+    Optimizer.__init__ = _of_any_number(Optimizer.__init__)  # type: ignore[method-assign]
     total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
     if total_norm is not None:
         over_ranks = _over_ranks(total_norm)
@@ -117,6 +118,20 @@ def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
             self.register_load_state_dict_pre_hook(_take_states)
 
     return attending
+
+
+def _of_any_number(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of every optimizer, which takes an empty list where another rank may have the parameters, as of a
+    module of another stage."""
+
+    @functools.wraps(init)
+    def of_any_number(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        given = params if isinstance(params, Tensor) else list(params)
+        if isinstance(given, list) and not given and any(not engine.holds_all for engine in _engines):
+            given = [torch.nn.Parameter(torch.empty(0))]
+        init(self, given, defaults)
+
+    return of_any_number
 
 
 def _cut(engine: Engine, name: str) -> Shard | None:
