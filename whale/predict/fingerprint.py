@@ -19,6 +19,7 @@ from whale.compile.compilation import Compilation
 from whale.graph.values import value_name, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.program import Program
+from whale.runtime.collectives import Bridge
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalGraph, LocalProgram
 from whale.strategies.folding import Fold
@@ -192,7 +193,8 @@ class _Numbers:
         if is_dataclass(x) and not isinstance(x, type):
             return type(x), self._named({field.name: getattr(x, field.name) for field in fields(x)}, places)
         if isinstance(x, nn.Module) and not x._parameters and not x._buffers:
-            own = {name: value for name, value in vars(x).items() if name not in _OF_ALL_MODULES}
+            names = _OF_ALL_MODULES | {"value"} if isinstance(x, Bridge) else _OF_ALL_MODULES  # it is for profiles
+            own = {name: value for name, value in vars(x).items() if name not in names}
             return type(x), self._named(own, places), self._named(x._modules, places)
         return _Itself(x)
 
