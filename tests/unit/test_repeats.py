@@ -204,6 +204,21 @@ def test_layers_of_hugging_face_models_are_copied(monkeypatch: pytest.MonkeyPatc
     assert count == 3
 
 
+def test_a_trace_with_copies_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 5}
+    loaded = load_model("hf:llama", {**sizes, "sequence_length": 8}, batch_size=2, device="meta")
+    exports = []
+    export = torch.export.export
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        exports.append(arguments)
+        return export(*arguments, **options)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    capture(loaded.model, loaded.batch)
+    assert len(exports) == 1
+
+
 class Config:
     """State shared by all layers."""
 

@@ -21,7 +21,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
+__all__ = ["PLAIN", "WATCHES", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
+
+WATCHES = "_whale_watches"
+"""Attribute of functions of a capture that replace a module's: what they reach is what the replaced one does."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
@@ -112,6 +115,8 @@ class Reach:
         elif isinstance(x, FunctionType | type):
             if isinstance(x, type):
                 yield from _defined(x)
+            elif WATCHES in x.__dict__:
+                yield x.__wrapped__  # type: ignore[attr-defined]
             elif _package(x) not in _STATELESS:
                 yield from _read(x)
         elif isinstance(x, staticmethod | classmethod):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from whale.graph.reach import PLAIN, Reach, Same, Unknown, untraced
+from whale.graph.reach import PLAIN, WATCHES, Reach, Same, Unknown, untraced
 
 try:
     from torch.fx.experimental.proxy_tensor import (
@@ -46,9 +46,6 @@ __all__ = ["Escaped", "Repeats"]
 
 TRACED = 2
 """Layers of each kind that are traced before any is copied."""
-
-_WATCHES = "_whale_watches"
-"""Attribute of functions that replace a layer's forward."""
 
 Token = tuple[Any, ...]
 """Token of a node in a description: a number among the layer's own nodes, inputs or parameters."""
@@ -155,7 +152,7 @@ class Repeats:
                 kind.traces.append(trace)
             return result
 
-        watched.__dict__[_WATCHES] = True
+        watched.__dict__[WATCHES] = True
         return watched
 
     @untraced
@@ -305,7 +302,7 @@ def _attributes(module: nn.Module, leave_out: Collection[Name] = ()) -> Hashable
             (name, reach.token(x))
             for name, x in inner.__dict__.items()
             if name not in ("_parameters", "_buffers", "_modules")
-            and _WATCHES not in getattr(x, "__dict__", ())
+            and WATCHES not in getattr(x, "__dict__", ())
             and not ((path, name) in leave_out and type(x) is int)
         ]
         found.append((path, reach.token(type(inner)), tuple(held)))
