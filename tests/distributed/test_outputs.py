@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import refusal
 from whale.runtime.launch import World
 
 BOUND = 1e-12
@@ -204,11 +205,3 @@ def strange_outputs(world: World) -> tuple[float, str]:
 def test_an_output_that_cannot_be_returned_is_refused(worlds: Worlds) -> None:
     for _, message in worlds.run(2, strange_outputs):
         assert "the model's output['cache'] is a object, which a step cannot return" in message
-
-
-def refusal(what: Callable[[], Any]) -> str:
-    try:
-        what()
-    except whale.WhaleError as error:
-        return str(error)
-    return ""

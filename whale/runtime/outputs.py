@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.launch import World
-from whale.runtime.stage import Intervals, boxes
+from whale.runtime.stage import Intervals, rectangles
 
 __all__ = ["Outputs", "Piece", "put"]
 
@@ -112,7 +112,7 @@ class Outputs:
 
 def put(whole: Tensor, piece: Tensor, intervals: Intervals, *, add: bool = False) -> None:
     """Write a part to its position in the whole tensor, or *add* it there."""
-    for box in boxes(intervals):
+    for box in rectangles(intervals):
         target = whole[box.whole]
         if not add:
             target.copy_(piece[box.part])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
-from whale.runtime.stage import Box, Intervals, boxes
+from whale.runtime.stage import Intervals, Rectangle, rectangles
 
 __all__ = ["ShardTensor"]
 
@@ -98,7 +98,7 @@ class ShardTensor(Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(offsets=offset, sizes=torch.Size([span.stop - span.start for span in box.whole]))
-            for offset, box in self._boxes().items()
+            for offset, box in self._rectangles().items()
         ]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -114,8 +114,8 @@ class ShardTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        return self.local[self._boxes()[index.offset].part]
+        return self.local[self._rectangles()[index.offset].part]
 
-    def _boxes(self) -> dict[torch.Size, Box]:
+    def _rectangles(self) -> dict[torch.Size, Rectangle]:
         """The rectangles of which the part is made, by their place in the whole tensor."""
-        return {torch.Size([span.start for span in box.whole]): box for box in boxes(self.intervals)}
+        return {torch.Size([span.start for span in box.whole]): box for box in rectangles(self.intervals)}

@@ -136,21 +136,21 @@ def part(x: Tensor, intervals: Intervals) -> Tensor:
     return x
 
 
-class Box(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a part: where it is in the whole tensor, and in the part."""
 
     whole: tuple[slice, ...]
     part: tuple[slice, ...]
 
 
-def boxes(intervals: Intervals) -> Iterator[Box]:
+def rectangles(intervals: Intervals) -> Iterator[Rectangle]:
     """The rectangles of which a part is made."""
     spans = []
     for dim in intervals:
         starts = accumulate((stop - start for start, stop in dim), initial=0)
         spans.append([(slice(a, b), slice(at, at + b - a)) for (a, b), at in zip(dim, starts, strict=False)])
     for choice in product(*spans):
-        yield Box(tuple(whole for whole, _ in choice), tuple(part for _, part in choice))
+        yield Rectangle(tuple(whole for whole, _ in choice), tuple(part for _, part in choice))
 
 
 class LocalStage:

@@ -1,0 +1,232 @@
+"""Optimizers, schedules and clipping on two ranks: what they do is exact, or refused with what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+import whale
+from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import LAYOUTS, SHARDED, Two, annotated, parallel, refusal
+from tests.small_models import decoder, tokens
+from whale.runtime.launch import World
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Two]:
+    with worlds_of_a_module() as made:
+        yield Two(made)
+
+
+def optimize_before(world: World, kind: str) -> tuple[str, list[float], list[float]]:
+    """The optimizer is made from the local model."""
+    local, model = decoder(layers=2), annotated(kind)
+    expected, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (local, model))
+    made = whale.parallelize(model, tokens(), device="cpu")
+    found: list[float] = []
+    losses: list[float] = []
+    for _ in range(3):
+        loss = local(**tokens())
+        loss.backward()
+        losses.append(loss.item())
+        found.append(made.train_step(**tokens()).item())
+        message = refusal(optimizer.step)
+        if message:
+            return message, [], []
+        expected.step()
+        expected.zero_grad()
+        optimizer.zero_grad()
+    return "", found, losses
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_an_optimizer_of_the_local_model_trains_or_is_refused(ranks: Two, kind: str) -> None:
+    for message, found, expected in ranks.run(optimize_before, kind):
+        if kind == "split":
+            assert "make the optimizer after parallelize" in message
+        else:
+            assert message == ""
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
+class LARS(torch.optim.Optimizer):
+    """It scales updates by norms of whole tensors, and its step takes no closure, as in many scripts."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    trust = parameter.norm() / (parameter.grad.norm() + 1e-6)
+                    parameter.sub_(parameter.grad * trust * group["lr"])
+
+
+def optimize_with(world: World, kind: str, name: str, options: dict[str, Any]) -> str:
+    model = parallel(kind)
+    parameters = [p for p in model.parameters() if p.dim() == 2] if name == "Muon" else model.parameters()
+    optimizer: Any = (LARS if name == "LARS" else getattr(torch.optim, name))(parameters, lr=1e-3, **options)
+    model.train_step(**tokens())
+    closure = (lambda: model.train_step(**tokens())) if name == "LBFGS" else None
+    return refusal(lambda: optimizer.step(closure) if closure is not None else optimizer.step())
+
+
+ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("Adam", {"amsgrad": True}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"fused": True}),
+    ("Adagrad", {}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Adamax", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("Adadelta", {}),
+    ("Rprop", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ELEMENTWISE)
+def test_elementwise_optimizers_are_taken(ranks: Two, name: str, options: dict[str, Any]) -> None:
+    assert ranks.run(optimize_with, "split", name, options) == ["", ""]
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "LARS"])
+def test_optimizers_that_need_whole_tensors_are_refused(ranks: Two, kind: str, name: str) -> None:
+    for message in ranks.run(optimize_with, kind, name, {}):
+        if kind == "stages" and name != "LBFGS":
+            assert message == ""  # a stage has whole matrices
+        else:
+            assert message.startswith(f"{name} updates an element by others")
+
+
+def test_optimizers_of_replicas_may_need_whole_tensors(ranks: Two) -> None:
+    for name in ("Adafactor", "Muon", "LBFGS"):
+        assert ranks.run(optimize_with, "replicate", name, {}) == ["", ""]
+
+
+def train_by_a_schedule(world: World, kind: str) -> list[float]:
+    """Errors of parameters after steps of an optimizer whose `step` a scheduler has replaced."""
+    local, batch = decoder(layers=2), tokens()
+    module = parallel(kind)
+    made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (local, module)]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) for optimizer in made]
+    for _ in range(3):
+        local(**batch).backward()
+        module.train_step(**batch)
+        for optimizer, schedule in zip(made, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    whole = module.full_state_dict()
+    return [float((whole[n] - p.detach()).abs().max()) for n, p in local.named_parameters()]
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_schedules_of_learning_rates(ranks: Two, kind: str) -> None:
+    for errors in ranks.run(train_by_a_schedule, kind):
+        assert max(errors) < 1e-12
+
+
+def states_of_an_optimizer(world: World, kind: str) -> tuple[list[float], list[str]]:
+    """Save, load and go on, in parts, from whole tensors, and by torch.distributed.checkpoint."""
+    model = annotated(kind)
+    local, batch = copy.deepcopy(model), tokens()
+    module = whale.parallelize(model, batch, device="cpu", timeout_seconds=20)
+    pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (local, module)]
+
+    def step() -> float:
+        local(**batch).backward()
+        module.train_step(**batch)
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = module.full_state_dict()
+        return max(float((whole[n] - p.detach()).abs().max()) for n, p in local.named_parameters())
+
+    step()
+    messages = []
+    if any(len(shard.distinct()) > 1 for shard in module._whale.engine.shards.values()):
+        messages.append(refusal(lambda: torch.save(pairs[1][1].state_dict(), io.BytesIO())))
+        lies = copy.deepcopy(pairs[1][1].state_dict())
+        for state in lies["state"].values():
+            state["exp_avg"] = getattr(state["exp_avg"], "local", state["exp_avg"])
+        messages.append(refusal(lambda: torch.optim.AdamW(module.parameters()).load_state_dict(lies)))
+    kept = copy.deepcopy(pairs[1][1].state_dict())
+    pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
+    pairs[1][1].load_state_dict(kept)
+    errors = [step()]
+
+    names = {id(p): n for n, p in module.named_parameters()}
+    own = [names[id(p)] for p in pairs[1][1].param_groups[0]["params"]]
+    first = {n: i for i, (n, _) in enumerate(local.named_parameters())}
+    whole = copy.deepcopy(pairs[0][1].state_dict())
+    theirs = {i: whole["state"][first[n]] for i, n in enumerate(own) if n in first}
+    pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
+    pairs[1][1].load_state_dict(
+        {"state": theirs, "param_groups": [{**whole["param_groups"][0], "params": list(range(len(own)))}]}
+    )
+    errors.append(step())
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)  # by name, because ranks of stages have others
+    with TemporaryDirectory() as folder:
+        shared = [folder]
+        torch.distributed.broadcast_object_list(shared)
+        dcp.save({"optimizer": get_optimizer_state_dict(module, pairs[1][1], options=options)}, checkpoint_id=shared[0])
+        pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
+        state = {"optimizer": get_optimizer_state_dict(module, pairs[1][1], options=options)}
+        dcp.load(state, checkpoint_id=shared[0])
+        set_optimizer_state_dict(module, pairs[1][1], state["optimizer"], options=options)
+        torch.distributed.barrier()
+    errors.append(step())
+    return errors, messages
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_states_of_optimizers_are_saved_and_loaded(ranks: Two, kind: str) -> None:
+    for errors, messages in ranks.run(states_of_an_optimizer, kind):
+        assert max(errors) < 1e-10, errors  # AdamW divides by roots of gradients, some of which are tiny
+        if messages:
+            assert "torch.save would write it as if it were the model's" in messages[0]
+            assert "which is neither whole" in messages[1] and "nor this rank's part" in messages[1]
+
+
+def clip(world: World, kind: str, norm_type: float) -> list[tuple[float, float]]:
+    model, local = parallel(kind), decoder(layers=2)
+    model.train_step(**tokens())
+    local(**tokens()).backward()
+    totals = [
+        torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type).item()
+        for module in (model, local)
+    ]
+    found = [(totals[0], totals[1])]
+    for own, norm in ((["layers.0", "layers.1"], 1e9), ([""], 0.1), ([""], 0.05)):
+        norms = [
+            torch.nn.utils.clip_grad_norm_(
+                [p for n, p in module.named_parameters() if n.startswith(tuple(own))], norm, norm_type
+            )
+            for module in (model, local)
+        ]
+        found.append((norms[0].item(), norms[1].item()))
+    whole = model.full_gradients()
+    found += [(whole[n].norm().item(), p.grad.norm().item()) for n, p in local.named_parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: float) -> None:
+    for pairs in ranks.run(clip, kind, norm_type):
+        for found, expected in pairs:
+            assert found == pytest.approx(expected, rel=1e-9)
