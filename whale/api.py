@@ -7,47 +7,35 @@ raised before any process group is made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from os import PathLike
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
 from whale.commands.automatic import automatic_plan
-from whale.compile.assembly import assemble
-from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced, local_tensors
-from whale.compile.row_shares import batch_leaf_names, row_shares
-from whale.compile.trace import Traced, trace
-from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
+from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import trace
 from whale.detection import detect, on_its_hosts, warn_of_other_devices
-from whale.errors import AnnotationError, CaptureError, PlanMismatchError, UsageError
+from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
-from whale.graph.reach import names_in_code
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.ir.program import Returns
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
-from whale.runtime.attributes import Changes, Sources
-from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
-from whale.runtime.launch import World, describe, groups, initialize
-from whale.runtime.local_rows import LocalBatches, RowShares
-from whale.runtime.module import ParallelModule, check_autocast, parallel_module
-from whale.runtime.optimizers import attend
+from whale.runtime.launch import World, describe, initialize
+from whale.runtime.module import ParallelModule, check_autocast
 from whale.runtime.random import RNGPosition
-from whale.strategies.lowering import PlacedStage
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
 
@@ -205,10 +193,10 @@ def parallelize(
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
-    if launch.size <= _CHECKED_RANKS:
-        calls = compilation.check(launch.rank, _clock_of(clock, launch.size, compilation))
+    if launch.size <= CHECKED_RANKS:
+        calls = compilation.check(launch.rank, clock_of(clock, launch.size, compilation))
     world = world or initialize(timeout_seconds, device_type=device)
-    _warn(world, compilation)
+    warn_of(world, compilation)
     texts = {
         **compilation.texts(),
         "the collectives of its programs": calls,
@@ -225,225 +213,13 @@ def parallelize(
     if seed is None:
         clock.seed = int_of_first(world, clock.seed)
     try:
-        module = _Builder(model, template, described, options, world, loss_fn, initial, clock).build(
+        module = Builder(model, template, described, options, world, loss_fn, initial, clock).build(
             compilation, leaves, modes, bring=batch
         )
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
     return module
-
-
-def _warn(world: World, compilation: Compilation) -> None:
-    if compilation.captured.checkpointed:
-        place = compilation.captured.checkpointed[0]
-        world.warn(
-            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
-            "keeps all activations; plan its memory without it"
-        )
-    for name, place in compilation.captured.written:
-        world.warn(
-            f"the forward writes to its argument {name}{f' at {place.file}:{place.line}' if place else ''}: a parallel "
-            "step computes with what is written, and leaves the batch as it was; clone the argument to say so"
-        )
-    for text in compilation.warnings:
-        world.warn(text)
-
-
-def _clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
-    """Random operators are seeded by position; with a single rank, they draw as the local model does."""
-    return clock if size > 1 or len(compilation.rows) > 1 else None
-
-
-_CHECKED_RANKS = 1024
-"""Number of ranks up to which every launch proves its programs; it takes milliseconds for small worlds."""
-
-
-class _Builder:
-    """Makes the parallel module of one rank, and later compiles steps for other batches."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        template: nn.Module,
-        cluster: Cluster,
-        options: Options,
-        world: World,
-        loss_fn: Callable[..., Any] | None,
-        initial: InitialValues | None,
-        clock: RNGPosition,
-    ) -> None:
-        self.model: nn.Module | None = model
-        self.initial = initial
-        self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
-        self.clock = clock
-        self.groups: dict[tuple[int, ...], Any] = {}
-        self.reduce_groups: dict[tuple[int, ...], Any] = {}
-        self.all_ranks: dict[str, Any] = {}
-        self.first: Compilation | None = None
-        self.shards: dict[str, Shard] = {}
-        self.unread: dict[str, PlacedStage] = {}
-
-    def build(
-        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, bring: str
-    ) -> ParallelModule:
-        model, world = self.model, self.world
-        assert model is not None
-        self.first = compilation
-        self.rows = compilation.rows[0]
-        shards = compilation.shards()
-        named = dict(model.named_parameters())
-        self.unread = stages_of_unread(compilation, [name for name in named if name not in shards])
-        for name, stage in self.unread.items():
-            parameter = named[name]
-            parts = dict.fromkeys(stage.mesh.ranks, tuple(((0, size),) for size in parameter.shape))
-            shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
-        self.shards = shards
-        buffers = {
-            name: Shard(
-                shape=tuple(b.shape),
-                dtype=b.dtype,
-                parts=dict.fromkeys(self._buffer_ranks(compilation, name), tuple(((0, size),) for size in b.shape)),
-                trainable=False,
-            )
-            for name, b in model.named_buffers()
-        }
-        if self.initial is None:
-            held = local_tensors(shards, world.rank, named, world.device)
-            held |= {name: b.to(world.device) for name, b in model.named_buffers()}
-        else:
-            own = {name: shard.parts[world.rank] for name, shard in shards.items() if world.rank in shard.parts}
-            tensors = self.initial.take({**own, **dict.fromkeys(buffers)}, world.device)
-            held = {n: nn.Parameter(tensors[n], requires_grad=named[n].requires_grad) for n in own}
-            held |= {name: tensors[name] for name in buffers}
-        persistent = set(model.state_dict(keep_vars=True))
-        aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
-        self.model = self.initial = None
-        if world.size > 1:
-            self._make_groups(compilation)
-            # Operations that may wait for each other on a device's queue have separate groups.
-            purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
-            everyone = tuple(range(world.size))
-            self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
-        shares = row_shares(compilation)
-        engine = Engine(
-            world=world,
-            source=self.compile,
-            shards=shards,
-            buffers=buffers,
-            aliases=aliases,
-            tensors=held,
-            clock=self.clock,
-            loss_group=self.all_ranks["loss"] if self.all_ranks else None,
-            shares=shares,
-            local=self._local_batches(compilation, shares) if bring != "global" else None,
-        )
-        step = self._assemble(compilation, held)
-        engine.install(example, modes if any(modes) else (), step)
-        if bring == "parts" and engine.local is not None:
-            engine.local.divide_samples(step.stages, example)
-        attend(engine, named)
-        return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
-
-    def _make_groups(self, compilation: Compilation) -> None:
-        """Make the groups that a compilation needs and earlier ones did not; all ranks must call it."""
-        meshes = [stage.mesh for stage in compilation.stages]
-        bridged = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
-        reduced = {spec.ranks for spec in compilation.reduces}
-        seconds = self.world.failures.timeout_seconds
-        self.groups |= groups(bridged - self.groups.keys(), seconds)
-        self.reduce_groups |= groups(reduced - self.reduce_groups.keys(), seconds)
-
-    def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
-        host = self.all_ranks.get("loss")
-        if host is not None and self.world.device.type != "cpu":
-            timeout = timedelta(seconds=self.world.failures.timeout_seconds)
-            host = dist.new_group(timeout=timeout, backend="gloo")
-        return LocalBatches(
-            world=self.world,
-            shares=shares,
-            leaves=batch_leaf_names(compilation),
-            host_group=host,
-            group=self.all_ranks.get("loss"),
-            compared_first=FIRST_COMPARED,
-            compared_each=COMPARED_EACH,
-        )
-
-    def _buffer_ranks(self, compilation: Compilation, name: str) -> Sequence[int]:
-        for stage in compilation.stages:
-            if name in stage.mutated:
-                return stage.mesh.ranks
-        return range(self.world.size)
-
-    def compile(
-        self,
-        batch: Mapping[str, Any],
-        modes: Modes,
-        changes: Changes,
-        tensors: Mapping[str, Tensor],
-        returns: Returns,
-        numbers: Collection[str],
-    ) -> CompiledStep:
-        """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
-        something else; parameters stay where they are. It takes *numbers* as tensors, if the model can."""
-        assert self.first is not None
-        changes.write(self.template)
-        try:
-            traced = self._trace(batch, modes, returns, numbers)
-        except CaptureError:  # where it is not for the numbers, the same is raised again
-            if not numbers:
-                raise
-            traced, numbers = self._trace(batch, modes, returns, ()), ()
-        compilation = compile_traced(
-            traced,
-            self.cluster,
-            self.options,
-            device=self.world.device,
-            rows_per_micro_batch=self.rows,
-            stored=self.first.stored_forms() | forms_of_unread(self.unread),
-        )
-        needed = compilation.shards()
-        check_places(needed, self.shards)
-        for name, shard in needed.items():
-            self.shards[name] = replace(shard, trainable=shard.trainable or self.shards[name].trainable)
-        if self.world.size > 1:
-            self._make_groups(compilation)
-        _warn(self.world, compilation)
-        if self.world.size <= _CHECKED_RANKS:
-            clock = _clock_of(self.clock, self.world.size, compilation)
-            compilation.check(self.world.rank, clock)
-        return replace(self._assemble(compilation, tensors), numbers=tuple(numbers))
-
-    def _trace(self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]) -> Traced:
-        return trace(
-            self.template,
-            batch,
-            device=self.world.device,
-            training=any(modes),
-            modes=modes,
-            loss_fn=self.loss_fn,
-            promote=self.options.promote,
-            returns=returns,
-            numbers=numbers,
-        )
-
-    def _assemble(self, compilation: Compilation, tensors: Mapping[str, Tensor]) -> CompiledStep:
-        held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t for name, t in tensors.items()}
-        constants = {("constant", n): t.to(self.world.device) for n, t in compilation.captured.constants.items()}
-        return assemble(
-            compilation,
-            self.world.rank,
-            compilation.program(self.world.rank),
-            tensors={**held, **constants},
-            clock=self.clock,
-            seeded=_clock_of(self.clock, self.world.size, compilation),
-            bridge_group=self.groups.get,
-            reduce_group=self.reduce_groups.get,
-            failures=self.world.failures,
-            device=self.world.device,
-            group=self.all_ranks.get("forward"),
-            backward_group=self.all_ranks.get("backward"),
-        )
 
 
 def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:
@@ -468,12 +244,6 @@ def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:
                     f"the model's code says {scope.strategy} of {path or 'the whole model'}, but the plan's "
                     f"annotations say {' > '.join(map(str, told)) or 'nothing'}; change one, or search for a new plan"
                 )
-
-
-def _leaves(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The leaves of a batch in the form of a step's arguments: as one object, or as the model's arguments."""
-    positional = batch_leaves(args[0] if len(args) == 1 else args) if args else {}
-    return positional | kwargs
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

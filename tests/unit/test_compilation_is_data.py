@@ -13,6 +13,7 @@ from whale import replicate, split
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_model
+from whale.compile.rank_step import rank_step
 from whale.ir.cluster import Cluster
 from whale.predict.peak_memory import brief_peak_memory, peak_memory
 from whale.predict.traffic import traffic
@@ -61,12 +62,10 @@ def step(compilation: Compilation, rank: int, group: str) -> Any:
         for name, part in compilation.local_parameters(rank).items()
     }
     return assemble(
-        compilation,
+        rank_step(compilation, rank, compilation.program(rank), None),
         rank,
-        compilation.program(rank),
         tensors={("parameter", name): parameter for name, parameter in held.items()},
         clock=RNGPosition(0),
-        seeded=None,
         bridge_group=lambda ranks: f"{group} {ranks}",
         reduce_group=lambda ranks: group,
         failures=Failures(rank),

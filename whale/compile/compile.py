@@ -37,7 +37,7 @@ from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, place_stage
 
-__all__ = ["Options", "compile_model", "compile_traced", "local_tensors"]
+__all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def compile_traced(
         AnnotationError, InfeasibleError, PlanMismatchError, UsageError: annotations, plan and devices do not fit.
     """
     captured, analysis = traced.captured, traced.analysis
-    rows = _rows(traced, options, rows_per_micro_batch)
+    rows = rows_of(traced, options, rows_per_micro_batch)
     cut = traced.annotated if scopes is None else traced.stages(scopes)
     if options.plan is not None and stored is None:
         options.plan.check_model(traced.hash)
@@ -151,7 +151,7 @@ def _request(graph: TaskGraph) -> StageRequest:
     return StageRequest(stage=graph.cut.stage, outer=graph.cut.outer, regions=regions)
 
 
-def _rows(traced: Traced, options: Options, per_micro_batch: int | None) -> tuple[int, ...]:
+def rows_of(traced: Traced, options: Options, per_micro_batch: int | None) -> tuple[int, ...]:
     """Units of the batch in each micro-batch; the last may have fewer if the plan says so, or in a later batch, which
     fills micro-batches of the first size."""
     count = options.micro_batches

@@ -274,6 +274,34 @@ def _without_caches(model: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
+def _duplicate(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy of the model with fake tensors, as it is traced."""
+    duplicate = fake_copy(model, mode, device)
+    _without_caches(duplicate)
+    wrap_annotated(duplicate)
+    return duplicate
+
+
+def run_without_data(
+    model: nn.Module,
+    fakes: Mapping[str, Any],
+    mode: FakeTensorMode,
+    *,
+    device: torch.device,
+    loss_fn: Callable[..., Any] | None,
+    returns: Returns,
+    numbers: Collection[str] = (),
+    start: Callable[[nn.Module], None] = lambda duplicate: None,
+) -> None:
+    """Run the forward of a copy of *model* on fake leaves, after *start*."""
+    duplicate = _duplicate(model, mode, device)
+    root = _Loss(duplicate, list(fakes), loss_fn, returns=returns, numbers=dict.fromkeys(numbers))
+    root.training = model.training
+    with _tracing(), mode:
+        start(duplicate)
+        root(*fakes.values())
+
+
 def capture(
     model: nn.Module,
     batch: Batch,
@@ -301,10 +329,7 @@ def capture(
     found = _Found()
 
     def duplicated() -> nn.Module:
-        duplicate = fake_copy(model, mode, device)
-        _without_caches(duplicate)
-        wrap_annotated(duplicate)
-        return duplicate
+        return _duplicate(model, mode, device)
 
     def root_of(duplicate: nn.Module, *checks: Callable[[], None], values: Mapping[str, float] | None = None) -> _Loss:
         symbols = dict.fromkeys(given) if values is None else values
@@ -320,10 +345,8 @@ def capture(
             return export(root_of(duplicate, end)).graph
 
     def run(start: Callable[[nn.Module], None]) -> None:
-        duplicate = duplicated()
-        with _tracing(), mode:
-            start(duplicate)
-            root_of(duplicate)(*fakes.values())
+        options: dict[str, Any] = {"device": device, "loss_fn": loss_fn, "returns": returns, "numbers": given}
+        run_without_data(model, fakes, mode, **options, start=start)
 
     def exported(*, copying: bool) -> tuple[torch.export.ExportedProgram, int]:
         """The exported program, and the number of stages that the forward enters; most equal layers are copies, unless

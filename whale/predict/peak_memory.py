@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
+from whale.compile.rank_step import rank_step
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
@@ -338,12 +339,10 @@ class _Trial:
         self.noting.live, self.noting.called, self.noting.begin = self.live, [], begin
         alone = _AloneOnProcessors if self.device == "cpu" else DryGroup
         step = assemble(
-            self.compilation,
+            rank_step(self.compilation, self.rank, program, self.clock),
             self.rank,
-            program,
             tensors=self.tensors,
             clock=self.clock or RNGPosition(0),
-            seeded=self.clock,
             bridge_group=lambda ranks: alone("", ranks, self.noting.called) if len(ranks) > 1 else None,
             reduce_group=lambda ranks: object(),
             failures=Failures(self.rank),

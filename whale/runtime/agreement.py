@@ -19,7 +19,7 @@ from torch import Tensor
 from whale.errors import PlanMismatchError
 from whale.runtime.launch import World
 
-__all__ = ["agree", "agree_on_values", "fingerprint", "int_of_first", "meet", "take_from_first"]
+__all__ = ["agree", "agree_on_values", "fingerprint", "int_of_first", "ints_of_all", "meet", "take_from_first"]
 
 _BYTES = 16
 
@@ -149,6 +149,22 @@ def int_of_first(world: World, number: int) -> int:
     held = torch.tensor(number & (1 << 63) - 1, dtype=torch.int64, device=world.device)
     take_from_first(world, [held])
     return int(held)
+
+
+def ints_of_all(world: World, number: int, what: str) -> list[int]:
+    """A number of every rank, by rank.
+
+    Raises:
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    held = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    held[world.rank] = number
+    if world.size > 1:
+        work = dist.all_reduce(held, async_op=True)
+        assert work is not None
+        world.failures.wait(work, what, range(world.size))
+    found: list[int] = held.tolist()
+    return found
 
 
 def meet(world: World, what: str) -> None:

@@ -41,11 +41,10 @@ class CompiledSteps(Generic[Step]):
 
     Args:
         warn: called once, with a text, if many steps are compiled.
-        drop: called with each step that is dropped.
     """
 
-    def __init__(self, warn: Callable[[str], None], drop: Callable[[Step], None]) -> None:
-        self._warn, self._drop = warn, drop
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._steps: dict[StepKey, Step] = {}
         self._kinds: dict[tuple[Any, ...], None] | None = {}
         self.num_compiled = 0
@@ -60,13 +59,13 @@ class CompiledSteps(Generic[Step]):
             self._steps[key] = step
         return step
 
-    def add(self, key: StepKey, step: Step) -> None:
-        """Keep a step that was compiled for a key."""
+    def add(self, key: StepKey, step: Step, *, counts: bool = True) -> None:
+        """Keep a step that was compiled for a key; it *counts* among those of which many take long."""
         self._steps[key] = step
         self.num_compiled += 1
         if len(self._steps) > KEPT:
-            self._drop(self._steps.pop(next(iter(self._steps))))
-        if self._kinds is not None:
+            del self._steps[next(iter(self._steps))]
+        if counts and self._kinds is not None:
             self._kinds[key.batch, key.attributes] = None
             if len(self._kinds) == MANY:
                 self._warn(

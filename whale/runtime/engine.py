@@ -67,7 +67,8 @@ class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
     ``loss_dtype`` is that of the loss, also where this rank computes none, and None if the model returns no loss;
     ``outputs`` says how the model's output is made, in steps that return it. ``gathered`` are the leaves of local
-    batches that are gathered, once that is known, ``numbers`` those of type float that it takes as tensors."""
+    batches that are gathered, once that is known, ``numbers`` those of type float that it takes as tensors;
+    ``is_made`` says that it was made of others, which takes little time, and not compiled."""
 
     executor: Executor
     stages: Sequence[LocalStage]
@@ -76,11 +77,7 @@ class CompiledStep:
     outputs: Outputs | None = None
     gathered: tuple[str, ...] | None = None
     numbers: tuple[str, ...] = ()
-
-    def close(self) -> None:
-        """Remove what it has put on the parameters."""
-        if self.executor.reducer is not None:
-            self.executor.reducer.close()
+    is_made: bool = False
 
 
 StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns, Collection[str]], CompiledStep]
@@ -133,7 +130,7 @@ class Engine:
     constants: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.steps = CompiledSteps(self.world.warn, CompiledStep.close)
+        self.steps = CompiledSteps(self.world.warn)
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
@@ -215,7 +212,7 @@ class Engine:
             if step.numbers != tuple(numbers):
                 self.constants |= set(numbers)
                 kind = kind._replace(batch=signature(batch))
-            self.steps.add(kind, step)
+            self.steps.add(kind, step, counts=not step.is_made)
         return step
 
     def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
@@ -91,12 +92,14 @@ class Reducer:
             if (reducer := this()) is not None:
                 reducer.gradient_ready(parameter)
 
-        self._hooks = [
+        hooks = [
             parameter.register_post_accumulate_grad_hook(accumulated)
             for bucket in self.buckets
             if bucket.group is not None
             for parameter in bucket.parameters
         ]
+        self._remove_hooks = weakref.finalize(self, _remove, hooks)
+        self._remove_hooks.atexit = False
 
     def begin(self) -> None:
         """Start a step."""
@@ -173,10 +176,8 @@ class Reducer:
             torch._foreach_copy_(targets, sources)
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """Remove the hooks from the parameters, as when nothing refers to it any more."""
+        self._remove_hooks()
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Record that the gradient of a parameter is ready; autograd calls it in every backward, so it must be fast."""
@@ -223,6 +224,11 @@ class Reducer:
 
     def _order(self) -> list[int]:
         return [bucket.index for bucket in self.buckets]
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def bucketize(parameters: Sequence[Parameter], capacity_bytes: int = BUCKET_BYTES) -> list[tuple[Parameter, ...]]:

@@ -1,0 +1,247 @@
+"""Steps for batches of any size, from those that were compiled for two: a new length of sequences costs no compilation.
+
+Compiled steps for two lengths, placed alike, are the same but for numbers, which are linear in the length
+(:mod:`whale.compile.linear`), and the model's code does the same under conditions on it
+(:mod:`whale.graph.size_conditions`). So a step for any length that fulfils them is made by putting numbers in. Where a
+dim of that length is cut among ranks or micro-batches, only lengths between the two are made so, at which all shares
+are whole: shares of others may be rounded in another way. Elsewhere a length may be several times longer or shorter;
+beyond, other placements may be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from whale.compile.compilation import Compilation
+from whale.compile.linear import OfSizes, UnlikeError, of_sizes
+from whale.compile.rank_step import RankStep
+from whale.compile.trace import Traced
+from whale.errors import WhaleError
+from whale.graph.size_conditions import SizeConditions, VaryingDims
+
+__all__ = ["AnySize", "PlacedStep", "TracingAndPlacing"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_POINTS, _ATTEMPTS, _SIZES = 4, 16, 3
+"""Limits: of traced models that are kept to be compared, of comparisons, and of sizes that vary independently."""
+
+_FAR = 8
+"""By how much a size may be larger or smaller than those that were compiled."""
+
+
+class PlacedStep(NamedTuple):
+    """A step of this rank, and the compilation of which it is."""
+
+    compilation: Compilation
+    step: RankStep
+
+
+class TracingAndPlacing(NamedTuple):
+    """What steps are compared with: none of it is done by ranks together.
+
+    Attributes:
+        trace: traces the model with a batch.
+        place_like: the step of a traced model, with the placements of a compilation; None if it cannot have them.
+        conditions: finds the conditions on sizes of a batch under which the model's code does the same.
+    """
+
+    trace: Callable[[Mapping[str, Any]], Traced]
+    place_like: Callable[[Compilation, Traced], PlacedStep | None]
+    conditions: Callable[[Mapping[str, Any], VaryingDims], SizeConditions | None]
+
+
+def _cuts(compilation: Compilation) -> tuple[int, ...]:
+    """The sizes of all axes along which something is cut among ranks or micro-batches."""
+    size = compilation.analysis.factors.size
+    return tuple(
+        size(placement.factor)
+        for stage in compilation.stages
+        for choices in stage.choices.values()
+        for choice in choices
+        for placement in choice.outputs
+        if placement.kind == "S"
+    )
+
+
+class _Varying(NamedTuple):
+    """Dims of a batch that vary.
+
+    ``between`` are their sizes in two batches, and in others between these, so that each differs from the last in one
+    size.
+    """
+
+    dims: VaryingDims
+    between: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Template:
+    """Steps for all sizes. Where axes of these sizes are *cut*, of those between *lowest* and *highest* only."""
+
+    shapes: Shapes
+    dims: VaryingDims
+    conditions: SizeConditions
+    steps: OfSizes[RankStep]
+    period: int
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+    is_cut: bool
+
+    def step(self, shapes: Shapes) -> RankStep | None:
+        """The step for a batch of these shapes, if it is one of them."""
+        sizes: dict[int, int] = {}
+        for name, shape in shapes.items():
+            for dim, size in enumerate(shape):
+                number = self.dims.get((name, dim))
+                if size != (self.shapes[name][dim] if number is None else sizes.setdefault(number, size)):
+                    return None
+        found = tuple(sizes[number] for number in range(len(sizes)))
+        far = 1 if self.is_cut else _FAR
+        for size, low, high in zip(found, self.lowest, self.highest, strict=True):
+            if (size - low) % self.period or not low <= size * far or not size <= high * far:
+                return None
+        return self.steps.make(found) if self.conditions.hold(found) else None
+
+
+@dataclass(kw_only=True)
+class _Family:
+    """Steps for batches that differ in sizes only."""
+
+    points: list[tuple[Mapping[str, Any], Traced]] = field(default_factory=list)
+    templates: list[_Template] = field(default_factory=list)
+    attempts: int = 0
+
+
+class AnySize:
+    """Steps of one rank for batches of any size.
+
+    Args:
+        agreed: the numbers that all ranks have, from that of this one; all call it together.
+    """
+
+    def __init__(self, agreed: Callable[[int], list[int]]) -> None:
+        self._agreed = agreed
+        self._families: dict[Any, _Family] = {}
+
+    def step(self, kind: Hashable, batch: Mapping[str, Any]) -> RankStep | None:
+        """The step for a batch, if it need not be compiled; the same answer on all ranks.
+
+        Args:
+            kind: of the step, besides its batch.
+            batch: by leaf name, with any value for numbers that the step takes as tensors.
+        """
+        family = self._families.get((kind, _form(batch)))
+        shapes = _shapes(batch)
+        for template in family.templates if family is not None else ():
+            found = template.step(shapes)
+            if found is not None:
+                return found
+        return None
+
+    def learn(self, kind: Hashable, batch: Mapping[str, Any], placed: PlacedStep, sources: TracingAndPlacing) -> None:
+        """Compare a compiled step with earlier ones of its kind. All ranks must call it, with the same batches.
+
+        Args:
+            kind: of the step, besides its batch.
+            batch: for which it was compiled.
+            placed: the step.
+            sources: make what it is compared with.
+        """
+        batch = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in batch.items()}
+        family = self._families.setdefault((kind, _form(batch)), _Family())
+        known: dict[Any, SizeConditions | None] = {}
+        for earlier, traced in reversed(family.points):
+            varying = _varying(earlier, batch)
+            if varying is None or family.attempts == _ATTEMPTS:
+                continue
+            family.attempts += 1
+            dims = tuple(varying.dims.items())
+            if dims not in known:
+                known[dims] = sources.conditions(batch, varying.dims)
+            conditions = known[dims]
+            if conditions is None or not all(map(conditions.hold, varying.between)):
+                continue
+            template = self._template(batch, placed, traced, varying, conditions, sources)
+            if template is not None:
+                family.templates.insert(0, template)
+                if not template.is_cut:
+                    break
+        family.points = [*family.points, (batch, placed.compilation.traced)][-_POINTS:]
+
+    def _template(
+        self,
+        batch: Mapping[str, Any],
+        placed: PlacedStep,
+        first: Traced,
+        varying: _Varying,
+        conditions: SizeConditions,
+        sources: TracingAndPlacing,
+    ) -> _Template | None:
+        """The steps for all sizes, as one is placed; None if there are more differences than numbers."""
+        steps: OfSizes[RankStep] | None = None
+        points = [placed]
+        try:
+            between = (sources.trace(_batch_of(batch, varying, sizes)) for sizes in varying.between[1:-1])
+            for traced in (first, *between):
+                point = sources.place_like(placed.compilation, traced)
+                if point is None:
+                    raise UnlikeError("operators")
+                points.insert(-1, point)
+            steps = of_sizes([(sizes, point.step) for sizes, point in zip(varying.between, points, strict=True)])
+        except (UnlikeError, WhaleError):  # such as a batch between the two that the model does not take
+            pass
+        periods = self._agreed(0 if steps is None else steps.period)
+        if steps is None or 0 in periods:
+            return None
+        return _Template(
+            shapes=_shapes(batch),
+            dims=varying.dims,
+            conditions=conditions,
+            steps=steps,
+            period=lcm(*periods),
+            lowest=tuple(map(min, zip(*varying.between, strict=True))),
+            highest=tuple(map(max, zip(*varying.between, strict=True))),
+            is_cut=any(_cuts(point.compilation) != _cuts(placed.compilation) for point in points),
+        )
+
+
+def _shapes(batch: Mapping[str, Any]) -> Shapes:
+    """The shapes of a batch's tensors, by leaf name."""
+    return {name: tuple(x.shape) for name, x in batch.items() if isinstance(x, Tensor)}
+
+
+def _form(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What batches that differ in sizes only have in common."""
+    return tuple((name, x.dtype, x.dim()) if isinstance(x, Tensor) else (name, repr(x)) for name, x in batch.items())
+
+
+def _varying(one: Mapping[str, Any], other: Mapping[str, Any]) -> _Varying | None:
+    """The dims that differ between two batches; those with equal sizes in both vary together. None if there are none,
+    or too many sizes."""
+    dims: dict[tuple[str, int], int] = {}
+    pairs: dict[tuple[int, int], int] = {}
+    shapes, others = _shapes(one), _shapes(other)
+    for name, shape in shapes.items():
+        for dim, pair in enumerate(zip(shape, others[name], strict=True)):
+            if pair[0] != pair[1]:
+                dims[name, dim] = pairs.setdefault(pair, len(pairs))
+    if not 0 < len(pairs) <= _SIZES:
+        return None
+    between = [tuple(pair[n < changed] for n, pair in enumerate(pairs)) for changed in range(len(pairs) + 1)]
+    return _Varying(dims, tuple(between))
+
+
+def _batch_of(batch: Mapping[str, Any], varying: _Varying, sizes: Sequence[int]) -> dict[str, Any]:
+    """A batch like another one, without data, with these sizes."""
+    made = dict(batch)
+    for name, shape in _shapes(batch).items():
+        own = [sizes[varying.dims[name, d]] if (name, d) in varying.dims else size for d, size in enumerate(shape)]
+        made[name] = torch.empty(own, dtype=batch[name].dtype, device="meta")
+    return made

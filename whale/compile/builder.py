@@ -1,0 +1,318 @@
+"""The builder of one rank's parallel module: from the first compilation to its tensors, groups and steps, and later to
+steps for other batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale.compile.any_size import AnySize, PlacedStep, TracingAndPlacing
+from whale.compile.assembly import assemble
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_traced, local_tensors, rows_of
+from whale.compile.placed_like import placed_like
+from whale.compile.rank_step import RankStep, rank_step
+from whale.compile.row_shares import batch_leaf_names, row_shares
+from whale.compile.trace import Traced, trace
+from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
+from whale.errors import CaptureError
+from whale.graph.capture import batch_leaves
+from whale.graph.reach import names_in_code
+from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
+from whale.ir.cluster import Cluster
+from whale.ir.program import Returns
+from whale.runtime.agreement import ints_of_all
+from whale.runtime.attributes import Changes, Sources
+from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
+from whale.runtime.initial_values import InitialValues
+from whale.runtime.launch import World, groups
+from whale.runtime.local_rows import LocalBatches, RowShares
+from whale.runtime.module import ParallelModule, parallel_module
+from whale.runtime.optimizers import attend
+from whale.runtime.random import RNGPosition
+from whale.runtime.reduce import Reducer
+from whale.strategies.lowering import PlacedStage
+
+__all__ = ["CHECKED_RANKS", "Builder", "clock_of", "warn_of"]
+
+
+def warn_of(world: World, compilation: Compilation) -> None:
+    """Warn of what a compilation does in another way than the model's code says, or slowly."""
+    if compilation.captured.checkpointed:
+        place = compilation.captured.checkpointed[0]
+        world.warn(
+            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
+            "keeps all activations; plan its memory without it"
+        )
+    for name, place in compilation.captured.written:
+        world.warn(
+            f"the forward writes to its argument {name}{f' at {place.file}:{place.line}' if place else ''}: a parallel "
+            "step computes with what is written, and leaves the batch as it was; clone the argument to say so"
+        )
+    for text in compilation.warnings:
+        world.warn(text)
+
+
+def clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
+    """Random operators are seeded by position; with a single rank, they draw as the local model does."""
+    return clock if size > 1 or len(compilation.rows) > 1 else None
+
+
+CHECKED_RANKS = 1024
+"""Number of ranks up to which every launch proves its programs; it takes milliseconds for small worlds."""
+
+
+_ANY_NUMBER = 0.5
+"""In place of those that a step takes as tensors."""
+
+
+class Kind(NamedTuple):
+    """What a step is compiled for besides a batch: see :class:`whale.runtime.compiled_steps.StepKey`."""
+
+    modes: Modes
+    returns: Returns
+    attributes: tuple[tuple[str, Hashable], ...] = ()
+    numbers: tuple[str, ...] = ()
+
+
+class Builder:
+    """Makes the parallel module of one rank, and later compiles steps for other batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        template: nn.Module,
+        cluster: Cluster,
+        options: Options,
+        world: World,
+        loss_fn: Callable[..., Any] | None,
+        initial: InitialValues | None,
+        clock: RNGPosition,
+    ) -> None:
+        self.model: nn.Module | None = model
+        self.initial = initial
+        self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
+        self.clock = clock
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.reducers: WeakValueDictionary[Hashable, Reducer] = WeakValueDictionary()
+        self.reduce_groups: dict[tuple[int, ...], Any] = {}
+        self.all_ranks: dict[str, Any] = {}
+        self.first: Compilation | None = None
+        self.any_size = AnySize(lambda number: ints_of_all(world, number, "the comparison of compiled steps"))
+        self.shards: dict[str, Shard] = {}
+        self.unread: dict[str, PlacedStage] = {}
+
+    def build(
+        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, bring: str
+    ) -> ParallelModule:
+        """The parallel module of this rank. All ranks must call it.
+
+        Args:
+            compilation: for the example.
+            example: a batch, by leaf name.
+            modes: of the modules, in the compilation.
+            bring: what ranks bring to a step, as in :func:`whale.parallelize`.
+        """
+        model, world = self.model, self.world
+        assert model is not None
+        self.first = compilation
+        self.rows = compilation.rows[0]
+        shards = compilation.shards()
+        named = dict(model.named_parameters())
+        self.unread = stages_of_unread(compilation, [name for name in named if name not in shards])
+        for name, stage in self.unread.items():
+            parameter = named[name]
+            parts = dict.fromkeys(stage.mesh.ranks, tuple(((0, size),) for size in parameter.shape))
+            shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
+        self.shards = shards
+        buffers = {
+            name: Shard(
+                shape=tuple(b.shape),
+                dtype=b.dtype,
+                parts=dict.fromkeys(self._buffer_ranks(compilation, name), tuple(((0, size),) for size in b.shape)),
+                trainable=False,
+            )
+            for name, b in model.named_buffers()
+        }
+        if self.initial is None:
+            held = local_tensors(shards, world.rank, named, world.device)
+            held |= {name: b.to(world.device) for name, b in model.named_buffers()}
+        else:
+            own = {name: shard.parts[world.rank] for name, shard in shards.items() if world.rank in shard.parts}
+            tensors = self.initial.take({**own, **dict.fromkeys(buffers)}, world.device)
+            held = {n: nn.Parameter(tensors[n], requires_grad=named[n].requires_grad) for n in own}
+            held |= {name: tensors[name] for name in buffers}
+        persistent = set(model.state_dict(keep_vars=True))
+        aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
+        self.model = self.initial = None
+        if world.size > 1:
+            self._make_groups(compilation)
+            # Operations that may wait for each other on a device's queue have separate groups.
+            purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
+            everyone = tuple(range(world.size))
+            self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
+        shares = row_shares(compilation)
+        engine = Engine(
+            world=world,
+            source=self.compile,
+            shards=shards,
+            buffers=buffers,
+            aliases=aliases,
+            tensors=held,
+            clock=self.clock,
+            loss_group=self.all_ranks["loss"] if self.all_ranks else None,
+            shares=shares,
+            local=self._local_batches(compilation, shares) if bring != "global" else None,
+        )
+        data = self._rank_step(compilation)
+        step = self._assemble(data, held)
+        self._learn(Kind(modes if any(modes) else (), "loss"), example, PlacedStep(compilation, data))
+        engine.install(example, modes if any(modes) else (), step)
+        if bring == "parts" and engine.local is not None:
+            engine.local.divide_samples(step.stages, example)
+        attend(engine, named)
+        return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
+
+    def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
+        """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""
+
+        def trace_other(batch: Mapping[str, Any]) -> Traced:
+            return self._trace(batch, kind.modes, kind.returns, kind.numbers)
+
+        def place_like(compilation: Compilation, traced: Traced) -> PlacedStep | None:
+            found = placed_like(compilation, traced, rows_of(traced, self.options, self.rows))
+            return None if found is None else PlacedStep(found, self._rank_step(found))
+
+        def conditions(batch: Mapping[str, Any], dims: VaryingDims) -> SizeConditions | None:
+            options: dict[str, Any] = {"loss_fn": self.loss_fn, "returns": kind.returns}
+            return size_conditions(self.template, batch, dims, device=self.world.device, **options)
+
+        self.any_size.learn(kind, batch, placed, TracingAndPlacing(trace_other, place_like, conditions))
+
+    def _make_groups(self, compilation: Compilation) -> None:
+        """Make the groups that a compilation needs and earlier ones did not; all ranks must call it."""
+        meshes = [stage.mesh for stage in compilation.stages]
+        bridged = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
+        reduced = {spec.ranks for spec in compilation.reduces}
+        seconds = self.world.failures.timeout_seconds
+        self.groups |= groups(bridged - self.groups.keys(), seconds)
+        self.reduce_groups |= groups(reduced - self.reduce_groups.keys(), seconds)
+
+    def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
+        host = self.all_ranks.get("loss")
+        if host is not None and self.world.device.type != "cpu":
+            timeout = timedelta(seconds=self.world.failures.timeout_seconds)
+            host = dist.new_group(timeout=timeout, backend="gloo")
+        return LocalBatches(
+            world=self.world,
+            shares=shares,
+            leaves=batch_leaf_names(compilation),
+            host_group=host,
+            group=self.all_ranks.get("loss"),
+            compared_first=FIRST_COMPARED,
+            compared_each=COMPARED_EACH,
+        )
+
+    def _buffer_ranks(self, compilation: Compilation, name: str) -> Sequence[int]:
+        for stage in compilation.stages:
+            if name in stage.mutated:
+                return stage.mesh.ranks
+        return range(self.world.size)
+
+    def compile(
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        changes: Changes,
+        tensors: Mapping[str, Tensor],
+        returns: Returns,
+        numbers: Collection[str],
+    ) -> CompiledStep:
+        """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
+        something else; parameters stay where they are. It takes *numbers* as tensors, if the model can."""
+        kind: Kind | None = Kind(modes, returns, changes.key, tuple(numbers))
+        varying = {name: _ANY_NUMBER if name in numbers else leaf for name, leaf in batch.items()}
+        made = self.any_size.step(kind, varying)
+        if made is not None:
+            return replace(self._assemble(made, tensors), numbers=tuple(numbers), is_made=True)
+        changes.write(self.template)
+        try:
+            compilation = self._compiled(batch, modes, returns, numbers)
+        except CaptureError:  # where it is not for the numbers, the same is raised again
+            if not numbers:
+                raise
+            compilation, numbers, kind = self._compiled(batch, modes, returns, ()), (), None
+        needed = compilation.shards()
+        check_places(needed, self.shards)
+        for name, shard in needed.items():
+            self.shards[name] = replace(shard, trainable=shard.trainable or self.shards[name].trainable)
+        if self.world.size > 1:
+            self._make_groups(compilation)
+        warn_of(self.world, compilation)
+        if self.world.size <= CHECKED_RANKS:
+            clock = clock_of(self.clock, self.world.size, compilation)
+            compilation.check(self.world.rank, clock)
+        data = self._rank_step(compilation)
+        if kind is not None:
+            self._learn(kind, varying, PlacedStep(compilation, data))
+        return replace(self._assemble(data, tensors), numbers=tuple(numbers))
+
+    def _compiled(
+        self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]
+    ) -> Compilation:
+        assert self.first is not None
+        return compile_traced(
+            self._trace(batch, modes, returns, numbers),
+            self.cluster,
+            self.options,
+            device=self.world.device,
+            rows_per_micro_batch=self.rows,
+            stored=self.first.stored_forms() | forms_of_unread(self.unread),
+        )
+
+    def _trace(self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]) -> Traced:
+        return trace(
+            self.template,
+            batch,
+            device=self.world.device,
+            training=any(modes),
+            modes=modes,
+            loss_fn=self.loss_fn,
+            promote=self.options.promote,
+            returns=returns,
+            numbers=numbers,
+        )
+
+    def _rank_step(self, compilation: Compilation) -> RankStep:
+        seeded = clock_of(self.clock, self.world.size, compilation)
+        return rank_step(compilation, self.world.rank, compilation.program(self.world.rank), seeded)
+
+    def _assemble(self, step: RankStep, tensors: Mapping[str, Tensor]) -> CompiledStep:
+        held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t for name, t in tensors.items()}
+        constants = {("constant", n): t.to(self.world.device) for n, t in step.constants.items()}
+        return assemble(
+            step,
+            self.world.rank,
+            tensors={**held, **constants},
+            clock=self.clock,
+            bridge_group=self.groups.get,
+            reduce_group=self.reduce_groups.get,
+            failures=self.world.failures,
+            device=self.world.device,
+            group=self.all_ranks.get("forward"),
+            backward_group=self.all_ranks.get("backward"),
+            reducers=self.reducers,
+        )
+
+
+def _leaves(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The leaves of a batch in the form of a step's arguments: as one object, or as the model's arguments."""
+    positional = batch_leaves(args[0] if len(args) == 1 else args) if args else {}
+    return positional | kwargs

@@ -1,0 +1,145 @@
+"""A step of one rank as data: programs, transfers, sums and outputs, without tensors of the rank and without groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from whale.compile.compilation import Compilation
+from whale.graph.values import Value, value_name, value_tensor
+from whale.ir.program import Edge, Program, ReduceSpec
+from whale.runtime.outputs import Outputs, Piece
+from whale.runtime.random import RNGPosition
+from whale.runtime.stage import LocalProgram
+from whale.strategies.lowering import nothing_of
+
+__all__ = ["RankStage", "RankStep", "rank_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStage:
+    """A stage on one rank.
+
+    Attributes:
+        index: of the stage.
+        programs: one a micro-batch; equal ones are the same object.
+        parameters: names of those that it stores.
+        outputs: names of the values that a program returns to the executor.
+        mutated: names of the buffers whose new values follow.
+        returned: numbers of the tensors of the model's output that follow.
+    """
+
+    index: int
+    programs: tuple[LocalProgram, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[str, ...]
+    mutated: tuple[str, ...]
+    returned: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """A step of one rank.
+
+    Attributes:
+        program: its tasks, transfers and sums, in order.
+        edges: of all stages.
+        stages: those of the rank.
+        buckets: sums of gradients of which the rank has a term, with the names of their parameters.
+        counts_loss: whether the rank's loss is part of the global sum.
+        loss_dtype: None if the model returns no loss.
+        outputs: how ranks make the model's output; None if the step does not return it.
+        constants: tensors that the model's code contains, by name.
+    """
+
+    program: Program
+    edges: tuple[Edge, ...]
+    stages: tuple[RankStage, ...]
+    buckets: tuple[tuple[ReduceSpec, tuple[str, ...]], ...]
+    counts_loss: bool
+    loss_dtype: torch.dtype | None
+    outputs: Outputs | None
+    constants: Mapping[str, Tensor]
+
+
+def rank_step(compilation: Compilation, rank: int, program: Program, seeded: RNGPosition | None) -> RankStep:
+    """The step of *rank* in a compilation.
+
+    Args:
+        compilation: of the model, for batches of one signature.
+        rank: of the step.
+        program: of that rank.
+        seeded: the RNG position of random operators; None: they draw as the local model does.
+    """
+    captured = compilation.captured
+    counts = False
+    stages = []
+    for stage in compilation.stages:
+        if rank not in stage.mesh.ranks:
+            continue
+        outputs = tuple(value_name(v) for v in stage.sent)
+        if stage.loss is not None:
+            outputs += ("loss",)
+            at = stage.mesh.coordinates(rank)
+            counts = all(c == 0 or p.kind == "P" for c, p in zip(at, stage.loss_placements[1:], strict=True))
+        stages.append(
+            RankStage(
+                index=stage.index,
+                programs=tuple(compilation.local_programs(stage, rank, seeded)),
+                parameters=tuple(
+                    compilation.parameter_name(v) for v in stage.stored if v[0].name in captured.parameters
+                ),
+                outputs=outputs,
+                mutated=tuple(stage.mutated),
+                returned=tuple(number for number, _, _ in stage.returned),
+            )
+        )
+    loss = next(stage.loss for stage in compilation.stages if stage.loss is not None)
+    return RankStep(
+        program=program,
+        edges=tuple(compilation.edges),
+        stages=tuple(stages),
+        buckets=tuple(
+            (spec, tuple(names))
+            for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
+            if rank in spec.ranks
+        ),
+        counts_loss=counts,
+        loss_dtype=value_tensor(loss).dtype if captured.has_loss else None,
+        outputs=_outputs_of(compilation),
+        constants=captured.constants,
+    )
+
+
+def _outputs_of(compilation: Compilation) -> Outputs | None:
+    """How ranks make the model's output, if the steps of a compilation return it.
+
+    The first rank and micro-batch with rows gives a part that several have.
+    """
+    structure = compilation.captured.structure
+    if structure is None:
+        return None
+    values: dict[int, Value] = {}
+    pieces = []
+    for stage in compilation.stages:
+        for number, value, placements in stage.returned:
+            values[number] = value
+            given = set()
+            for micro_batch, rank in product(range(len(compilation.rows)), stage.mesh.ranks):
+                at = (micro_batch, *stage.mesh.coordinates(rank))
+                key = tuple(c for c, p in zip(at, placements, strict=True) if p.kind in ("S", "P"))
+                if key not in given and nothing_of(stage, at) is None:
+                    given.add(key)
+                    intervals = stage.layout.intervals(value, placements, at)
+                    pieces.append(Piece(number=number, rank=rank, micro_batch=micro_batch, intervals=intervals))
+    tensors = [value_tensor(values[number]) for number in range(len(values))]
+    return Outputs(
+        shapes=[tuple(x.shape) for x in tensors],
+        dtypes=[x.dtype for x in tensors],
+        pieces=pieces,
+        filled=structure.filled,
+    )
