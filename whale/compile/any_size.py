@@ -1,6 +1,6 @@
 """Steps for batches of any size, from those that were compiled for two: a new length of sequences costs no compilation.
 
-Compiled steps for two lengths, placed alike, are the same but for numbers, which are linear in the length
+Compiled steps for two lengths, placed alike, differ in numbers alone, which are linear in the length
 (:mod:`whale.compile.linear`), and the model's code does the same under conditions on it
 (:mod:`whale.graph.size_conditions`). So a step for any length that fulfils them is made by putting numbers in. Where a
 dim of that length is cut among ranks or micro-batches, only lengths between the two are made so, at which all shares
@@ -44,7 +44,7 @@ class PlacedStep(NamedTuple):
 
 
 class TracingAndPlacing(NamedTuple):
-    """What steps are compared with: none of it is done by ranks together.
+    """Sources of what steps are compared with: none of it is done by ranks together.
 
     Attributes:
         trace: traces the model with a batch.
@@ -218,7 +218,7 @@ def _shapes(batch: Mapping[str, Any]) -> Shapes:
 
 
 def _form(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What batches that differ in sizes only have in common."""
+    """The common part of batches that differ in sizes only."""
     return tuple((name, x.dtype, x.dim()) if isinstance(x, Tensor) else (name, repr(x)) for name, x in batch.items())
 
 

@@ -74,7 +74,7 @@ _ANY_NUMBER = 0.5
 
 
 class Kind(NamedTuple):
-    """What a step is compiled for besides a batch: see :class:`whale.runtime.compiled_steps.StepKey`."""
+    """Key of a step besides its batch: see :class:`whale.runtime.compiled_steps.StepKey`."""
 
     modes: Modes
     returns: Returns

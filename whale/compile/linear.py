@@ -154,7 +154,7 @@ class _Comparison:
         return xs[0]
 
     def _built(self, first: Any, parts: Sequence[Any], build: Callable[[list[Any]], Any]) -> Any:
-        """What is made of parts; the first object where none depends on sizes."""
+        """An object made of parts; the first one where none depends on sizes."""
         if not any(isinstance(part, _Changing) for part in parts):
             return first
         return _Changing(lambda making: build([making(part) for part in parts]))
