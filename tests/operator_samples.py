@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whale.graph.row_wise import operator_of, row_wise
 from whale.runtime.experts import grouped_product
 
 aten = torch.ops.aten
@@ -85,6 +86,7 @@ def samples() -> Iterator[Sample]:
     yield from _loss()
     yield from _window()
     yield from _recurrent()
+    yield from _row_wise()
 
 
 def _pointwise() -> Iterator[Sample]:
@@ -544,3 +546,24 @@ def _recurrent() -> Iterator[Sample]:
     yield S(aten.gru_cell.default, x(4, 5), x(4, 3), *weights(3))
     yield S(aten.rnn_tanh_cell.default, x(4, 5), x(4, 3), *weights(1))
     yield S(aten.rnn_relu_cell.default, x(4, 5), x(4, 3), *weights(1))
+
+
+@row_wise(whole=(1,))
+class Reversed(torch.autograd.Function):
+    """Rows times a weight, with the gradient of the rows reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, power: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, weight)
+        return rows * weight**power, rows.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight = ctx.saved_tensors
+        return -gradients[0] * weight - gradients[1].unsqueeze(1), (gradients[0] * rows).sum(0), None
+
+
+def _row_wise() -> Iterator[Sample]:
+    apply = torch.autograd.Function.__dict__["apply"].__func__
+    target: Any = operator_of(apply, Reversed, (x(4, 6), x(6), 1)).target
+    yield S(target, [x(4, 6), x(6)], offers=("S(0),R*->S(0),S(0)",))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from whale.api import parallelize, verify
     from whale.data import shard_dataset
     from whale.errors import WhaleError
+    from whale.graph.row_wise import row_wise
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
     from whale.launcher import launch
@@ -32,6 +33,7 @@ __all__ = [
     "launch",
     "parallelize",
     "replicate",
+    "row_wise",
     "set_default_strategy",
     "shard_dataset",
     "split",
@@ -48,6 +50,7 @@ _HOMES = {
     "launch": "whale.launcher",
     "parallelize": "whale.api",
     "replicate": "whale.annotations",
+    "row_wise": "whale.graph.row_wise",
     "set_default_strategy": "whale.annotations",
     "shard_dataset": "whale.data",
     "split": "whale.annotations",

@@ -160,7 +160,8 @@ REGISTRY: dict[str, Derivation] = {}
 
 
 def register(*names: str) -> Callable[[Derivation], Derivation]:
-    """Register a derivation for operators (names as :func:`target_name` gives them). It returns None to refuse."""
+    """Register a derivation for operators (names as :func:`target_name` gives them), or for a namespace of them. It
+    returns None to refuse."""
 
     def add(derivation: Derivation) -> Derivation:
         for name in names:
@@ -271,7 +272,7 @@ def same_axes(op: Op, operand: int, blocked: Iterable[int] = (), outputs: Iterab
 def rule_of(node: fx.Node) -> Rule:
     """The rule of a call: registered, derived for pointwise operators, or opaque (computed whole)."""
     op = Op(node)
-    derivation = REGISTRY.get(op.name)
+    derivation = REGISTRY.get(op.name) or REGISTRY.get(op.name.partition(".")[0])
     rule: Rule | None = None
     if derivation is not None:
         rule = derivation(op)

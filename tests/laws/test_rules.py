@@ -39,7 +39,8 @@ def each_sample() -> list[object]:
 
 def test_every_registered_operator_has_a_sample(calls: dict[int, Call]) -> None:
     sampled = {target_name(call_of(calls, i).node) for i in range(len(SAMPLES))}
-    assert set(REGISTRY) - sampled == set()
+    namespaces = {name.partition(".")[0] for name in sampled}
+    assert set(REGISTRY) - sampled - namespaces == set()
 
 
 def test_operators_tagged_pointwise_are_sampled() -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from traceback import StackSummary
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from whale.errors import CaptureError, UsageError, WhaleError
+from whale.graph.row_wise import capturing, is_row_wise, operator_of, whole_positions
 
 __all__ = [
     "SourceLine",
@@ -327,12 +328,8 @@ class _Context:
         return lambda *args, **kwargs: None
 
 
-def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a custom backward is what autograd derives from the forward, tested on small random numbers in float64.
-
-    If so, the captured operators of the forward have the same gradients, up to constants that were rounded when the
-    backward was written by hand (hence the tolerance).
-    """
+def _sampler() -> Callable[[Any], Any]:
+    """Makes small tensors of random numbers in float64 in place of others."""
     generator = torch.Generator().manual_seed(0)
 
     def sample(value: Any) -> Any:
@@ -342,6 +339,49 @@ def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwarg
         if not value.is_floating_point():
             return torch.zeros(shape, dtype=value.dtype)
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(value.requires_grad)
+
+    return sample
+
+
+def _computes_rows_apart(apply: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> bool:
+    """Whether a custom function gives a row the same values and gradients without others, if it can be tried."""
+    whole, sample = whole_positions(cls), _sampler()
+
+    def first_rows(args: Sequence[Any], count: int) -> list[torch.Tensor]:
+        given = [
+            x.detach()[:count].requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor) and x.dim() and place not in whole
+            else x
+            for place, x in enumerate(args)
+        ]
+        rows = [x for i, x in enumerate(given) if isinstance(x, torch.Tensor) and x.requires_grad and i not in whole]
+        results = apply(cls, *given)
+        outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if isinstance(y, torch.Tensor)]
+        weights = (torch.linspace(-1, 1, y[0].numel()).view_as(y[0]) for y in outputs)
+        terms = [(y * weight).sum() for y, weight in zip(outputs, weights, strict=True) if y.requires_grad]
+        grads = torch.autograd.grad(terms, rows, allow_unused=True) if rows and terms else ()
+        return [x[:1] for x in (*outputs, *(grad for grad in grads if grad is not None))]
+
+    def agree() -> bool:
+        try:
+            with torch.enable_grad():
+                inputs = [sample(value) for value in args]
+                pairs = zip(first_rows(inputs, 5), first_rows(inputs, 1), strict=True)
+                return all(a.shape == b.shape and torch.allclose(a.double(), b.double()) for a, b in pairs)
+        except Exception:  # small numbers of other sizes may not be what it takes: it is declared
+            return True
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(agree).result()
+
+
+def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a custom backward is what autograd derives from the forward, tested on small random numbers in float64.
+
+    If so, the captured operators of the forward have the same gradients, up to constants that were rounded when the
+    backward was written by hand (hence the tolerance).
+    """
+    sample = _sampler()
 
     def run(function: Callable[..., Any], inputs: list[Any]) -> list[torch.Tensor]:
         leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -394,11 +434,21 @@ def refusing() -> Iterator[list[SourceLine | None]]:
             checkpointed.append(place_of_frame(sys._getframe(1)))
             function, _, *rest = args
             return function(*rest)
+        if is_row_wise(cls) and not kwargs:
+            if not _computes_rows_apart(original.__func__, cls, args):
+                raise located(
+                    f"the custom autograd function {cls.__name__} is declared row-wise, but its rows depend on each "
+                    "other, or on how many there are; leave whale.row_wise out, or give the positions of arguments "
+                    "that are the same for all rows, as whale.row_wise(whole=(1,))",
+                    place_of_frame(sys._getframe(1)),
+                )
+            return operator_of(original.__func__, cls, args)(args)
         if not cls.__module__.startswith("torch.") and not _derives_its_backward(original, cls, args, kwargs):
             raise located(
                 f"the custom autograd function {cls.__name__} has a backward that is not its forward's derivative, "
-                "which a captured graph cannot keep; write its forward with torch's operators and let autograd derive "
-                "the backward, or register it with torch.library.custom_op",
+                "which a captured graph cannot keep; if each row of a batch is computed by itself, say so with "
+                "@whale.row_wise above the class; else write its forward with torch's operators and let autograd "
+                "derive the backward",
                 place_of_frame(sys._getframe(1)),
             )
         return original.__func__(cls, *args, **kwargs)
@@ -414,7 +464,7 @@ def refusing() -> Iterator[list[SourceLine | None]]:
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        with _Refuse(), _refusing_seeds():
+        with _Refuse(), _refusing_seeds(), capturing():
             yield checkpointed
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant

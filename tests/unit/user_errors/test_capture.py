@@ -21,6 +21,8 @@ import numpy
 import torch
 from torch import nn
 
+import whale
+
 
 class Wrong(torch.autograd.Function):
     @staticmethod
@@ -30,6 +32,17 @@ class Wrong(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return 100 * gradient
+
+
+@whale.row_wise
+class Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x - x.mean(0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 class Model(nn.Module):
@@ -82,7 +95,8 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = x + torch.from_numpy(numpy.tanh(x.detach().numpy()))", ["numpy reads"]),
         ("print('value', x)", ["printed", "remove it from forward"]),
         ("print(f'{x.mean():.3f}')", ["printed", "remove it from forward"]),
-        ("x = Wrong.apply(x)", ["custom autograd function Wrong", "torch.library.custom_op"]),
+        ("x = Wrong.apply(x)", ["custom autograd function Wrong", "@whale.row_wise"]),
+        ("x = Centred.apply(x)", ["Centred is declared row-wise", "its rows depend on each other"]),
         ("x.register_hook(lambda gradient: 2 * gradient)", ["register_hook", "hook on a gradient"]),
         ("raise ValueError('my own trouble')", ["its forward raised ValueError: my own trouble", "one device"]),
         ("x = x @ torch.ones(3, 3)", ["[4, 8] X [3, 3]", "one device"]),
