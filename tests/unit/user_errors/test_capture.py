@@ -35,7 +35,7 @@ class Wrong(torch.autograd.Function):
 
 
 @whale.row_wise
-class Centred(torch.autograd.Function):
+class MeanFree(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x - x.mean(0)
@@ -96,7 +96,7 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("print('value', x)", ["printed", "remove it from forward"]),
         ("print(f'{x.mean():.3f}')", ["printed", "remove it from forward"]),
         ("x = Wrong.apply(x)", ["custom autograd function Wrong", "@whale.row_wise"]),
-        ("x = Centred.apply(x)", ["Centred is declared row-wise", "its rows depend on each other"]),
+        ("x = MeanFree.apply(x)", ["MeanFree is declared row-wise", "its rows depend on each other"]),
         ("x.register_hook(lambda gradient: 2 * gradient)", ["register_hook", "hook on a gradient"]),
         ("raise ValueError('my own trouble')", ["its forward raised ValueError: my own trouble", "one device"]),
         ("x = x @ torch.ones(3, 3)", ["[4, 8] X [3, 3]", "one device"]),
