@@ -222,13 +222,74 @@ def go_backward(world: World) -> list[str]:
     model = parallel("replicate")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         around = refusal(lambda: model.train_step(**tokens()))
-    return [refusal(lambda: model.train_step(**tokens()).backward()), around]
+    scaler = torch.amp.GradScaler("cpu")
+    backward = [
+        refusal(lambda: model.train_step(**tokens()).backward()),
+        refusal(lambda: (model.train_step(**tokens()) / 4).backward()),
+        refusal(lambda: scaler.scale(model.train_step(**tokens())).backward()),
+        refusal(lambda: sum(model.train_step(**tokens()) for _ in range(2)).backward()),
+    ]
+    with torch.no_grad():
+        without = refusal(lambda: model.train_step(**tokens()))
+    return [around, without, *backward]
 
 
 def test_words_for_what_a_step_has_done(ranks: Two) -> None:
-    for backward, around in ranks.run(go_backward):
-        assert "train_step has done the backward already" in backward
+    for around, without, *backward in ranks.run(go_backward):
+        assert all("train_step has done the backward already" in text for text in backward)
         assert "torch.autocast around parallelize or a step is not supported" in around
+        assert "gradients, but they are off here (torch.no_grad or torch.inference_mode)" in without
+
+
+def parallelize_twice(world: World, kind: str) -> float:
+    model = annotated(kind)
+    local = copy.deepcopy(model)
+    worst = 0.0
+    made = [whale.parallelize(model, tokens(), device="cpu", timeout_seconds=20) for _ in range(2)]
+    for length in (6, 7, 8):
+        for one in made:
+            loss = one.train_step(**tokens(length=length))
+            worst = max(worst, abs(loss.item() - local(**tokens(length=length)).item()))
+    local.zero_grad()
+    made[0].zero_grad()
+    local(**tokens()).backward()
+    made[0].train_step(**tokens())
+    found = made[0].full_gradients()
+    for name, parameter in local.named_parameters():
+        assert parameter.grad is not None
+        worst = max(worst, float((found[name] - parameter.grad).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_model_is_parallelized_again(ranks: Two, kind: str) -> None:
+    assert max(ranks.run(parallelize_twice, kind)) < 1e-12
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.embed(x)).square().sum()
+        return found
+
+
+def embed_sparsely(world: World, kind: str) -> str:
+    torch.manual_seed(0)
+    model = Sparse().double()
+    whale.annotate(model, {"": whale.split() if kind == "split" else whale.replicate()})
+    return refusal(lambda: whale.parallelize(model, torch.arange(8).view(4, 2), device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["replicate", "split"])
+def test_sparse_gradients_are_refused(ranks: Two, kind: str) -> None:
+    for message in ranks.run(embed_sparsely, kind):
+        assert "test_habits.py" in message
+        assert "makes sparse gradients, which ranks do not sum" in message
 
 
 class Ruled(nn.Module):

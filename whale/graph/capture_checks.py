@@ -210,7 +210,8 @@ def check_hooks(model: nn.Module) -> None:
                 "graph cannot keep; remove it before parallelize, and read or change gradients after train_step"
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if parameter._backward_hooks or not all(getattr(hook, "of_a_step", False) for hook in accumulated.values()):
             raise CaptureError(
                 f"the parameter {name} of {type(model).__name__} has a gradient hook, which would see the gradient "
                 "of a part of the batch; remove it before parallelize, and change gradients after train_step"
@@ -256,6 +257,12 @@ def _refusing_seeds() -> Iterator[None]:
             setattr(torch.random, name, original)
 
 
+_NO_GRADIENTS = (
+    "gradients are computed inside forward, but a captured graph has a forward alone, and train_step makes its "
+    "backward; write the derivative with torch's operators, or compute what needs it outside of the model"
+)
+
+
 class _Refuse(TorchFunctionMode):
     """Context that refuses calls which leave no trace in the graph, or a wrong one."""
 
@@ -267,6 +274,8 @@ class _Refuse(TorchFunctionMode):
                 "forward, or return the tensor and print it outside",
                 place_of_frame(sys._getframe(1)),
             )
+        if func is torch.Tensor.backward and _called_by_model():
+            raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
         if name == "register_hook" and _called_by_model():
             raise located(
                 "register_hook on a tensor inside forward: a captured graph cannot keep a hook on a gradient; remove "
@@ -453,10 +462,17 @@ def refusing() -> Iterator[list[SourceLine | None]]:
             )
         return original.__func__(cls, *args, **kwargs)
 
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        if is_model(sys._getframe(1).f_code.co_filename):
+            raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
+        return autograd_grad(*args, **kwargs)
+
+    autograd_grad = torch.autograd.grad
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     filter_frames = getattr(TracerBase, "_filter_traceback_frames", None)
     stderr = sys.stderr
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    torch.autograd.grad = gradients
     non_reentrant = checkpoint._checkpoint_without_reentrant_generator
     checkpoint._checkpoint_without_reentrant_generator = frames
     TracerBase._filter_traceback_frames = _lines_of_model  # type: ignore[assignment, method-assign]
@@ -469,6 +485,7 @@ def refusing() -> Iterator[list[SourceLine | None]]:
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch.autograd.grad = autograd_grad
         if filter_frames is not None:
             TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign]
         sys.stderr = stderr
@@ -477,6 +494,15 @@ def refusing() -> Iterator[list[SourceLine | None]]:
 
 
 # --- after the capture ------------------------------------------------------------------------------------------------
+
+
+_TRANSFORMS = ("_add_batch_dim", "_remove_batch_dim")
+"""Functions between which operators have one dim less than a graph of them has."""
+
+_NO_TRANSFORMS = (
+    "torch.vmap and other transforms of torch.func inside forward are not captured: write what they do with batched "
+    "operators, as torch.einsum, matmul and broadcasting"
+)
 
 
 def check_static(graph: fx.Graph, name: str) -> None:
@@ -489,6 +515,8 @@ def check_static(graph: fx.Graph, name: str) -> None:
                 dynamic = any(isinstance(size, torch.SymInt) for size in value.shape)
             if dynamic:
                 raise located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
+        if getattr(node.target, "__name__", "") in _TRANSFORMS:
+            raise located(_NO_TRANSFORMS, place_of_node(node))
         if node.kwargs.get("generator") is not None or isinstance(node.meta.get("val"), torch.Generator):
             raise located(
                 "a random operator draws from a generator of its own, whose position a captured graph does not have; "
@@ -549,6 +577,8 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
             "torch's operators in place of numpy's",
             place,
         )
+    if "functorch" in text:
+        return located(_NO_TRANSFORMS, place)
     reason = f"{kind}: {first}" if first else kind
     return located(
         f"{name} cannot be captured: its forward raised {reason}; check that model(**batch) runs on one device with "

@@ -168,7 +168,7 @@ class LocalBatches:
         told = self._all_told(batch, rows, f"{self._in_words(batch)} for {purpose}", looks)
         counts = [int(n) for n, *_ in told]
         total = sum(counts[rank] for rank in self.shares.first_stage)
-        self._check(counts, total)
+        self._check(counts, total, batch)
         first = counts.index(next(filter(None, counts)))
         if len({label for _, label, *_ in told}) > 1:
             kinds = self._objects((self._in_words(batch), self._without_rows(batch)))
@@ -266,7 +266,7 @@ class LocalBatches:
             dist.all_gather_object(found, mine, group=self.host_group)
         return found
 
-    def _check(self, counts: Sequence[int], total: int) -> None:
+    def _check(self, counts: Sequence[int], total: int, batch: Mapping[str, Any]) -> None:
         for rank, count in enumerate(counts):
             if count == -2:
                 parts = ", ".join(
@@ -283,8 +283,9 @@ class LocalBatches:
                 )
         if not any(counts):
             raise UsageError(
-                f"no rank brought a row of {', '.join(sorted(self.leaves))}: a global batch has at least one, under "
-                "the names of the example batch"
+                f"no rank brought a row of {', '.join(sorted(self.leaves))}, the names of the example batch: this one "
+                f"brought {', '.join(batch) or 'nothing'}; a global batch has at least one row, and ranks give theirs "
+                "as the example was given (as keywords or one dict, or by position)"
             )
         for rank, count in enumerate(counts):
             share = self.shares.count(rank, total)

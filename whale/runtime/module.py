@@ -98,11 +98,16 @@ class ParallelModule(nn.Module):
             UsageError: the modules were changed in a way that steps do not see, or the ranks were given other batches.
         """
         self._check_names(kwargs, outputs=outputs is not False, scale=not isinstance(scale, float) or scale != 1.0)
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "train_step computes gradients, but they are off here (torch.no_grad or torch.inference_mode): take it "
+                "out, or use eval_step"
+            )
         where = _destination(outputs)
         result = self._run(self._whale.leaves(*args, **kwargs), True, "both" if outputs else "loss", where, scale)
         assert result.loss is not None
-        result.loss.backward = _refuse_backward  # type: ignore[method-assign]
-        return result if outputs else result.loss
+        loss = _Done.apply(result.loss.requires_grad_())
+        return result._replace(loss=loss) if outputs else loss
 
     def eval_step(self, *args: Any, outputs: Any = False, **kwargs: Any) -> Any:
         """Forward of the global batch in evaluation mode, without gradients; returns the global loss on every rank.
@@ -150,15 +155,11 @@ class ParallelModule(nn.Module):
         engine, watch = self._whale.engine, self._whale.watch
         watch.check()
         check_autocast(engine.world.device)
-        num_compiled = engine.steps.num_compiled
         modes = tuple([module.training for module in watch.modules]) if train else ()
         modes = modes if True in modes else ()
         changes = self._whale.attributes.changes()
         with named(range_names.TRAIN_STEP if train else range_names.FORWARD_STEP):
-            result = engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
-        if engine.steps.num_compiled != num_compiled:
-            watch.accept_tensor_hooks()
-        return result
+            return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
 
     # States
 
@@ -315,11 +316,19 @@ def _destination(to: bool | str) -> int | None:
     return 0 if to == "rank0" else None
 
 
-def _refuse_backward(*args: Any, **kwargs: Any) -> NoReturn:
-    raise UsageError(
-        "train_step has done the backward already, its gradients are in .grad: leave loss.backward() out; to scale "
-        "gradients, as for accumulation, write train_step(..., scale=1 / n)"
-    )
+class _Done(torch.autograd.Function):
+    """The loss of a step that has been gone backward through already; so has what is computed from it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise UsageError(
+            "train_step has done the backward already, its gradients are in .grad: leave loss.backward() out; to scale "
+            "gradients, as for accumulation, write train_step(..., scale=1 / n)"
+        )
 
 
 def check_autocast(device: torch.device) -> None:

@@ -92,6 +92,7 @@ class Reducer:
             if (reducer := this()) is not None:
                 reducer.gradient_ready(parameter)
 
+        accumulated.of_a_step = True  # type: ignore[attr-defined] # and not the script's
         hooks = [
             parameter.register_post_accumulate_grad_hook(accumulated)
             for bucket in self.buckets
