@@ -119,7 +119,7 @@ def all_steps(
     loss, output = parallel.train_step(**batch, outputs=True, scale=0.25)
     (local(**batch).loss * 0.25).backward()
     gradients = parallel.full_gradients()
-    found["train"] = max(difference(loss, expected.loss), difference(output, expected))
+    found["train"] = max(difference(loss.detach(), expected.loss), difference(output, expected))
     found["gradients"] = max([difference(gradients[n], p.grad) for n, p in local.named_parameters()])
     return found
 
@@ -177,7 +177,7 @@ def with_a_loss_function(world: World) -> tuple[float, float, list[str]]:
         refusal(lambda: parallel.eval_step(x=batch["x"])),
     ]
     worst = max(difference(alone, expected), difference(scaled, 2 * expected))
-    return difference(loss, squared(expected, batch)), worst, refused
+    return difference(loss.detach(), squared(expected, batch)), worst, refused
 
 
 def test_a_loss_function_is_not_part_of_the_output(worlds: Worlds) -> None:

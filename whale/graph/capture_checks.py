@@ -274,6 +274,9 @@ class _Refuse(TorchFunctionMode):
                 "forward, or return the tensor and print it outside",
                 place_of_frame(sys._getframe(1)),
             )
+        transform = torch._C._functorch.peek_interpreter_stack()
+        if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap and _called_by_model():
+            raise located(_NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
         if func is torch.Tensor.backward and _called_by_model():
             raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
         if name == "register_hook" and _called_by_model():
@@ -577,8 +580,6 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
             "torch's operators in place of numpy's",
             place,
         )
-    if "functorch" in text:
-        return located(_NO_TRANSFORMS, place)
     reason = f"{kind}: {first}" if first else kind
     return located(
         f"{name} cannot be captured: its forward raised {reason}; check that model(**batch) runs on one device with "
