@@ -28,6 +28,18 @@ def test_the_least_recently_used_steps_are_dropped(monkeypatch: pytest.MonkeyPat
     assert steps.get(key(2)) is None
 
 
+def test_steps_that_are_made_of_others_are_limited_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_steps, "KEPT", 2)
+    monkeypatch.setattr(compiled_steps, "KEPT_MADE", 3)
+    told: list[str] = []
+    steps = CompiledSteps[int](told.append)
+    for number in range(1, 20):
+        steps.add(key(number), number, is_made=number > 2)
+        assert steps.get(key(1)) == 1
+    assert [number for number in range(1, 20) if steps.get(key(number)) is not None] == [1, 2, 17, 18, 19]
+    assert (len(steps), steps.num_compiled, told) == (5, 2, [])
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [

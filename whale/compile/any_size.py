@@ -172,6 +172,7 @@ class AnySize:
             if template is not None:
                 family.templates.insert(0, template)
                 if not template.is_cut:
+                    family.points = []  # it serves their sizes
                     break
         family.points = [*family.points, (batch, placed.compilation.traced)][-_POINTS:]
 

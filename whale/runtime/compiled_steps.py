@@ -5,13 +5,16 @@ Knows keys of steps, and that compiling is slow; not what a step is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 __all__ = ["CompiledSteps", "StepKey"]
 
 KEPT = 64
 """Limit of compiled steps: a script that buckets lengths has a few, twice with evaluation."""
+
+KEPT_MADE = 16
+"""Limit of steps that were made of compiled ones: each has its own constants, such as masks, and is soon made again."""
 
 MANY = 5
 """Kinds of batches after which a warning says what they differ in."""
@@ -46,6 +49,7 @@ class CompiledSteps(Generic[Step]):
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._steps: dict[StepKey, Step] = {}
+        self._made: set[StepKey] = set()
         self._kinds: dict[tuple[Any, ...], None] | None = {}
         self.num_compiled = 0
 
@@ -59,13 +63,16 @@ class CompiledSteps(Generic[Step]):
             self._steps[key] = step
         return step
 
-    def add(self, key: StepKey, step: Step, *, counts: bool = True) -> None:
-        """Keep a step that was compiled for a key; it *counts* among those of which many take long."""
+    def add(self, key: StepKey, step: Step, *, is_made: bool = False) -> None:
+        """Keep a step for a key, which was compiled, or made of compiled ones in little time."""
         self._steps[key] = step
+        if is_made:
+            self._made.add(key)
+            self._drop_one(self._made, KEPT_MADE)
+            return
         self.num_compiled += 1
-        if len(self._steps) > KEPT:
-            del self._steps[next(iter(self._steps))]
-        if counts and self._kinds is not None:
+        self._drop_one(self._steps.keys() - self._made, KEPT)
+        if self._kinds is not None:
             self._kinds[key.batch, key.attributes] = None
             if len(self._kinds) == MANY:
                 self._warn(
@@ -74,6 +81,12 @@ class CompiledSteps(Generic[Step]):
                     "tensor (as an argument), or write it into a buffer (as an attribute)"
                 )
                 self._kinds = None
+
+    def _drop_one(self, among: Collection[StepKey], limit: int) -> None:
+        if len(among) > limit:
+            oldest = next(key for key in self._steps if key in among)
+            del self._steps[oldest]
+            self._made.discard(oldest)
 
 
 def _differences(kinds: Iterable[tuple[Any, ...]]) -> str:

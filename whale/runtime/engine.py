@@ -212,7 +212,7 @@ class Engine:
             if step.numbers != tuple(numbers):
                 self.constants |= set(numbers)
                 kind = kind._replace(batch=signature(batch))
-            self.steps.add(kind, step, counts=not step.is_made)
+            self.steps.add(kind, step, is_made=step.is_made)
         return step
 
     def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
