@@ -24,6 +24,19 @@ import whale
 WIDTH, WORDS = 16, 32
 
 
+@whale.row_wise
+class Straight(torch.autograd.Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 class Block(nn.Module):
     """A residual block with normalization and two matrices."""
 
@@ -60,6 +73,10 @@ class Decoder(nn.Module):
                 else block(x)
             )
         x = self.drop(x)
+        if self.habit == "straight":
+            x = Straight.apply(x)
+        if self.habit == "vmap":
+            x = torch.vmap(torch.vmap(self.blocks[0].up))(x) @ torch.ones(32, WIDTH, dtype=x.dtype)
         if self.habit == "counter":
             self.calls += 1
             x = x * self.calls
@@ -524,6 +541,31 @@ def _pickle(layout: str) -> float:
 def _backward(layout: str) -> float:
     parallel(local_model(), layout).train_step(**batch()).backward()
     return 0.0
+
+
+@habit("(loss / n).backward(), or a gradient scaler's", "torch's words")
+def _scaled_backward(layout: str) -> float:
+    pair = Pair(layout)
+    (pair.model.train_step(**batch()) / 4).backward()
+    return pair.error()
+
+
+@habit("train_step under torch.no_grad()", "trained")
+def _without_gradients(layout: str) -> float:
+    pair = Pair(layout)
+    with torch.no_grad():
+        pair.model.train_step(**batch())
+    return pair.error()
+
+
+@habit("a straight-through estimator, declared row-wise", "refused")
+def _straight(layout: str) -> float:
+    return steps(layout, "straight")
+
+
+@habit("torch.vmap in forward", "raw error")
+def _mapped(layout: str) -> float:
+    return steps(layout, "vmap")
 
 
 @habit("model(**batch)", "torch's words")

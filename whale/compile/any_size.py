@@ -22,7 +22,6 @@ from whale.compile.compilation import Compilation
 from whale.compile.linear import OfSizes, UnlikeError, of_sizes
 from whale.compile.rank_step import RankStep
 from whale.compile.trace import Traced
-from whale.errors import WhaleError
 from whale.graph.size_conditions import SizeConditions, VaryingDims
 
 __all__ = ["AnySize", "PlacedStep", "TracingAndPlacing"]
@@ -165,10 +164,7 @@ class AnySize:
             dims = tuple(varying.dims.items())
             if dims not in known:
                 known[dims] = sources.conditions(batch, varying.dims)
-            conditions = known[dims]
-            if conditions is None or not all(map(conditions.hold, varying.between)):
-                continue
-            template = self._template(batch, placed, traced, varying, conditions, sources)
+            template = self._template(batch, placed, traced, varying, known[dims], sources)
             if template is not None:
                 family.templates.insert(0, template)
                 if not template.is_cut:
@@ -182,13 +178,15 @@ class AnySize:
         placed: PlacedStep,
         first: Traced,
         varying: _Varying,
-        conditions: SizeConditions,
+        conditions: SizeConditions | None,
         sources: TracingAndPlacing,
     ) -> _Template | None:
         """The steps for all sizes, as one is placed; None if there are more differences than numbers."""
         steps: OfSizes[RankStep] | None = None
         points = [placed]
         try:
+            if conditions is None or not all(map(conditions.hold, varying.between)):
+                raise UnlikeError("code")
             between = (sources.trace(_batch_of(batch, varying, sizes)) for sizes in varying.between[1:-1])
             for traced in (first, *between):
                 point = sources.place_like(placed.compilation, traced)
@@ -196,10 +194,10 @@ class AnySize:
                     raise UnlikeError("operators")
                 points.insert(-1, point)
             steps = of_sizes([(sizes, point.step) for sizes, point in zip(varying.between, points, strict=True)])
-        except (UnlikeError, WhaleError):  # such as a batch between the two that the model does not take
-            pass
+        except Exception:  # whatever it is, such as a batch that the model does not take: each size can be compiled
+            steps = None
         periods = self._agreed(0 if steps is None else steps.period)
-        if steps is None or 0 in periods:
+        if steps is None or conditions is None or 0 in periods:
             return None
         return _Template(
             shapes=_shapes(batch),
