@@ -352,11 +352,11 @@ def _lbfgs(layout: str) -> float:
         optimizers[0].zero_grad()
         loss = loss_of(pair.local(**batch()))
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     def of_parallel() -> float:
         optimizers[1].zero_grad()
-        return float(pair.model.train_step(**batch()))
+        return pair.model.train_step(**batch()).item()
 
     optimizers[0].step(of_local)
     optimizers[1].step(of_parallel)
@@ -384,11 +384,11 @@ def _groups(layout: str) -> float:
 @habit("resume with dropout", "wrong: the clock restarted")
 def _resume(layout: str) -> float:
     one, two = (parallel(local_model("dropout"), layout) for _ in range(2))
-    losses = [float(one.train_step(**batch())) for _ in range(2)]
+    losses = [one.train_step(**batch()).item() for _ in range(2)]
     two.train_step(**batch())
     resumed = parallel(local_model("dropout"), layout)
     resumed.set_rng_state(two.get_rng_state())
-    return abs(float(resumed.train_step(**batch())) - losses[1])
+    return abs(resumed.train_step(**batch()).item() - losses[1])
 
 
 @habit("classes, config, indices and ties of modules", "wrong: all modules were `_Namespace`")

@@ -150,7 +150,7 @@ def bring_rounded_values(world: World) -> float:
     made = whale.parallelize(
         model, torch.zeros(4, 4), loss_fn=lambda output, batch: output.square().sum(), device="cpu"
     )
-    return float(made.train_step(torch.ones(4, 4) * (1 + world.rank * 1e-7)))
+    return made.train_step(torch.ones(4, 4) * (1 + world.rank * 1e-7)).item()
 
 
 def test_values_that_another_processor_rounds_differently_are_taken(ranks: Two) -> None:
@@ -206,7 +206,7 @@ def seeded(world: World, seed: int) -> float:
     torch.manual_seed(0)
     model = annotated_as({"": whale.split()}, Dropped())
     torch.manual_seed(seed)
-    return float(whale.parallelize(model, torch.ones(4, 4), device="cpu").train_step(torch.ones(4, 4)))
+    return whale.parallelize(model, torch.ones(4, 4), device="cpu").train_step(torch.ones(4, 4)).item()
 
 
 def test_the_default_seed_of_dropout_is_torch_s(ranks: Two) -> None:
@@ -416,7 +416,7 @@ def train_a_kind(world: World, kind: str, layout: str) -> tuple[str, float, int]
     for _ in range(3):
         loss = local(**batch)
         loss.backward()
-        errors.append(float((made[0].train_step(**batch) - loss).abs()))
+        errors.append((made[0].train_step(**batch) - loss).abs().item())
         found = made[0].full_gradients()
         errors += [float((found[n] - p.grad).abs().max()) for n, p in local.named_parameters() if p.grad is not None]
         for optimizer in optimizers:

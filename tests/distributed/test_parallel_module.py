@@ -238,7 +238,7 @@ def set_an_attribute(world: World) -> tuple[float, float, str]:
     made.temperature = 2.0
     second = made.train_step(**tokens())
     made.temperature = 2.0 + world.rank
-    return float(first), float(second), refusal(lambda: made.train_step(**tokens()))
+    return first.item(), second.item(), refusal(lambda: made.train_step(**tokens()))
 
 
 def test_attributes_act_at_the_next_step_and_are_equal_on_all_ranks(ranks: Two) -> None:

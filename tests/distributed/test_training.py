@@ -238,7 +238,7 @@ def dropped(
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(float(module.train_step(**batch)))
+        losses.append(module.train_step(**batch).item())
         optimizer.step()
     held = {n: p.detach().clone() for n, p in module.named_parameters()}
     return losses, module.full_gradients(), held

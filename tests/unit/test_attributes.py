@@ -103,13 +103,13 @@ def change(model: Any) -> dict[str, Callable[[], object]]:
 def test_an_attribute_that_is_changed_acts_at_the_next_step() -> None:
     local = Model().double()
     model: Any = whale.parallelize(copy.deepcopy(local), X, device="cpu")
-    last = float(model.train_step(X))
+    last = model.train_step(X).item()
     for what in change(local):
         change(local)[what]()
         change(model)[what]()
         expected = local(X).item()
         assert abs(expected - last) > 1e-5, what
-        last = float(model.train_step(X))
+        last = model.train_step(X).item()
         assert last == pytest.approx(expected, abs=1e-12), what
     model.eval()
     assert float(copy.deepcopy(model).eval_step(X)) == pytest.approx(last, abs=1e-12)
@@ -120,7 +120,7 @@ def test_an_attribute_that_is_changed_back_needs_no_other_step() -> None:
     losses = []
     for scale in (1.0, 0.5, 1.0, 0.5):
         model.layers[0].scale = scale
-        losses.append(float(model.train_step(X)))
+        losses.append(model.train_step(X).item())
     assert losses[:2] == losses[2:]
     assert len(model._whale.engine.steps) == 2
 
@@ -135,20 +135,20 @@ def test_an_attribute_that_no_forward_names_is_the_script_s() -> None:
 
 def test_globals_act_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = whale.parallelize(Model().double(), X, device="cpu")
-    first = float(model.train_step(X))
+    first = model.train_step(X).item()
     monkeypatch.setitem(globals(), "WEIGHT", 2.0)
-    assert float(model.train_step(X)) == pytest.approx(2 * first)
+    assert model.train_step(X).item() == pytest.approx(2 * first)
     monkeypatch.setitem(OPTIONS, "weight", 3.0)
-    assert float(model.train_step(X)) == pytest.approx(6 * first)
+    assert model.train_step(X).item() == pytest.approx(6 * first)
     monkeypatch.setattr(ARGS, "weight", 4.0)
-    assert float(model.train_step(X)) == pytest.approx(24 * first)
+    assert model.train_step(X).item() == pytest.approx(24 * first)
     monkeypatch.setattr(Model, "double_of", lambda self, x: 3 * x)
-    assert float(model.train_step(X)) == pytest.approx(36 * first)
+    assert model.train_step(X).item() == pytest.approx(36 * first)
     SHARE.set(5.0)
-    assert float(model.train_step(X)) == pytest.approx(180 * first)
+    assert model.train_step(X).item() == pytest.approx(180 * first)
     SHARE.set(1.0)
     monkeypatch.setattr(Model, "power", 2)
-    assert float(model.train_step(X)) != pytest.approx(24 * first)
+    assert model.train_step(X).item() != pytest.approx(24 * first)
 
 
 class Criterion:
@@ -167,12 +167,12 @@ def test_what_a_loss_function_reads_acts_at_the_next_step() -> None:
 
     for function in (loss_fn, criterion, criterion.__call__):
         model = whale.parallelize(nn.Linear(3, 3).double(), X, loss_fn=function, device="cpu")
-        first = float(model.train_step(X))
+        first = model.train_step(X).item()
         criterion.beta = 2.0
         beta = 2.0
-        assert float(model.train_step(X)) == pytest.approx(2 * first)
+        assert model.train_step(X).item() == pytest.approx(2 * first)
         criterion.beta = beta = 1.0
     model = whale.parallelize(nn.Linear(3, 3).double(), X, loss_fn=loss_fn, device="cpu")
-    first = float(model.train_step(X))
+    first = model.train_step(X).item()
     smooth.beta = 0.1
-    assert float(model.train_step(X)) != pytest.approx(first)
+    assert model.train_step(X).item() != pytest.approx(first)

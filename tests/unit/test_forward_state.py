@@ -236,7 +236,7 @@ def test_an_argument_that_is_written_to_is_said_to_stay() -> None:
     with pytest.warns(UserWarning, match=r"test_forward_state\.py:\d+: a parallel step computes with what is written"):
         made = whale.parallelize(model, X, device="cpu")
     for _ in range(2):
-        assert float(made.train_step(X)) == pytest.approx(expected)
+        assert made.train_step(X).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", [KeepsShapes, Clears, TakesTime])

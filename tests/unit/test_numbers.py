@@ -52,7 +52,7 @@ def run(compute: Callable[[Tensor, float], Tensor], dtype: torch.dtype = torch.f
         expected.backward()
         found = made.train_step(x=x, t=t)
         assert found.dtype == expected.dtype
-        assert float(found) == pytest.approx(expected.item(), rel=close, abs=close)
+        assert found.item() == pytest.approx(expected.item(), rel=close, abs=close)
     gradients = made.full_gradients()
     for name, parameter in local.named_parameters():
         assert parameter.grad is not None

@@ -21,6 +21,7 @@ PUBLIC = {
     "launch",
     "parallelize",
     "replicate",
+    "row_wise",
     "set_default_strategy",
     "shard_dataset",
     "split",
