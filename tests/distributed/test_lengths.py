@@ -202,6 +202,40 @@ def test_cut_lengths_are_made_between_two_where_shares_are_whole(ranks: Two) -> 
         assert worst < BOUND
 
 
+class Images(nn.Module):
+    """Convolutions and a batch norm, whose count of elements is a product of sizes."""
+
+    def __init__(self, is_normed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4) if is_normed else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(self.norm(self.first(x)).relu()).mean((2, 3)) - x.mean((2, 3))).square().sum()
+
+
+def train_on_images(world: World, is_normed: bool) -> tuple[list[bool], float]:
+    def batch(height: int, width: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(height)
+        return {"x": torch.randn(4, 3, height, width, generator=generator, dtype=torch.float64)}
+
+    torch.manual_seed(0)
+    model = Images(is_normed).double()
+    local = copy.deepcopy(model)
+    whale.annotate(model, {"": whale.replicate()})
+    steps = Steps(local, whale.parallelize(model, batch(8, 8), device="cpu", timeout_seconds=20))
+    for sizes in ((8, 8), (12, 12), (10, 10), (9, 14), (16, 8)):
+        steps.run(batch(*sizes))
+    return steps.result
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_images_of_other_sizes(ranks: Two, is_normed: bool) -> None:
+    for compiled, worst in ranks.run(train_on_images, is_normed):
+        assert compiled[:3] == [False, True, is_normed]
+        assert worst < BOUND
+
+
 def train_with_dropout(world: World, lengths: list[int]) -> list[float]:
     model = decoder(layers=2)
     model.head = nn.Sequential(nn.Dropout(0.3), model.head)  # type: ignore[assignment]

@@ -46,6 +46,18 @@ def test_sizes_vary_independently(length: int, other: int) -> None:
     assert found.make((2 * length, other)) == record(2 * length, other)
 
 
+def test_products_of_sizes_are_refused_by_a_further_point() -> None:
+    def areas(height: int, width: int) -> tuple[int, ...]:
+        return height, width, height * width
+
+    sizes = [(4, 4), (6, 4), (6, 6)]
+    assert of_sizes([(own, areas(*own)) for own in sizes]).make((6, 6)) == (6, 6, 36)
+    with pytest.raises(UnlikeError, match="not linear"):
+        of_sizes([(own, areas(*own)) for own in [*sizes, (8, 8)]])
+    with pytest.raises(UnlikeError, match="not linear"):
+        of_sizes([((n,), areas(n, n)) for n in (4, 6, 8)])
+
+
 def test_the_period_is_that_at_which_all_numbers_are_whole() -> None:
     assert of_sizes([((6,), (3, 2)), ((12,), (6, 4))]).period == 6
     assert of_sizes([((6,), record(6)), ((8,), record(8))]).period == 2

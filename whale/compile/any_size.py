@@ -10,7 +10,7 @@ beyond, other placements may be faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Any, NamedTuple
@@ -183,17 +183,28 @@ class AnySize:
     ) -> _Template | None:
         """The steps for all sizes, as one is placed; None if there are more differences than numbers."""
         steps: OfSizes[RankStep] | None = None
-        points = [placed]
+
+        def point(sizes: tuple[int, ...]) -> PlacedStep:
+            if sizes == varying.between[-1]:
+                return placed
+            traced = first if sizes == varying.between[0] else sources.trace(_batch_of(batch, varying, sizes))
+            found = sources.place_like(placed.compilation, traced)
+            if found is None:
+                raise UnlikeError("operators")
+            return found
+
+        is_cut = True
         try:
             if conditions is None or not all(map(conditions.hold, varying.between)):
                 raise UnlikeError("code")
-            between = (sources.trace(_batch_of(batch, varying, sizes)) for sizes in varying.between[1:-1])
-            for traced in (first, *between):
-                point = sources.place_like(placed.compilation, traced)
-                if point is None:
-                    raise UnlikeError("operators")
-                points.insert(-1, point)
-            steps = of_sizes([(sizes, point.step) for sizes, point in zip(varying.between, points, strict=True)])
+            points = [point(sizes) for sizes in varying.between]
+            is_cut = any(_cuts(one.compilation) != _cuts(placed.compilation) for one in points)
+            steps = of_sizes([(sizes, one.step) for sizes, one in zip(varying.between, points, strict=True)])
+            other = next(filter(conditions.hold, _others(varying, steps.period, is_cut)), None)
+            if other is None:
+                raise UnlikeError("nothing to check it with")
+            between = [*varying.between, other]
+            steps = of_sizes([(sizes, one.step) for sizes, one in zip(between, [*points, point(other)], strict=True)])
         except Exception:  # whatever it is, such as a batch that the model does not take: each size can be compiled
             steps = None
         periods = self._agreed(0 if steps is None else steps.period)
@@ -207,8 +218,22 @@ class AnySize:
             period=lcm(*periods),
             lowest=tuple(map(min, zip(*varying.between, strict=True))),
             highest=tuple(map(max, zip(*varying.between, strict=True))),
-            is_cut=any(_cuts(point.compilation) != _cuts(placed.compilation) for point in points),
+            is_cut=is_cut,
         )
+
+
+def _others(varying: _Varying, period: int, is_cut: bool) -> Iterator[tuple[int, ...]]:
+    """Further combinations of sizes, each of which is another one: numbers that are products of sizes are not linear in
+    them. Where they are cut they are between the two."""
+    ends = list(zip(varying.between[0], varying.between[-1], strict=True))
+    if is_cut:
+        steps = [abs(new - old) // period for old, new in ends]
+        if min(steps) > 1:
+            yield tuple(min(end) + period * (count // 2) for end, count in zip(ends, steps, strict=True))
+        return
+    yield tuple(max(end) + abs(end[1] - end[0]) for end in ends)
+    yield tuple(min(end) - max(1, abs(end[1] - end[0]) // 2) for end in ends)
+    yield tuple(sum(end) // 2 for end in ends)
 
 
 def _shapes(batch: Mapping[str, Any]) -> Shapes:
@@ -237,7 +262,7 @@ def _varying(one: Mapping[str, Any], other: Mapping[str, Any]) -> _Varying | Non
     return _Varying(dims, tuple(between))
 
 
-def _batch_of(batch: Mapping[str, Any], varying: _Varying, sizes: Sequence[int]) -> dict[str, Any]:
+def _batch_of(batch: Mapping[str, Any], varying: _Varying, sizes: tuple[int, ...]) -> dict[str, Any]:
     """A batch like another one, without data, with these sizes."""
     made = dict(batch)
     for name, shape in _shapes(batch).items():

@@ -40,10 +40,14 @@ class Linear:
     coefficients: tuple[Fraction, ...]
     """The constant, then one for each size."""
 
+    def exact(self, sizes: Sizes) -> Fraction:
+        """The number for these sizes."""
+        constant, *others = self.coefficients
+        return constant + sum(c * size for c, size in zip(others, sizes, strict=True))
+
     def at(self, sizes: Sizes) -> int:
         """The number for these sizes, which are such that it is whole."""
-        constant, *others = self.coefficients
-        total = constant + sum(c * size for c, size in zip(others, sizes, strict=True))
+        total = self.exact(sizes)
         assert total.denominator == 1
         return total.numerator
 
@@ -67,10 +71,11 @@ def of_sizes(points: Sequence[tuple[Sizes, T]]) -> OfSizes[T]:
     """The data for all sizes.
 
     Args:
-        points: data for one more combination of sizes than there are sizes, no three of them on a line.
+        points: data for one more combination of sizes than there are sizes, no three of them on a line, and for others,
+            which must be those that follow from the first.
 
     Raises:
-        UnlikeError: they differ in more than numbers.
+        UnlikeError: they differ in more than numbers, or a number is not linear in the sizes.
     """
     comparison = _Comparison([sizes for sizes, _ in points])
     data = comparison([value for _, value in points])
@@ -103,7 +108,8 @@ class _Comparison:
     """Compares data for several sizes, piece by piece; gives data, or what makes them where they depend on sizes."""
 
     def __init__(self, sizes: Sequence[Sizes]) -> None:
-        self._rows = [(Fraction(1), *map(Fraction, own)) for own in sizes]
+        self._sizes = sizes
+        self._rows = [(Fraction(1), *map(Fraction, own)) for own in sizes[: len(sizes[0]) + 1]]
         self._known: dict[tuple[int, ...], Any] = {}
         self._alive: list[Any] = []
         self.period = 1
@@ -174,7 +180,7 @@ class _Comparison:
 
     def _linear(self, values: Sizes) -> Linear:
         """The linear function with these values, by elimination."""
-        rows = [[*row, Fraction(value)] for row, value in zip(self._rows, values, strict=True)]
+        rows = [[*row, Fraction(value)] for row, value in zip(self._rows, values, strict=False)]
         for column in range(len(rows)):
             pivot = next(row for row in rows[column:] if row[column])
             rows.remove(pivot)
@@ -182,6 +188,8 @@ class _Comparison:
             rows = [[x - row[column] * y for x, y in zip(row, pivot, strict=True)] for row in rows]
             rows.insert(column, pivot)
         found = Linear(tuple(row[-1] for row in rows))
+        if any(found.exact(own) != value for own, value in zip(self._sizes, values, strict=True)):
+            raise UnlikeError(f"{values} are not linear in {self._sizes}")
         self.period = lcm(self.period, *(c.denominator for c in found.coefficients[1:]))
         return found
 

@@ -340,14 +340,14 @@ class _Context:
         return lambda *args, **kwargs: None
 
 
-def _sampler() -> Callable[[Any], Any]:
+def _sampler() -> Callable[..., Any]:
     """Makes small tensors of random numbers in float64 in place of others."""
     generator = torch.Generator().manual_seed(0)
 
-    def sample(value: Any) -> Any:
+    def sample(value: Any, in_rows: bool = False) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        shape = [min(size, 5) for size in value.shape]
+        shape = [5 if in_rows and not dim else min(size, 5) for dim, size in enumerate(value.shape)]
         if not value.is_floating_point():
             return torch.zeros(shape, dtype=value.dtype)
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(value.requires_grad)
@@ -356,32 +356,38 @@ def _sampler() -> Callable[[Any], Any]:
 
 
 def _computes_rows_apart(apply: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> bool:
-    """Whether a custom function gives a row the same values and gradients without others, if it can be tried."""
+    """Whether a custom function gives rows the same values and gradients without others, and sums over rows as the
+    gradients of whole arguments, if it can be tried."""
     whole, sample = whole_positions(cls), _sampler()
 
-    def first_rows(args: Sequence[Any], count: int) -> list[torch.Tensor]:
+    def of_rows(args: Sequence[Any], rows: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         given = [
-            x.detach()[:count].requires_grad_(x.requires_grad)
-            if isinstance(x, torch.Tensor) and x.dim() and place not in whole
+            x.detach()[rows if place not in whole and x.dim() else ...].requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor)
             else x
             for place, x in enumerate(args)
         ]
-        rows = [x for i, x in enumerate(given) if isinstance(x, torch.Tensor) and x.requires_grad and i not in whole]
         results = apply(cls, *given)
         outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if isinstance(y, torch.Tensor)]
-        weights = (torch.linspace(-1, 1, y[0].numel()).view_as(y[0]) for y in outputs)
+        weights = (torch.arange(5.0 * y[0].numel()).sin().view(5, *y.shape[1:])[rows] for y in outputs)
         terms = [(y * weight).sum() for y, weight in zip(outputs, weights, strict=True) if y.requires_grad]
-        grads = torch.autograd.grad(terms, rows, allow_unused=True) if rows and terms else ()
-        return [x[:1] for x in (*outputs, *(grad for grad in grads if grad is not None))]
+        trained = {i: x for i, x in enumerate(given) if isinstance(x, torch.Tensor) and x.requires_grad}
+        found = torch.autograd.grad(terms, list(trained.values()), allow_unused=True) if trained and terms else ()
+        grads = {place: grad for place, grad in zip(trained, found, strict=False) if grad is not None}
+        own = [grad for place, grad in grads.items() if place not in whole]
+        return [*outputs, *own], [grad for place, grad in grads.items() if place in whole]
 
     def agree() -> bool:
         try:
             with torch.enable_grad():
-                inputs = [sample(value) for value in args]
-                pairs = zip(first_rows(inputs, 5), first_rows(inputs, 1), strict=True)
-                return all(a.shape == b.shape and torch.allclose(a.double(), b.double()) for a, b in pairs)
+                inputs = [sample(value, place not in whole) for place, value in enumerate(args)]
+                every, total = of_rows(inputs, slice(0, 5))
+                first, last = of_rows(inputs, slice(0, 2)), of_rows(inputs, slice(2, 5))
         except Exception:  # small numbers of other sizes may not be what it takes: it is declared
             return True
+        pairs = [(x, torch.cat(two)) for x, *two in zip(every, first[0], last[0], strict=True)]
+        pairs += [(x, a + b) for x, a, b in zip(total, first[1], last[1], strict=True)]
+        return all(a.shape == b.shape and torch.allclose(a.double(), b.double()) for a, b in pairs)
 
     with ThreadPoolExecutor(1) as other:
         return other.submit(agree).result()
@@ -450,8 +456,9 @@ def refusing() -> Iterator[list[SourceLine | None]]:
             if not _computes_rows_apart(original.__func__, cls, args):
                 raise located(
                     f"the custom autograd function {cls.__name__} is declared row-wise, but its rows depend on each "
-                    "other, or on how many there are; leave whale.row_wise out, or give the positions of arguments "
-                    "that are the same for all rows, as whale.row_wise(whole=(1,))",
+                    "other, or on how many there are, or gradients of whole arguments are no sums over rows; leave "
+                    "whale.row_wise out, or give the positions of arguments that are the same for all rows, as "
+                    "whale.row_wise(whole=(1,))",
                     place_of_frame(sys._getframe(1)),
                 )
             return operator_of(original.__func__, cls, args)(args)

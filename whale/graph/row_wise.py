@@ -148,7 +148,9 @@ class RowWise:
             name = f"{name}_{next(_numbers)}"
         _library.define(f"{name}(Tensor[] tensors) -> Tensor[]")
         _library.impl(name, self._differentiable, "Autograd")
-        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, self._run, device)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self._run, lib=_library)
         self.target = getattr(getattr(torch.ops, NAMESPACE), name).default
         by_target[self.target] = self
 

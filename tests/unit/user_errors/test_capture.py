@@ -45,6 +45,41 @@ class MeanFree(torch.autograd.Function):
         return gradient
 
 
+@whale.row_wise
+class FreeBackward(MeanFree):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient - gradient.mean(0)
+
+
+@whale.row_wise
+class Positions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.arange(len(x), dtype=x.dtype).unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+@whale.row_wise(whole=(1,))
+class Meant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).mean(0)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -97,6 +132,9 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("print(f'{x.mean():.3f}')", ["printed", "remove it from forward"]),
         ("x = Wrong.apply(x)", ["custom autograd function Wrong", "@whale.row_wise"]),
         ("x = MeanFree.apply(x)", ["MeanFree is declared row-wise", "its rows depend on each other"]),
+        ("x = FreeBackward.apply(x)", ["FreeBackward is declared row-wise", "its rows depend on each other"]),
+        ("x = Positions.apply(x)", ["Positions is declared row-wise", "or on how many there are"]),
+        ("x = Meant.apply(x, self.first.bias)", ["Meant is declared row-wise", "are no sums over rows"]),
         ("x = torch.vmap(self.first)(x)", ["torch.vmap and other transforms of torch.func", "torch.einsum"]),
         ("x = torch.func.grad(lambda y: self.first(y).sum())(x)", ["transforms of torch.func inside forward"]),
         ("x, = torch.autograd.grad(x.square().sum(), x)", ["gradients are computed inside forward"]),
