@@ -51,6 +51,33 @@ class Scaled(torch.autograd.Function):
         return 2 * gradients[0] * weight + gradients[2].unsqueeze(-1), 2 * (gradients[0] * x).sum((0, 1))
 
 
+class Factor:
+    """A constant whose text says nothing of its value."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Factor()"
+
+
+@whale.row_wise
+class Times(torch.autograd.Function):
+    """Rows times a constant, with the gradient reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Factor) -> Tensor:
+        ctx.factor = factor
+        return x * factor.value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return -gradients[0] * ctx.factor.value, None
+
+
+TWO, THREE = Factor(2.0), Factor(3.0)
+
+
 class Model(nn.Module):
     count: Tensor
 
@@ -67,6 +94,7 @@ class Model(nn.Module):
         y, nothing, sums = Scaled.apply(self.first(x), self.weight)
         assert nothing is None
         y = Straight.apply(y, 0.25) + sums.unsqueeze(-1)
+        y = Times.apply(y, TWO) + Times.apply(y.tanh(), THREE)
         return (self.last(y) - x).square().mean()
 
 

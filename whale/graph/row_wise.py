@@ -8,15 +8,16 @@ must be known of its rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from whale.errors import UsageError
+from whale.errors import CaptureError, UsageError
 
 __all__ = [
     "NAMESPACE",
@@ -114,10 +115,25 @@ def operator_of(apply: Callable[..., Any], function: type, args: Sequence[Any]) 
     """
     positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
     constants = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
-    key = function, positions, repr(constants)
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(constants)):
+        raise CaptureError(
+            f"{function.__name__} is row-wise and was given tensors in a list, a tuple or a dict, where autograd does "
+            "not see them: give each as an argument of its own"
+        )
+    key = function, positions, tuple(map(_token, constants))
     if key not in _operators:
         _operators[key] = RowWise(apply, function, positions, constants)
     return _operators[key]
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _token(x: Any) -> Hashable:
+    """A key of a constant: by its value if it is a plain one, else by its identity; the operator keeps it."""
+    if isinstance(x, (tuple, list)):
+        return type(x), tuple(map(_token, x))
+    return (type(x), repr(x)) if type(x) in _PLAIN else ("an object", id(x))
 
 
 class _Opaque(torch.autograd.Function):
@@ -142,7 +158,8 @@ class RowWise:
         self._apply, self._function, self._positions, self._constants = apply, function, positions, constants
         self.whole = frozenset(n for n, position in enumerate(positions) if position in _whole[function])
         self._is_tuple, self._kept = False, list[bool]()
-        described = f"{function.__module__}.{function.__qualname__} {positions} {constants}"
+        plain = [constant if type(constant) in _PLAIN else type(constant).__name__ for constant in constants]
+        described = f"{function.__module__}.{function.__qualname__} {positions} {plain}"
         name = f"{function.__name__}_{sha256(described.encode()).hexdigest()[:8]}"
         if hasattr(getattr(torch.ops, NAMESPACE), name):  # a class that a notebook has defined again
             name = f"{name}_{next(_numbers)}"

@@ -134,6 +134,7 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = MeanFree.apply(x)", ["MeanFree is declared row-wise", "its rows depend on each other"]),
         ("x = FreeBackward.apply(x)", ["FreeBackward is declared row-wise", "its rows depend on each other"]),
         ("x = Positions.apply(x)", ["Positions is declared row-wise", "or on how many there are"]),
+        ("x = MeanFree.apply([x])", ["MeanFree is row-wise and was given tensors in a list"]),
         ("x = Meant.apply(x, self.first.bias)", ["Meant is declared row-wise", "are no sums over rows"]),
         ("x = torch.vmap(self.first)(x)", ["torch.vmap and other transforms of torch.func", "torch.einsum"]),
         ("x = torch.func.grad(lambda y: self.first(y).sum())(x)", ["transforms of torch.func inside forward"]),
