@@ -226,6 +226,7 @@ def go_backward(world: World) -> list[str]:
     backward = [
         refusal(lambda: model.train_step(**tokens()).backward()),
         refusal(lambda: (model.train_step(**tokens()) / 4).backward()),
+        refusal(lambda: model.train_step(**tokens()).div_(4).backward()),
         refusal(lambda: scaler.scale(model.train_step(**tokens())).backward()),
         refusal(lambda: sum(model.train_step(**tokens()) for _ in range(2)).backward()),
     ]
