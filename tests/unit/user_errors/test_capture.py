@@ -68,7 +68,7 @@ class Positions(torch.autograd.Function):
 
 
 @whale.row_wise(whole=(1,))
-class Meant(torch.autograd.Function):
+class WholeMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
@@ -135,7 +135,7 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = FreeBackward.apply(x)", ["FreeBackward is declared row-wise", "its rows depend on each other"]),
         ("x = Positions.apply(x)", ["Positions is declared row-wise", "or on how many there are"]),
         ("x = MeanFree.apply([x])", ["MeanFree is row-wise and was given tensors in a list"]),
-        ("x = Meant.apply(x, self.first.bias)", ["Meant is declared row-wise", "are no sums over rows"]),
+        ("x = WholeMean.apply(x, self.first.bias)", ["WholeMean is declared row-wise", "are no sums over rows"]),
         ("x = torch.vmap(self.first)(x)", ["torch.vmap and other transforms of torch.func", "torch.einsum"]),
         ("x = torch.func.grad(lambda y: self.first(y).sum())(x)", ["transforms of torch.func inside forward"]),
         ("x, = torch.autograd.grad(x.square().sum(), x)", ["gradients are computed inside forward"]),
