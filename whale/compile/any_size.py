@@ -10,8 +10,9 @@ beyond, other placements may be faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -197,14 +198,13 @@ class AnySize:
         try:
             if conditions is None or not all(map(conditions.hold, varying.between)):
                 raise UnlikeError("code")
-            points = [point(sizes) for sizes in varying.between]
-            is_cut = any(_cuts(one.compilation) != _cuts(placed.compilation) for one in points)
-            steps = of_sizes([(sizes, one.step) for sizes, one in zip(varying.between, points, strict=True)])
-            other = next(filter(conditions.hold, _others(varying, steps.period, is_cut)), None)
-            if other is None:
-                raise UnlikeError("nothing to check it with")
-            between = [*varying.between, other]
-            steps = of_sizes([(sizes, one.step) for sizes, one in zip(between, [*points, point(other)], strict=True)])
+            points = [(sizes, point(sizes)) for sizes in varying.between]
+            is_cut = any(_cuts(one.compilation) != _cuts(placed.compilation) for _, one in points)
+            further = _between(varying, of_sizes(_steps(points)).period) if is_cut else _beyond(varying)
+            # Numbers that are products of sizes are not linear at a further point.
+            points += [(sizes, point(sizes)) for sizes in islice(filter(conditions.hold, further), 1)]
+            if len(points) > len(varying.between):
+                steps = of_sizes(_steps(points))
         except Exception:  # whatever it is, such as a batch that the model does not take: each size can be compiled
             steps = None
         periods = self._agreed(0 if steps is None else steps.period)
@@ -222,15 +222,22 @@ class AnySize:
         )
 
 
-def _others(varying: _Varying, period: int, is_cut: bool) -> Iterator[tuple[int, ...]]:
-    """Further combinations of sizes, each of which is another one: numbers that are products of sizes are not linear in
-    them. Where they are cut they are between the two."""
+def _steps(points: Iterable[tuple[tuple[int, ...], PlacedStep]]) -> list[tuple[tuple[int, ...], RankStep]]:
+    return [(sizes, placed.step) for sizes, placed in points]
+
+
+def _between(varying: _Varying, period: int) -> Iterator[tuple[int, ...]]:
+    """A combination in the middle, at which all shares are whole, if there is one."""
+    first, last = varying.between[0], varying.between[-1]
+    low, high = tuple(map(min, first, last)), tuple(map(max, first, last))
+    counts = [(stop - start) // period // 2 for start, stop in zip(low, high, strict=True)]
+    if all(counts):
+        yield tuple(start + period * count for start, count in zip(low, counts, strict=True))
+
+
+def _beyond(varying: _Varying) -> Iterator[tuple[int, ...]]:
+    """Combinations of larger sizes, of smaller ones, and of those in the middle, each size another one than before."""
     ends = list(zip(varying.between[0], varying.between[-1], strict=True))
-    if is_cut:
-        steps = [abs(new - old) // period for old, new in ends]
-        if min(steps) > 1:
-            yield tuple(min(end) + period * (count // 2) for end, count in zip(ends, steps, strict=True))
-        return
     yield tuple(max(end) + abs(end[1] - end[0]) for end in ends)
     yield tuple(min(end) - max(1, abs(end[1] - end[0]) // 2) for end in ends)
     yield tuple(sum(end) // 2 for end in ends)

@@ -27,7 +27,7 @@ __all__ = ["SizeConditions", "VaryingDims", "size_conditions"]
 VaryingDims = Mapping[tuple[str, int], int]
 """Dims of leaves of a batch, (name, dim), with the number of the size that each has."""
 
-SMALLEST = 2
+_SMALLEST = 2
 """Dims of size 1 are broadcast: a graph for others is not one for them."""
 
 
@@ -41,7 +41,7 @@ class SizeConditions:
     def hold(self, sizes: Sequence[int]) -> bool:
         """Whether the model's code does the same for these sizes."""
         values = dict(zip(self.symbols, sizes, strict=True))
-        return min(sizes) >= SMALLEST and all(condition.subs(values) == sympy.true for condition in self.conditions)
+        return min(sizes) >= _SMALLEST and all(condition.subs(values) == sympy.true for condition in self.conditions)
 
 
 class _NotLinearError(Exception):
