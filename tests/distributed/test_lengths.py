@@ -79,6 +79,42 @@ def test_steps_for_a_third_length_are_made_of_two(ranks: Two, kind: str, micro_b
         assert worst < BOUND
 
 
+class Normed(nn.Module):
+    """Statistics over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(self.body(x))), y)
+
+
+def rows_of_points(count: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, 4, dtype=torch.float64, generator=generator)
+    return {"x": x, "y": torch.randint(5, (count,), generator=generator)}
+
+
+def train_on_rows(world: World, kind: str, is_normed: bool) -> tuple[list[bool], float]:
+    torch.manual_seed(0)
+    model, batches = (Normed().double(), rows_of_points) if is_normed else (decoder(layers=2), tokens)
+    local = copy.deepcopy(model)
+    steps = Steps(local, whale.parallelize(annotated(kind, model), batches(8), device="cpu", timeout_seconds=20))
+    for rows in [8, 6, 12, 16, 10, 7, 2]:
+        steps.run(batches(rows))
+    return steps.result
+
+
+@pytest.mark.parametrize("kind", ["replicate", "split"])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_one_micro_batch_has_all_rows_however_many(ranks: Two, kind: str, is_normed: bool) -> None:
+    for compiled, worst in ranks.run(train_on_rows, kind, is_normed):
+        if kind == "split" and not is_normed:  # ranks do not divide the rows, and numbers are linear in them
+            assert compiled == [False, True, *[False] * 5]
+        assert worst < BOUND
+
+
 class Branching(Decoder):
     """Scales its words where there are many."""
 

@@ -133,12 +133,15 @@ def steps(world: World, case: Case) -> tuple[list[int], float]:
     return brought, max(errors)
 
 
-TOKENS = (masked(8), masked(7), masked(8, 4), masked(1))
+TOKENS = (masked(8), masked(7), masked(8, 4), masked(1), masked(20))
 TWO = {
     "uneven": Case(layout={"": whale.replicate()}, speeds=(3.0, 1.0), batches=TOKENS),
     "micro-batches": Case(layout={"": whale.replicate()}, speeds=(3.0, 1.0), micro_batches=2, batches=TOKENS),
     "statistics": Case(
-        layout={"": whale.replicate()}, build=normed, speeds=(3.0, 1.0), batches=(pictures(8), pictures(7))
+        layout={"": whale.replicate()},
+        build=normed,
+        speeds=(3.0, 1.0),
+        batches=(pictures(8), pictures(7), pictures(12)),
     ),
     "rows with each other": Case(
         layout={"": whale.replicate()}, build=halves, speeds=(3.0, 1.0), batches=(pictures(8), pictures(6), pictures(2))
@@ -156,7 +159,7 @@ def test_two_ranks_step_as_one_with_all_rows(worlds: Worlds, name: str) -> None:
         assert error <= BOUND
     brought = [rows for rows, _ in found]
     if name == "uneven":
-        assert brought == [[6, 5, 6, 1], [2, 2, 2, 0]]
+        assert brought == [[6, 5, 6, 1, 15], [2, 2, 2, 0, 5]]
     if name == "a head over both":
         assert brought == [[4, 4], [4, 3]]
     if name in ("split", "stages"):

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, SHARDED, Two, annotated, parallel, refusal
 from tests.small_models import decoder, tokens
 from whale.api import ParallelModule
+from whale.compile import builder
 from whale.runtime.launch import World
 
 
@@ -126,7 +128,7 @@ CHANGES = {
 
 
 def change_and_step(world: World, what: str) -> str:
-    model = parallel("split")
+    model = parallel("stages" if what == "frozen" else "split")
     model.train_step(**tokens())
     change(model, what)
     return refusal(lambda: model.train_step(**tokens()))
@@ -137,6 +139,43 @@ def test_changes_that_steps_do_not_see_are_refused(ranks: Two, what: str) -> Non
     for message in ranks.run(change_and_step, what):
         assert CHANGES[what] in message
         assert message.endswith("before parallelize")
+
+
+def freeze_and_thaw(world: World, kind: str, is_frozen_first: bool) -> tuple[float, int, list[str]]:
+    model: Any = annotated(kind, decoder(layers=2))
+    model.layers[0].requires_grad_(not is_frozen_first)
+    local = copy.deepcopy(model)
+    made: Any = whale.parallelize(model, tokens(), device="cpu", timeout_seconds=20)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.05, momentum=0.9) for one in (local, made)]
+    errors = []
+    with patch.object(builder, "compile_traced", wraps=builder.compile_traced) as compiling:
+        for trains in [None, False, True, False, True, True]:
+            for one in (local, made):
+                if trains is not None:
+                    one.layers[0].requires_grad_(trains)
+                    one.head.weight.requires_grad_(not trains)
+                one.zero_grad()
+            expected = local(**tokens())
+            expected.backward()
+            errors.append(float((made.train_step(**tokens()) - expected).detach().abs()))
+            for optimizer in optimizers:
+                optimizer.step()
+        num_compiled = compiling.call_count
+    state = made.full_state_dict()
+    errors += [float((state[name] - value).abs().max()) for name, value in local.state_dict().items()]
+    made.requires_grad_(False)
+    without = sorted(name for name, p in local.named_parameters() if p.grad is None)
+    assert without == sorted(name for name, p in made.named_parameters() if p.grad is None)
+    return max(errors), num_compiled, [refusal(lambda: made.train_step(**tokens()))]
+
+
+@pytest.mark.parametrize("is_frozen_first", [False, True])
+@pytest.mark.parametrize("kind", ["replicate", "split"])
+def test_what_every_rank_has_can_be_frozen_and_unfrozen(ranks: Two, kind: str, is_frozen_first: bool) -> None:
+    for error, num_compiled, refused in ranks.run(freeze_and_thaw, kind, is_frozen_first):
+        assert error < 1e-12
+        assert num_compiled == (1 if is_frozen_first else 2)
+        assert "depends on no parameter that requires a gradient" in refused[0]
 
 
 class Heads(nn.Module):

@@ -167,12 +167,17 @@ def _request(graph: TaskGraph) -> StageRequest:
 
 
 def rows_of(traced: Traced, options: Options, per_micro_batch: int | None) -> tuple[int, ...]:
-    """Units of the batch in each micro-batch; the last may have fewer if the plan says so, or in a later batch, which
-    fills micro-batches of the first size."""
+    """Units of the batch in each micro-batch.
+
+    A single one has them all, as many as there are. The last of several has fewer if the plan says so, or in a
+    later batch, which fills micro-batches of the first size: a larger batch has more of them and needs no more memory.
+    """
     count = options.micro_batches
     if count < 1:
         raise UsageError(f"micro_batches is {count}: it must be at least 1")
     units = traced.units
+    if count == 1:
+        return (units,)
     if per_micro_batch is None and options.plan is not None and options.plan.batch == units:
         per_micro_batch = options.plan.micro_batch_rows
     if per_micro_batch is not None:

@@ -45,7 +45,7 @@ def row_shares(compilation: Compilation) -> RowShares:
     return RowShares(
         rows=rows,
         unit=max(rows // units, 1),
-        per_micro_batch=compilation.rows[0],
+        per_micro_batch=compilation.rows[0] if len(compilation.rows) > 1 else None,
         cuts=cuts,
         first_stage=tuple({cuts[rank]: rank for rank in reversed(compilation.stages[0].mesh.ranks)}.values())[::-1],
     )

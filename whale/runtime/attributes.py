@@ -1,7 +1,7 @@
 """Values that a compiled step has from Python: attributes of modules, globals, variables of enclosing functions.
 
-A graph has them as they were when it was captured. Where a script changes one, as ``model.alpha = 0.5``, the next step
-is compiled with it. Knows objects and tables of them; no ranks and no graphs.
+A graph has them as they were when it was captured. Where a script changes one, as ``model.alpha = 0.5``, or freezes a
+parameter, the next step is compiled with it. Knows objects and tables of them; no ranks and no graphs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _ATOMS = (*_PLAIN, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _STANDARD = frozenset(nn.Module().__dict__)
+_TRAINS = ".requires_grad"
 
 _LARGE_ARRAY = 1 << 16
 """Bytes of an array of numpy from which on its values are not compared."""
@@ -52,7 +53,7 @@ class Changes(NamedTuple):
 
     Attributes:
         key: names with values, equal for equal values; empty if there are none.
-        names: attributes of modules that were changed at any time, by path.
+        names: attributes of modules, and of their parameters, that were changed at any time, by path.
         source: the model that has their values; what it does not have was deleted.
     """
 
@@ -71,8 +72,13 @@ class Changes(NamedTuple):
             id(theirs): own for theirs, own in zip(self.source.modules(), model.modules(), strict=False)
         }
         for path, names in self.names.items():
-            table, held = model.get_submodule(path).__dict__, self.source.get_submodule(path).__dict__
+            own, theirs = model.get_submodule(path), self.source.get_submodule(path)
+            table, held = own.__dict__, theirs.__dict__
             for name in names:
+                if name.endswith(_TRAINS):
+                    parameter = name.removesuffix(_TRAINS)
+                    own.get_parameter(parameter).requires_grad_(theirs.get_parameter(parameter).requires_grad)
+                    continue
                 table.pop(name, None)
                 if name in held:
                     table[name] = copy.deepcopy(held[name], memo)
@@ -176,6 +182,8 @@ class Attributes:
         for name, cell in self.sources.cells:
             with suppress(ValueError):  # it is empty
                 found["an enclosing function", name] = self._token(cell.cell_contents, 0)
+        for path, module in self._modules.items():
+            found |= {(path, n + _TRAINS): (bool, p.requires_grad) for n, p in _own_parameters(module)}
         return found
 
     def _token(self, x: Any, depth: int) -> Hashable:
@@ -238,8 +246,14 @@ class Attributes:
             with suppress(ValueError):  # it is empty
                 follow(cell.cell_contents, 1)
                 self._reads.append(partial(_content, cell))
+        parameters = [p for module in self._modules.values() for _, p in _own_parameters(module)]
+        self._reads.append(lambda: [p.requires_grad for p in parameters])
         self._known = list(chain.from_iterable([read() for read in self._reads]))
         self._sizes = [len(table) for table in self._tables]
+
+
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module._parameters.items() if p is not None]
 
 
 def _several(names: Collection[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:

@@ -161,7 +161,7 @@ class Engine:
             UsageError: there is nothing to train, or the ranks were given other batches.
             WorkerError: a rank failed, or did not come within the timeout.
         """
-        if train and not any(shard.trainable for shard in self.shards.values()):
+        if train and not changes.key and not any(shard.trainable for shard in self.shards.values()):
             raise UsageError(
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
                 "one with requires_grad_() before parallelize, or use eval_step"

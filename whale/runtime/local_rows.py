@@ -42,14 +42,14 @@ class RowShares:
     Attributes:
         rows: of the example batch.
         unit: rows that the model computes together in the example; other batches may have other ones.
-        per_micro_batch: units in every micro-batch except the last.
+        per_micro_batch: units in every micro-batch except the last; None for one micro-batch of any number of rows.
         cuts: by rank; each micro-batch is divided so. A rank without work is absent.
         first_stage: ranks that together bring every row once.
     """
 
     rows: int
     unit: int
-    per_micro_batch: int
+    per_micro_batch: int | None
     cuts: Mapping[int, Cuts]
     first_stage: tuple[int, ...]
 
@@ -58,7 +58,8 @@ class RowShares:
         if rank not in self.cuts:
             return ()
         unit = 1 if rows % self.unit else self.unit
-        return _stretches(rows, unit, self.per_micro_batch * self.unit, self.cuts[rank])
+        most = max(rows, 1) if self.per_micro_batch is None else self.per_micro_batch * self.unit
+        return _stretches(rows, unit, most, self.cuts[rank])
 
     def count(self, rank: int, rows: int) -> int:
         """Number of rows of *rank*."""

@@ -295,7 +295,8 @@ class ParallelModule(nn.Module):
         state = {key: value for key, value in self.__dict__.items() if key != "_whale"}
         made.__dict__.update(copy.deepcopy(state, memo))
         attributes = Attributes(made, self._whale.attributes.sources, self._whale.attributes)
-        made.__dict__["_whale"] = self._whale._replace(engine=engine, watch=Watch(made), attributes=attributes)
+        watch = Watch(made, freezes=self._whale.watch.freezes)
+        made.__dict__["_whale"] = self._whale._replace(engine=engine, watch=watch, attributes=attributes)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -379,7 +380,9 @@ def parallel_module(
     if engine.shards and not any(isinstance(tensor, nn.Parameter) for tensor in engine.tensors.values()):
         made.add_module("_idle", _Idle(engine.world.device))
     arguments = frozenset(inspect.signature(type(template).forward).parameters)
-    made.__dict__["_whale"] = Inner(engine, Watch(made), leaves, Attributes(made, sources), arguments)
+    ranks = frozenset(range(engine.world.size))
+    watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
+    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments)
     found: ParallelModule = made
     return found
 

@@ -1,8 +1,9 @@
 """Changes that a script makes to the modules of a parallel model, which a compiled step does not see.
 
 A step runs graphs over the tensors that the modules had when it was compiled. A parameter that is put in the place of
-another, a cast, a module or a hook that is added, would have no effect; the next step refuses them. Knows modules; no
-ranks and no steps.
+another, a cast, a module or a hook that is added, would have no effect; the next step refuses them. So it does where
+a parameter that other ranks do not have is frozen or unfrozen, which they cannot see. Knows modules; no ranks and no
+steps.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ _HOOKS = (
 class Watch:
     """The modules of a model, their tensors and hooks, as they are now.
 
+    Args:
+        root: the model.
+        freezes: whether parameters may be frozen and unfrozen.
+
     Attributes:
         modules: each once, in the order of ``root.modules()``.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, freezes: bool) -> None:
+        self.freezes = freezes
         named = dict(root.named_modules())
         self.modules = list(named.values())
         self._paths = list(named)
@@ -70,7 +76,7 @@ class Watch:
             all(map(is_, [table.get(key) for table, key in self._slots], self._objects))
             and [len(table) for table in self._tables] == self._sizes
             and [len(hooks) for hooks in self._hooks] == self._num_hooks
-            and [t.requires_grad for t in tensors] == self._trained
+            and (self.freezes or [t.requires_grad for t in tensors] == self._trained)
             and [(t.dtype, t.device) for t in tensors] == self._kinds
             and ([_num_hooks(t) for t in tensors] == self._num_tensor_hooks or self._accepts_tensor_hooks())
         ):
@@ -98,10 +104,10 @@ class Watch:
                 )
         states = zip(self._names, self._tensors, self._trained, self._kinds, self._num_own_hooks, strict=True)
         for name, t, trained, (dtype, device), num in states:
-            if t.requires_grad != trained:
+            if t.requires_grad != trained and not self.freezes:
                 return (
-                    f"{name} was {'frozen' if trained else 'unfrozen'} after parallelize, which the compiled step and "
-                    "the sums of gradients do not see: set requires_grad"
+                    f"{name} was {'frozen' if trained else 'unfrozen'} after parallelize, which ranks without it do "
+                    "not see: load model.full_state_dict() into a local model, and set requires_grad there"
                 )
             if (t.dtype, t.device) != (dtype, device):
                 return (
