@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -131,6 +132,25 @@ def test_an_attribute_that_no_forward_names_is_the_script_s() -> None:
         model.step = model[0].epoch = step
         model.train_step(X)
     assert len(model._whale.engine.steps) == 1
+
+
+class ReadsTheEnvironment(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layer(x).sum() * float(os.environ.get("WHALE_TEST_SCALE", "1"))
+        return loss
+
+
+def test_the_environment_acts_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = whale.parallelize(ReadsTheEnvironment().double(), torch.ones(2, 4).double(), device="cpu")
+    first = model.train_step(torch.ones(2, 4).double()).item()
+    monkeypatch.setenv("WHALE_TEST_SCALE", "3")
+    for _ in range(2):
+        assert model.train_step(torch.ones(2, 4).double()).item() == pytest.approx(3 * first)
+    assert len(model._whale.engine.steps) == 2
 
 
 def test_globals_act_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import random
 import re
 import time
 from collections.abc import Callable
+from datetime import datetime
+from time import time as now
 from typing import Any
 
 import numpy as np
@@ -118,6 +120,16 @@ class ReadsTheClock(Base):
         return self.layer(x).sum() * (2 if time.time() > 4e9 else 1)  # this
 
 
+class ReadsTheClockByAName(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * (now() % 7)  # this
+
+
+class ReadsTheHour(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * datetime.now().hour  # this
+
+
 class OwnTorchGenerator(Base):
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.rand(x.shape, generator=torch.default_generator)  # this
@@ -174,6 +186,8 @@ def line_of(kind: type) -> int:
         (Remembers, "the forward changes kept from step to step, and computes something else"),
         (Once, "the forward changes calls from step to step, and computes something else"),
         (ReadsTheClock, "computes with the time"),
+        (ReadsTheClockByAName, "computes with the time"),
+        (ReadsTheHour, "computes with the time"),
         (OwnTorchGenerator, "a generator of its own"),
         (SeedsInBetween, "torch.manual_seed in a forward"),
         (WritesData, "writes to the parameter layer.weight"),

@@ -8,6 +8,7 @@ captured.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import random
 import sys
@@ -25,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
-from whale.graph.reach import Reach, Same, hooks_of, untraced
+from whale.graph.reach import WATCHES, Reach, Same, hooks_of, untraced
 
 __all__ = ["Steadiness"]
 
@@ -81,18 +82,18 @@ class State:
     """The state that a model's code reaches: its modules' attributes, and what its functions name."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        self._model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn = model, loss_fn
         self.caches: list[Any] = []
 
     @untraced
     def now(self, *, only: Collection[Kept] | None = None, by_shape: bool = False) -> dict[Kept, Hashable]:
         """Tokens of the state, equal if it is; of *only* some, if given. *by_shape*: tensors are equal if their shapes
         are."""
-        reach = _All(self._model, by_shape)
+        reach = _All(self.model, by_shape)
         found: dict[Kept, Hashable] = {}
         classes: dict[type, None] = {}
         hooks: dict[Any, str] = {}
-        for path, module in self._model.named_modules():
+        for path, module in self.model.named_modules():
             classes[type(module)] = None
             hooks |= dict.fromkeys(hooks_of(module), f"what a hook of {path or 'the model'} reaches")
             for name, x in module.__dict__.items():
@@ -114,12 +115,12 @@ class State:
         """The attributes of modules, by path."""
         return {
             path: {name: x for name, x in module.__dict__.items() if name not in _TABLES}
-            for path, module in self._model.named_modules()
+            for path, module in self.model.named_modules()
         }
 
     def restore(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the attributes of modules: torch.export takes back what a forward did to them."""
-        for path, module in self._model.named_modules():
+        for path, module in self.model.named_modules():
             module.__dict__.update(attributes.get(path, {}))
 
 
@@ -175,7 +176,7 @@ class Steadiness:
     def observing(self) -> Iterator[None]:
         """Context for the trace."""
         try:
-            with _noting_clocks() as self._clocks, _noting_draws() as self._drawn:
+            with _noting_clocks(self._state) as self._clocks, _noting_draws() as self._drawn:
                 yield
         finally:
             for cache in self._state.caches:
@@ -224,7 +225,7 @@ class Steadiness:
         first = _listing(graph)
         self._state.restore(self._attributes)
         try:
-            with _noting_clocks(later=True), _noting_draws():
+            with _noting_clocks(self._state, later=True), _noting_draws():
                 second, error = _listing(again()), None
         except Exception as problem:
             second, error = first, problem
@@ -264,30 +265,65 @@ _LATER = 10**10
 
 
 @contextmanager
-def _noting_clocks(*, later: bool = False) -> Iterator[list[SourceLine]]:
-    """Context that notes where the model reads a clock of ``time``; *later* tells the model another time, years on."""
+def _noting_clocks(state: State, *, later: bool = False) -> Iterator[list[SourceLine]]:
+    """Context that notes where the model reads a clock of ``time`` or ``datetime``, by whatever name its files have it.
+
+    *later* tells the model another time, years on.
+    """
     places: list[SourceLine] = []
-    clocks = {name: getattr(time, name) for name in _CLOCKS}
 
-    def noting(name: str) -> Callable[[], Any]:
-        ahead = _LATER * (10**9 if name.endswith("_ns") else 1)
-
-        def read() -> Any:
-            frame = sys._getframe(1)
-            if not is_model(frame.f_code.co_filename):
-                return clocks[name]()
+    def is_read() -> bool:
+        """Whether the model has called what calls this."""
+        frame = sys._getframe(2)
+        if is_model(frame.f_code.co_filename):
             places.append(SourceLine(frame.f_code.co_filename, frame.f_lineno))
-            return clocks[name]() + ahead * later
+        return is_model(frame.f_code.co_filename)
 
-        return read
+    def noting(clock: Callable[[], Any], ahead: Any) -> Callable[[], Any]:
+        return lambda: clock() + ahead * (is_read() and later)
 
+    days = datetime.timedelta(seconds=_LATER)
+
+    class Datetime(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return super().now(tz) + days * (is_read() and later)
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            return super().now(datetime.UTC).replace(tzinfo=None) + days * (is_read() and later)
+
+        @classmethod
+        def today(cls) -> Any:
+            return super().now() + days * (is_read() and later)
+
+    class Date(datetime.date):
+        @classmethod
+        def today(cls) -> Any:
+            return super().today() + days * (is_read() and later)
+
+    noted: dict[Any, Any] = {datetime.datetime: Datetime, datetime.date: Date}
     for name in _CLOCKS:
-        setattr(time, name, noting(name))
+        noted[getattr(time, name)] = noting(getattr(time, name), _LATER * (10**9 if name.endswith("_ns") else 1))
+    for clock, stand_in in noted.items():
+        stand_in.__wrapped__ = clock
+        setattr(stand_in, WATCHES, True)
+    files = {base.__module__ for module in state.model.modules() for base in type(module).__mro__}
+    files.add(getattr(state.loss_fn, "__module__", "") or "")
+    tables = [vars(sys.modules[file]) for file in files if file in sys.modules and not file.startswith("torch.")]
+    found = [
+        (table, name, x)
+        for table in (vars(time), vars(datetime), *tables)
+        for name, x in table.items()
+        if isinstance(x, Hashable) and x in noted
+    ]
+    for table, name, x in found:
+        table[name] = noted[x]
     try:
         yield places
     finally:
-        for name, clock in clocks.items():
-            setattr(time, name, clock)
+        for table, name, x in found:
+            table[name] = x
 
 
 # --- places and differences -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import os
 import random
 import sys
 from collections import deque
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 __all__ = ["PLAIN", "WATCHES", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
 
 WATCHES = "_whale_watches"
-"""Attribute of functions of a capture that replace a module's: what they reach is what the replaced one does."""
+"""Attribute of functions and classes of a capture that stand in for a script's, which is their ``__wrapped__``."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
@@ -82,6 +83,8 @@ class Reach:
         """The token of an object."""
         if isinstance(x, PLAIN):
             return type(x), x
+        if isinstance(x, FunctionType | type) and WATCHES in x.__dict__:
+            return self.token(x.__wrapped__)  # type: ignore[union-attr]
         if id(x) in self._inside:
             return nn.Module, self._inside[id(x)]
         if id(x) in self._seen:
@@ -115,8 +118,6 @@ class Reach:
         elif isinstance(x, FunctionType | type):
             if isinstance(x, type):
                 yield from _defined(x)
-            elif WATCHES in x.__dict__:
-                yield x.__wrapped__  # type: ignore[attr-defined]
             elif _package(x) not in _STATELESS:
                 yield from _read(x)
         elif isinstance(x, staticmethod | classmethod):
@@ -252,6 +253,8 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
         if not isinstance(x, FunctionType) or _package(x) in _STATELESS:
             continue
         inside = _words(x.__code__)
+        if inside & {"environ", "getenv"}:
+            tables[id(os.environ)] = vars(os.environ), {"_data"}
         if "getattr" in inside:
             pieces |= _pieces(x.__code__)
         new = inside - names
