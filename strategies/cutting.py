@@ -92,9 +92,16 @@ def _factor_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role:
         raise InfeasibleError(f"{asked}: {short[0]}; use fewer devices there, or another dim")
     value, dim = dims[0]
     name = captured.inputs.get(value[0].name, value[0].name)
+    pieces = [analysis.factors.size(factor) for factor in analysis.factors.flat(analysis.dims[value][dim])]
+    if value_shape(value)[dim] == 1:
+        why = ", which has one position; give an example with the lengths of training, "
+    elif len(pieces) > 1:
+        why = f", which views or slices take apart into {' x '.join(map(str, pieces))} positions; "
+    else:
+        why = "; "
     raise InfeasibleError(
         f"{asked}: none of its operators can be cut along dim {dim} of {name} of shape "
-        f"{list(value_shape(value))}{where(members[0])}; use another dim, or replicate"
+        f"{list(value_shape(value))}{where(members[0])}{why}use another dim, or replicate"
     )
 
 

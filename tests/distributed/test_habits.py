@@ -229,6 +229,7 @@ def go_backward(world: World) -> list[str]:
         refusal(lambda: model.train_step(**tokens()).div_(4).backward()),
         refusal(lambda: scaler.scale(model.train_step(**tokens())).backward()),
         refusal(lambda: sum(model.train_step(**tokens()) for _ in range(2)).backward()),
+        refusal(lambda: torch.autograd.grad(model.train_step(**tokens()), list(model.parameters()))),
     ]
     with torch.no_grad():
         without = refusal(lambda: model.train_step(**tokens()))

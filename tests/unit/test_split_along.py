@@ -98,6 +98,20 @@ def test_a_dim_along_which_nothing_can_be_cut_is_refused() -> None:
         compiled((Valid(padded=False), {"x": torch.zeros(2, 3, 9)}), SLABS)
 
 
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def test_why_a_length_of_one_cannot_be_cut_is_said() -> None:
+    with pytest.raises(InfeasibleError, match="which has one position; give an example with the lengths of training"):
+        compiled((Padded(), {"x": torch.zeros(2, 3, 1)}), SLABS)
+
+
 def test_an_operator_that_needs_all_of_the_dim_is_named() -> None:
     (said,) = compiled((Valid(padded=True), {"x": torch.zeros(2, 3, 9)}), SLABS).warnings
     assert re.search(r"split along a dim: aten.conv1d.default at .* computed whole", said)

@@ -106,7 +106,9 @@ class ParallelModule(nn.Module):
         where = _destination(outputs)
         result = self._run(self._whale.leaves(*args, **kwargs), True, "both" if outputs else "loss", where, scale)
         assert result.loss is not None
-        loss = _Done.apply(result.loss.requires_grad_())
+        parameters = self._whale.engine.tensors.values()
+        trained = next((x for x in parameters if x.requires_grad), None)  # torch.autograd.grad looks for it
+        loss = _Done.apply(result.loss.requires_grad_(), trained)
         return result._replace(loss=loss) if outputs else loss
 
     def eval_step(self, *args: Any, outputs: Any = False, **kwargs: Any) -> Any:
@@ -321,7 +323,7 @@ class _Done(torch.autograd.Function):
     """The loss of a step that has been gone backward through already; so has what is computed from it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, trained: Tensor | None) -> Tensor:
         return loss.clone()
 
     @staticmethod
