@@ -311,14 +311,15 @@ def _noting_clocks(state: State, *, later: bool = False) -> Iterator[list[Source
     files = {base.__module__ for module in state.model.modules() for base in type(module).__mro__}
     files.add(getattr(state.loss_fn, "__module__", "") or "")
     tables = [vars(sys.modules[file]) for file in files if file in sys.modules and not file.startswith("torch.")]
+    stand_ins = {id(clock): stand_in for clock, stand_in in noted.items()}
     found = [
         (table, name, x)
         for table in (vars(time), vars(datetime), *tables)
         for name, x in table.items()
-        if isinstance(x, Hashable) and x in noted
+        if id(x) in stand_ins
     ]
     for table, name, x in found:
-        table[name] = noted[x]
+        table[name] = stand_ins[id(x)]
     try:
         yield places
     finally:
