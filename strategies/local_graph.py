@@ -108,7 +108,17 @@ def arguments(op: Op, bound: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str,
 def emit(graph: fx.Graph, op: Op, bound: dict[str, Any]) -> fx.Node:
     """The call of an operator with these arguments, by name."""
     positional, keyword = arguments(op, bound)
-    return graph.call_function(op.target, positional, keyword)  # type: ignore[arg-type]
+    target: Any = random_between if op.target is _RANDOM_FROM else op.target
+    return graph.call_function(target, positional, keyword)
+
+
+_RANDOM_FROM = getattr(aten.random, "from")
+
+
+def random_between(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``aten.random.from``, whose name, a word of Python, cannot stand in the code of a graph."""
+    found: torch.Tensor = _RANDOM_FROM(*args, **kwargs)
+    return found
 
 
 def group_once(graph: fx.Graph) -> None:

@@ -126,7 +126,9 @@ def _layer_norm(op: Op) -> Rule:
 
 
 @register("aten.dropout", "aten.native_dropout", "aten.bernoulli")
-def _random(op: Op) -> Rule:
+def _random(op: Op) -> Rule | None:
+    if len(op.operands) > 1:  # a probability for each element
+        return None
     return Rule(axes=same_axes(op, 0, outputs=range(len(op.outputs))))
 
 

@@ -22,19 +22,27 @@ from whale.ir.strategy import ScopePath, StageCut, cut_at_stage
 
 aten = torch.ops.aten
 
-RANDOM = {
-    aten.dropout.default, aten.native_dropout.default, aten.rand.default, aten.randn.default, aten.rand_like.default,
-    aten.randn_like.default, aten.bernoulli.default, aten.bernoulli.p, aten.multinomial.default, aten.randint.default,
-    aten.randint.low, aten.randperm.default, aten.rrelu.default, aten.normal.float_float,
-}  # fmt: skip
+_UNTAGGED = {
+    overload
+    for name in ("random", "rrelu", "feature_dropout", "feature_alpha_dropout", "binomial", "_sample_dirichlet")
+    for overload in (getattr(getattr(aten, name), overload) for overload in getattr(aten, name).overloads())
+}
+"""Operators that draw random numbers, although torch does not say so."""
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers."""
-    if node.target is aten.scaled_dot_product_attention.default:
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), node.args, strict=False)) | node.kwargs
-        return bool(given.get("dropout_p"))
-    return node.target in RANDOM
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags and target not in _UNTAGGED:
+        return False
+    names = (argument.name for argument in target._schema.arguments)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if any(given.get(name) is False for name in ("train", "training")):
+        return False
+    drops = [a.name for a in target._schema.arguments if a.name in ("dropout", "dropout_p")]
+    return not drops or any(given.get(name) for name in drops)
 
 
 @dataclass(frozen=True, kw_only=True)
