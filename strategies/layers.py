@@ -6,7 +6,6 @@ through: what is costed and timed here is what runs. Knows no costs and no clust
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from whale.errors import UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
 from whale.graph.capture_checks import module_of
 from whale.graph.chain import LayerChain, chain_of
+from whale.graph.copies import model_copy
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
@@ -345,7 +345,7 @@ def _blank(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             blank = nn.Parameter(blank, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = blank
-    return copy.deepcopy(model, memo).train()
+    return model_copy(model, memo).train()
 
 
 @contextmanager

@@ -6,7 +6,6 @@ raised before any process group is made.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -25,6 +24,7 @@ from whale.detection import detect, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
+from whale.graph.copies import model_copy
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.assignment.assign import Preference
@@ -254,7 +254,7 @@ def _meta_copy(model: nn.Module) -> nn.Module:
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             kept = nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
             memo[id(tensor)] = kept
-    return copy.deepcopy(model, memo)
+    return model_copy(model, memo)
 
 
 def _check_one_place(model: nn.Module, device: torch.device) -> None:
@@ -319,7 +319,7 @@ def verify(
 
     model = model.eval()
     leaves = batch_leaves(batch)
-    local = copy.deepcopy(model)
+    local = model_copy(model, {})
     loss = _Loss(local, list(leaves), loss_fn)(*[v.clone() if isinstance(v, Tensor) else v for v in leaves.values()])
     loss.backward()
     expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}

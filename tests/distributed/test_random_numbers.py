@@ -78,8 +78,9 @@ def draw_all(world: World, kind: str) -> dict[str, list[float]]:
     for name, draw in DRAWS.items():
         try:
             found[name] = losses(kind, draw)
-        except CaptureError as error:  # its shapes cannot be told without data
-            assert "no fake impl" in str(error)
+        except CaptureError as error:
+            if "no fake impl" not in str(error):  # its shapes are not known without data
+                raise
     return found
 
 

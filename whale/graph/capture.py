@@ -8,7 +8,6 @@ placements or process groups.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from whale.graph.capture_checks import (
     place_of_node,
     refusing,
 )
+from whale.graph.copies import model_copy
 from whale.graph.forward_state import Steadiness
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.repeats import Repeats
@@ -254,7 +254,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> n
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
-    return copy.deepcopy(model, memo)
+    return model_copy(model, memo)
 
 
 def fake_batch(leaves: Mapping[str, Any], mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:

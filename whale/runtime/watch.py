@@ -49,6 +49,7 @@ class Watch:
         self._sizes = [len(table) for table in self._tables]
         self._slots = [(table, key) for table in self._tables for key in table]
         self._objects = [table[key] for table, key in self._slots]
+        self._forwards = [module.__dict__.get("forward") for module in self.modules]
         self._hooks: list[Mapping[int, Any]] = [getattr(module, kind) for module in self.modules for kind in _HOOKS]
         self._num_hooks = [len(hooks) for hooks in self._hooks]
         named_tensors = dict([*root.named_parameters(), *root.named_buffers()])
@@ -75,6 +76,7 @@ class Watch:
         if not (
             all(map(is_, [table.get(key) for table, key in self._slots], self._objects))
             and [len(table) for table in self._tables] == self._sizes
+            and all(map(is_, [module.__dict__.get("forward") for module in self.modules], self._forwards))
             and [len(hooks) for hooks in self._hooks] == self._num_hooks
             and (self.freezes or [t.requires_grad for t in tensors] == self._trained)
             and [(t.dtype, t.device) for t in tensors] == self._kinds
@@ -95,6 +97,9 @@ class Watch:
                         "see: write values into this rank's part with torch.no_grad() and copy_, or whole ones with "
                         "model.load_full_state_dict; change the model"
                     )
+        for path, module, forward in zip(self._paths, self.modules, self._forwards, strict=True):
+            if module.__dict__.get("forward") is not forward:
+                return f"{path}.forward was replaced after parallelize, which steps do not see: replace it".lstrip(".")
         for number, (hooks, num) in enumerate(zip(self._hooks, self._num_hooks, strict=True)):
             if len(hooks) != num:
                 path = self._paths[number // len(_HOOKS)] or "the model"
