@@ -224,6 +224,33 @@ def clip(world: World, kind: str, norm_type: float) -> list[tuple[float, float]]
     return found
 
 
+def clip_each(world: World, kind: str) -> tuple[float, str]:
+    model, local = parallel(kind), decoder(layers=2)
+    model.train_step(**tokens())
+    local(**tokens()).backward()
+
+    def clip_all(module: torch.nn.Module) -> None:
+        for parameter in module.parameters():
+            torch.nn.utils.clip_grad_norm_(parameter, 0.01)
+
+    refused = refusal(lambda: clip_all(model))
+    clip_all(local)
+    whole = model.full_gradients()
+    return max(
+        float((whole[n] - p.grad).abs().max()) for n, p in local.named_parameters() if p.grad is not None
+    ), refused
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_clipping_each_parameter_is_exact_where_ranks_have_the_same(ranks: Two, kind: str) -> None:
+    for error, refused in ranks.run(clip_each, kind):
+        if kind == "stages":
+            assert "and another parameter on another rank, as stages have others" in refused
+        else:
+            assert refused == ""
+            assert error < 1e-12
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -132,6 +133,24 @@ def test_an_attribute_that_no_forward_names_is_the_script_s() -> None:
         model.step = model[0].epoch = step
         model.train_step(X)
     assert len(model._whale.engine.steps) == 1
+
+
+MORE = {"by": 1.0}
+
+
+def scaled(output: Tensor, batch: Any, options: dict[str, float], more: dict[str, float] = MORE) -> Tensor:
+    return output.square().mean() * options["scale"] * more["by"]
+
+
+def test_arguments_that_a_loss_already_has_act_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"scale": 1.0}
+    loss = functools.partial(scaled, options=options)
+    model: Any = whale.parallelize(nn.Linear(3, 2).double(), X, loss_fn=loss, device="cpu")
+    first = model.train_step(X).item()
+    options["scale"] = 3.0
+    assert model.train_step(X).item() == pytest.approx(3 * first)
+    monkeypatch.setitem(MORE, "by", 2.0)
+    assert model.train_step(X).item() == pytest.approx(6 * first)
 
 
 class ReadsTheEnvironment(nn.Module):

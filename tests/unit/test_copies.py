@@ -1,4 +1,4 @@
-"""Functions that a script puts on modules compute with the parameters of the parallel model, as with the local one's."""
+"""Functions that a script puts on modules compute with the parallel model's parameters, as with the local ones."""
 
 from __future__ import annotations
 

@@ -242,7 +242,8 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
             x = x.__func__
         elif isinstance(x, functools.partial):
             objects.append(x)
-            waiting.append(x.func)
+            cells[id(x)] = "a functools.partial", CellType((x.args, x.keywords))
+            waiting.extend((x.func, *x.args, *x.keywords.values()))
         elif isinstance(x, property):
             waiting.append(x.fget)
         elif isinstance(x, staticmethod | classmethod):
@@ -264,6 +265,10 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
             with contextlib.suppress(ValueError):  # an empty cell
                 waiting.append(cell.cell_contents)
                 cells[id(cell)] = name, cell
+        given = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        if not all(isinstance(one, PLAIN) for one in given):
+            cells[id(x)] = f"an argument of {x.__name__}", CellType(tuple(given))
+            waiting.extend(given)
         known = [name for name in _names(x.__code__) if name in x.__globals__]
         waiting.extend(x.__globals__[name] for name in known)
         looked_up = [name for name in known if not callable(x.__globals__[name])]
