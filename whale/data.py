@@ -291,7 +291,8 @@ class ShardedLoader:
         self._resumed = True
         self._skipped = 0
         options = {**options, "generator": self._random}
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        is_stream = isinstance(dataset, IterableDataset)  # which has __getitem__ too, that raises
+        if not is_stream and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             self._sampler: RowSampler | None = RowSampler(
                 len(dataset), share, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
             )

@@ -202,6 +202,23 @@ def test_dropout_goes_on_from_a_checkpoint(ranks: Two) -> None:
     assert "the state is not what get_rng_state" in message
 
 
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU()])
+def test_one_rank_goes_on_from_a_checkpoint(layer: nn.Module) -> None:
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), layer)
+        return whale.parallelize(model, torch.ones(4, 4), device="cpu", loss_fn=lambda output, _: output.sum())
+
+    one = made()
+    one.train_step(torch.ones(4, 4))
+    state = one.get_rng_state()
+    losses = [one.train_step(torch.ones(4, 4)).item() for _ in range(2)]
+    other = made()
+    other.set_rng_state(state)
+    assert [other.train_step(torch.ones(4, 4)).item() for _ in range(2)] == losses
+    assert losses[0] != losses[1]
+
+
 def seeded(world: World, seed: int) -> float:
     torch.manual_seed(0)
     model = annotated_as({"": whale.split()}, Dropped())

@@ -434,6 +434,41 @@ def test_torch_s_checkpoints_reshard(ranks: Two, tmp_path: Path) -> None:
         assert max(errors) == 0.0
 
 
+def save_statistics_of_stages(world: World, place: int, folder: str) -> tuple[set[str], float]:
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+
+    def made(layout: dict[str, Any]) -> Any:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)]
+        layers.insert(place, nn.BatchNorm1d(6))
+        model = nn.Sequential(*layers)
+        whale.annotate(model, layout)
+        return whale.parallelize(model, x, loss_fn=lambda y, _: y.square().mean(), device="cpu", timeout_seconds=20)
+
+    source = made({"[0-1]": whale.stage(), "[2-3]": whale.stage()})
+    source.train_step(x)
+    state = source.full_state_dict()
+    own = source.state_dict()
+    dcp.save({"model": own}, checkpoint_id=folder)
+    errors = []
+    for layout in ({"": whale.replicate()}, {"[0-1]": whale.stage(), "[2-3]": whale.stage()}):
+        loaded, resharded = made(layout), made(layout)
+        loaded.load_full_state_dict(state)
+        dcp.load({"model": resharded.state_dict()}, checkpoint_id=folder)
+        source.load_state_dict(source.state_dict())
+        for found in (loaded.full_state_dict(), resharded.full_state_dict(), source.full_state_dict()):
+            errors += [float((found[name] - value).abs().max()) for name, value in state.items()]
+    return {*own}, max(errors)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_statistics_are_saved_by_the_stage_that_updates_them(ranks: Two, place: int, tmp_path: Path) -> None:
+    (first, error), (second, other) = ranks.run(save_statistics_of_stages, place, str(tmp_path / "checkpoint"))
+    assert first.isdisjoint(second)
+    assert len(first | second) == 11
+    assert max(error, other) == 0.0
+
+
 def average(world: World, kind: str) -> list[tuple[float, float]]:
     model: Any = parallel(kind)
     local: Any = decoder(layers=2)

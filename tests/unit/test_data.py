@@ -40,6 +40,13 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return iter([{"x": torch.tensor([index])} for index in range(self.length)])
 
 
+class Counted(Stream):
+    """A stream that says how long it is, as torch's loaders allow."""
+
+    def __len__(self) -> int:
+        return self.length
+
+
 def loader_of(rank: int, dataset: Any, weights: Sequence[float] = (3, 1), **options: Any) -> ShardedLoader:
     def share(rows: int) -> list[tuple[int, int]]:
         sizes = shares_on_axis(rows, weights)
@@ -86,7 +93,7 @@ def test_a_rank_without_a_row_gets_a_batch_without_rows() -> None:
     assert [len(rows) for rows in rows_of(loader_of(1, dataset, drop_last=True))] == [2]
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Noted(30), 0), (Noted(30), 2), (Stream(30), 0), (Stream(30), 1)])
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Noted(30), 0), (Noted(30), 2), (Stream(30), 0), (Counted(30), 1)])
 def test_a_loader_goes_on_within_an_epoch(dataset: Any, num_workers: int) -> None:
     kind: dict[str, Any] = {"shuffle": isinstance(dataset, Noted), "num_workers": num_workers}
     loader = loader_of(0, dataset, **kind)

@@ -290,7 +290,7 @@ class Engine:
                 shard = self.shard(name)
                 if tuple(state[name].shape) != shard.shape:
                     raise UsageError(f"{name} has shape {tuple(state[name].shape)}, but the model's is {shard.shape}")
-                tensor.copy_(part(state[name], shard.parts[self.world.rank]))
+                tensor.copy_(part(state[name], shard.parts.get(self.world.rank, shard.whole)))
 
     @cached_property
     def has_all_parts(self) -> bool:

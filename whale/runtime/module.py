@@ -211,9 +211,11 @@ class ParallelModule(nn.Module):
         engine, prefix = self._whale.engine, kwargs.get("prefix", "")
         for name, first in engine.aliases.items():
             shard = engine.shard(first)
-            if prefix + name in state and any(
-                shard.parts.get(rank) != shard.whole for rank in range(engine.world.size)
-            ):
+            if prefix + name not in state:
+                continue
+            if self.rank not in shard.parts:  # statistics that another stage updates
+                del state[prefix + name]
+            elif any(shard.parts.get(rank) != shard.whole for rank in range(engine.world.size)):
                 local = state[prefix + name]
                 state[prefix + name] = ShardTensor(local, shard.shape, shard.parts[engine.world.rank])
         return state
@@ -228,7 +230,11 @@ class ParallelModule(nn.Module):
         if assign:
             raise UsageError("assign=True would replace parameters that steps have: leave it out")
         engine = self._whale.engine
-        own = {name for name, first in engine.aliases.items() if first in engine.tensors}
+        own = {
+            name
+            for name, first in engine.aliases.items()
+            if first in engine.tensors and self.rank in engine.shard(first).parts
+        }
         unknown = sorted(set(state_dict) - set(engine.aliases))
         missing = sorted(own - set(state_dict))
         if strict and (unknown or missing):
@@ -253,17 +259,29 @@ class ParallelModule(nn.Module):
         return nn.modules.module._IncompatibleKeys(missing, unknown)
 
     def get_rng_state(self) -> Tensor:
-        """The seed of random operators and the number of training steps so far, as two integers, which decide what
-        dropout draws next. Save it with a checkpoint."""
-        clock = self._whale.engine.clock
-        return torch.tensor([clock.seed & (1 << 63) - 1, clock.step])
+        """What decides which numbers dropout draws next, as integers; save it with a checkpoint.
+
+        The first two are the seed of random operators and the number of training steps so far. The others are torch's
+        generators, from which a single rank draws, as the local model does.
+        """
+        engine = self._whale.engine
+        return torch.cat([
+            torch.tensor([engine.clock.seed & (1 << 63) - 1, engine.clock.step]),
+            *(state.view(torch.int64) for state in _generators(engine.world.device)),
+        ])
 
     def set_rng_state(self, state: Tensor) -> None:
         """Go on drawing where :meth:`get_rng_state` was called; every rank must set the same."""
-        if not isinstance(state, Tensor) or state.dtype != torch.int64 or tuple(state.shape) != (2,):
-            raise UsageError("the state is not what get_rng_state of a parallel model returns, two integers")
-        clock = self._whale.engine.clock
-        clock.seed, clock.step = state.tolist()
+        engine = self._whale.engine
+        sizes = [2, *(state.numel() // 8 for state in _generators(engine.world.device))]
+        if not isinstance(state, Tensor) or state.dtype != torch.int64 or tuple(state.shape) != (sum(sizes),):
+            raise UsageError("the state is not what get_rng_state of a parallel model returns")
+        (*own,), host, device = state.cpu().split(sizes)
+        engine.clock.seed, engine.clock.step = (int(x) for x in own)
+        if engine.world.size == 1:
+            torch.set_rng_state(host.clone().view(torch.uint8))
+            if engine.world.device.type == "cuda":
+                torch.cuda.set_rng_state(device.clone().view(torch.uint8), engine.world.device)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most *max_norm*; returns the norm before, on every rank.
@@ -306,6 +324,13 @@ class ParallelModule(nn.Module):
             "a parallel model cannot be pickled: it has process groups; save model.full_state_dict(), and parallelize "
             "again where it is loaded"
         )
+
+
+def _generators(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The states of torch's generators for the host and the device, in bytes; of one without a device, zeros."""
+    is_cuda = device.type == "cuda"
+    own = torch.cuda.get_rng_state(device) if is_cuda else torch.zeros(16, dtype=torch.uint8)
+    return torch.get_rng_state(), own
 
 
 def _destination(to: bool | str) -> int | None:
