@@ -93,7 +93,9 @@ def test_a_rank_without_a_row_gets_a_batch_without_rows() -> None:
     assert [len(rows) for rows in rows_of(loader_of(1, dataset, drop_last=True))] == [2]
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Noted(30), 0), (Noted(30), 2), (Stream(30), 0), (Counted(30), 1)])
+@pytest.mark.parametrize(
+    ("dataset", "num_workers"), [(Noted(30), 0), (Noted(30), 2), (Stream(30), 0), (Counted(30), 1)]
+)
 def test_a_loader_goes_on_within_an_epoch(dataset: Any, num_workers: int) -> None:
     kind: dict[str, Any] = {"shuffle": isinstance(dataset, Noted), "num_workers": num_workers}
     loader = loader_of(0, dataset, **kind)

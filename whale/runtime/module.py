@@ -259,16 +259,18 @@ class ParallelModule(nn.Module):
         return nn.modules.module._IncompatibleKeys(missing, unknown)
 
     def get_rng_state(self) -> Tensor:
-        """What decides which numbers dropout draws next, as integers; save it with a checkpoint.
+        """The position of random operators, as integers: it decides what dropout draws next. Save it with a checkpoint.
 
         The first two are the seed of random operators and the number of training steps so far. The others are torch's
         generators, from which a single rank draws, as the local model does.
         """
         engine = self._whale.engine
-        return torch.cat([
-            torch.tensor([engine.clock.seed & (1 << 63) - 1, engine.clock.step]),
-            *(state.view(torch.int64) for state in _generators(engine.world.device)),
-        ])
+        return torch.cat(
+            [
+                torch.tensor([engine.clock.seed & (1 << 63) - 1, engine.clock.step]),
+                *(state.view(torch.int64) for state in _generators(engine.world.device)),
+            ]
+        )
 
     def set_rng_state(self, state: Tensor) -> None:
         """Go on drawing where :meth:`get_rng_state` was called; every rank must set the same."""
