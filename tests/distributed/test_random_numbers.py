@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
-from tests.distributed.two_ranks import Two
+from tests.distributed.two_ranks import Two, annotated
 from whale.errors import CaptureError
 from whale.runtime.launch import World
 
@@ -66,6 +66,30 @@ def losses(kind: str, draw: Callable[[], Tensor]) -> list[float]:
     whale.annotate(model, {"": whale.replicate() if kind == "replicate" else whale.split()})
     parallel = whale.parallelize(model, X, device="cpu", timeout_seconds=20)
     return [parallel.train_step(X).item() for _ in range(3)]
+
+
+class LikeActivations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return (h * torch.randint_like(h, 9) + torch.randint_like(h, 2, 5) + torch.rand_like(h)).square().mean()
+
+
+def like_activations(world: World, kind: str) -> list[float]:
+    model = annotated(kind, LikeActivations().double())
+    parallel = whale.parallelize(model, X, device="cpu", timeout_seconds=20)
+    return [parallel.train_step(X).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["replicate", "split"])
+def test_numbers_in_the_shape_of_activations_have_no_gradient(ranks: Two, kind: str) -> None:
+    one, other = ranks.run(like_activations, kind)
+    assert one == other
+    assert len(set(one)) == 3
 
 
 @pytest.mark.parametrize("name", DRAWS)

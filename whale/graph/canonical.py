@@ -273,6 +273,13 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
             _identity(graph, node)
 
 
+def _randint_like(graph: fx.Graph, node: fx.Node) -> None:
+    """Detach what only tells a shape, for autograd has no derivative of it; the function of Python ignores it."""
+    shaped: Any = node.args[0]
+    with graph.inserting_before(node):
+        node.args = (emit(graph, node, aten.detach.default, shaped), *node.args[1:])
+
+
 def _cat(graph: fx.Graph, node: fx.Node) -> None:
     """Remove concatenations with empty tensors (an empty key-value cache)."""
     node.target = aten.cat.default
@@ -472,6 +479,8 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.reshape_as.default: _reshape_like,
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _dropout,
+    aten.randint_like.default: _randint_like,
+    aten.randint_like.low_dtype: _randint_like,
     aten.cat.default: _cat,
     aten.concat.default: _cat,
     aten.concatenate.default: _cat,

@@ -420,6 +420,7 @@ def _tracing() -> Iterator[tuple[Mapping[str, int], list[SourceLine | None]]]:
 _NO_GRADIENT = {
     torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default,
     torch.ops.aten.full_like.default, torch.ops.aten.rand_like.default, torch.ops.aten.new_zeros.default,
+    torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype,
     torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default, torch.ops.aten.empty_like.default,
 }  # fmt: skip
 

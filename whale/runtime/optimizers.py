@@ -158,7 +158,7 @@ def _wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     for number, parameter, engine, _, shard in _parts(optimizer, state_dict):
         states[number] = {
             key: ShardTensor(value, shard.shape, shard.parts[engine.world.rank])
-            if isinstance(value, Tensor) and value.shape == parameter.shape
+            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
             else value
             for key, value in states.get(number, {}).items()
         }
