@@ -41,6 +41,8 @@ class Configuration:
             fused, as in every stack that has both.
         precision: as `whale.planner.cost.precision` knows it.
         attention: one fused kernel, spelt out, or by precision and device.
+        stack: whose kernels and communication, as `whale.planner.cost.stack` knows it; None: FSDP's where several
+            devices share gradients or weights, else Megatron's, as published runs have them.
         layers_per_stage: layers of each stage of the pipeline; None: even.
         balance: ``even``, or by the speed of mixed devices.
         device_order: the rank of the cluster's device at each position; None: the cluster's order.
@@ -60,6 +62,7 @@ class Configuration:
     sequence_parallel: bool | None = False
     precision: str = "bf16"
     attention: Attention = "auto"
+    stack: Literal["whale", "fsdp", "megatron"] | None = None
     layers_per_stage: tuple[int, ...] | None = None
     balance: Balance = "even"
     device_order: tuple[int, ...] | None = None

@@ -23,11 +23,11 @@ __all__ = ["Stages", "stack_of"]
 
 
 def stack_of(configuration: Configuration, data: int, calibration: Calibration = CALIBRATION) -> Stack:
-    """Return the stack of a configuration with a number of replicas: ZeRO 2 and 3 over several devices are FSDP, all
-    else is Megatron."""
+    """Return the stack of a configuration with a number of replicas: if it has none, ZeRO 2 and 3 over several devices
+    are FSDP, all else is Megatron."""
     shared = configuration.zero >= 2 and data * configuration.context > 1
     return Stack(
-        name="fsdp" if shared else "megatron",
+        name=configuration.stack or ("fsdp" if shared else "megatron"),
         attention=configuration.attention,
         recompute=configuration.recompute,
         sequence_parallel=bool(configuration.sequence_parallel),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,11 @@ _AT_LEAST_1 = click.IntRange(min=1)
 )
 @click.option("--precision", default="bf16", metavar="NAME", help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16].")
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
+@click.option(
+    "--stack",
+    type=click.Choice(["whale", "megatron", "fsdp"]),
+    help="Whose kernels and communication [whale, unless it does not run that].",
+)
 @click.option("--layers-per-stage", type=Numbers(), metavar="N,N,...", help="Layers of each stage [even].")
 @click.option("--balance", type=click.Choice(["even", "speed"]), default="even", help="Unlike devices [even].")
 @click.option("--device-order", type=Numbers(), metavar="R,R,...", help="Ranks of the cluster, in the layout's order.")
@@ -78,6 +84,11 @@ def estimate(
     from whale.planner.cost.estimate import estimate as predict
 
     configuration = Configuration(**degrees)
+    beyond = not_run(configuration)
+    if beyond and configuration.stack == "whale":
+        raise UsageError(f"--stack whale: Whale does not run {beyond[0]}; leave --stack out")
+    if not beyond and configuration.stack is None:
+        configuration = replace(configuration, stack="whale")
     profile, said = _profile(spec, settings, profile_file, configuration.tensor)
     cluster = load_cluster(cluster_file, profile)
     found = predict(profile, cluster, configuration)
@@ -94,6 +105,9 @@ def _defaults(given: Configuration) -> list[str]:
         said.append(f"{given.precision} beside weights and optimizer state in float32; --precision NAME changes it")
     if not is_given("micro_batch"):
         said.append(f"micro-batches of {given.micro_batch} row a replica; --micro-batch N changes it")
+    if not is_given("stack"):
+        whose = "Whale" if given.stack == "whale" else "FSDP where weights or gradients are shared, else of Megatron"
+        said.append(f"kernels and communication of {whose}; --stack NAME changes it")
     return [*said, "the state of adam in memory"]
 
 
@@ -181,7 +195,7 @@ def as_text(found: Estimate, said: Sequence[str]) -> str:
     fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
     lines = [
         f"step     {_time(seconds)}  ({_time(low)} to {_time(high)}, {prediction.source})",
-        f"speed    {found.tokens_per_second:,.0f} tokens/s  {prediction.mfu:.1%} MFU  "
+        f"speed    {_speed(found)}  {prediction.mfu:.1%} MFU  "
         f"{prediction.flops / seconds / len(found.layout.order) / 1e12:.1f} TFLOP/s per device",
         f"memory   {fullest.total / GIB:.1f} of {fullest.capacity / GIB:.1f} GiB on {fullest.device} "
         f"({fullest.total / fullest.capacity:.0%}): {'fits' if prediction.fits else 'DOES NOT FIT'}",
@@ -201,6 +215,12 @@ def as_text(found: Estimate, said: Sequence[str]) -> str:
     if said:
         lines += ["", assumptions_text(said)]
     return "\n".join(lines)
+
+
+def _speed(found: Estimate) -> str:
+    rows = found.layout.configuration.batch / found.prediction.step_seconds
+    has_tokens = found.tokens_per_second > rows * 1.5  # an image is one row
+    return f"{found.tokens_per_second:,.0f} tokens/s" if has_tokens else f"{rows:,.1f} rows/s"
 
 
 def _time(seconds: float) -> str:
