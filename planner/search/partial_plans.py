@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError
 from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.schedules.in_flight import in_flight
+from whale.planner.search.mesh_costs import MeshCosts
 from whale.planner.search.space import Mesh
 from whale.planner.search.table import CostTable
 from whale.planner.search.tied_sums import with_tied_sums
@@ -269,12 +270,28 @@ def quick_cuts(
     last; none if nothing fits, or if the slowest stage takes more than *within* seconds per micro-batch.
 
     Every stage from the last reaches back as far as a bound lets it, and the bound is bisected between the times that
-    stages can take.
+    stages can take. Rows of mixed replicas are by speed; if nothing fits, they are limited by memory.
     """
-    depth, parts = len(sequence), len(meshes.chain)
-    if depth > parts:
+    if len(sequence) > len(meshes.chain):
         return []
     rows = meshes.rows(batch, micro_batches)
+    found = _quick_cuts(meshes, sequence, rows, micro_batches, schedule, within=within, limited=False)
+    if found or all(len(meshes.costs(mesh, rows, micro_batches).slices) == 1 for mesh in sequence):
+        return found
+    return _quick_cuts(meshes, sequence, rows, micro_batches, schedule, within=within, limited=True)
+
+
+def _quick_cuts(
+    meshes: CostTable,
+    sequence: Sequence[Mesh],
+    rows: int,
+    micro_batches: int,
+    schedule: str,
+    *,
+    within: float,
+    limited: bool,
+) -> list[tuple[int, ...]]:
+    depth, parts = len(sequence), len(meshes.chain)
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     paces = {mesh: own.pace_lists(micro_batches) for mesh, own in costs.items()}
     most = min(within, max(float(own.pace(micro_batches)[1].max()) for own in costs.values()))
@@ -290,14 +307,20 @@ def quick_cuts(
         stages.append((*pace, hardest[mesh], costs[mesh], held, stage))
     backward = stages[::-1]
 
+    def held_from(own: MeshCosts, end: int, held: int) -> int:
+        """The first part that a stage up to *end* can reach back to."""
+        if limited and len(own.slices) > 1:
+            return meshes.first_held(own.mesh, rows, micro_batches, end, held)
+        return own.reach_list(held)[end]
+
     def cut(bound: float) -> tuple[tuple[int, ...] | None, float]:
         """The first parts within a bound, with the time of the slowest stage; or none, with a bound below which there
         are none either."""
         starts, end, slowest, more = [], parts, 0.0, inf
         for sums, ends, least, own, held, stage in backward:
             first = bisect_left(sums, ends[end] - bound)
-            if first < least[end] and first < (held_from := own.reach_list(held)[end]):
-                first = held_from
+            if first < least[end] and first < (reached := held_from(own, end, held)):
+                first = reached
             elif first > stage:
                 more = min(more, ends[end] - sums[first - 1])
             if first < stage:
@@ -323,7 +346,7 @@ def quick_cuts(
     for sums, ends, least, own, held, stage in stages[:-1]:
         first, end = starts[-1], max(found[stage + 1], starts[-1] + 1)
         while end < parts - depth + stage + 1 and ends[end + 1] - sums[first] <= high:
-            if least[end + 1] > first and own.reach_list(held)[end + 1] > first:
+            if least[end + 1] > first and held_from(own, end + 1, held) > first:
                 break
             end += 1
         starts.append(end)
