@@ -265,6 +265,17 @@ def scored(case: Case, members, bounds, degrees, count: int, schedule: str) -> C
         schedule="gpipe",
     )
 )
+@example(
+    case_of(
+        [0.06],
+        [Kind((0.04,), 0.0, 2e6, 2e7, 1e3, 1 / 3), Kind((0.04,), 0.0, 2e6, 2e7, 1e3, 1 / 3)],
+        [1],
+        [0, 0, 0],
+        batch=4,
+        micro_batches=None,
+        schedule="1f1b",
+    )
+)
 def test_no_other_plan_is_faster(case: Case) -> None:
     possible = [plan.prediction.step_seconds for plan in every_plan(case) if plan.prediction.fits]
     if not possible:
