@@ -144,7 +144,11 @@ class LayerCosts:
         """The number of micro-batches for which those of tables are priced: a power of two, and at most
         `MOST_ADDING`, as more of them accumulate gradients in nearly the same part; 1 if no layer's time depends on
         it."""
-        return min(MOST_ADDING, 1 << (micro_batches - 1).bit_length()) if any(self._accumulates) else 1
+        return min(MOST_ADDING, 1 << (micro_batches - 1).bit_length()) if self._adds else 1
+
+    @cached_property
+    def _adds(self) -> bool:
+        return any(self._accumulates)
 
     @cached_property
     def _accumulates(self) -> list[bool]:

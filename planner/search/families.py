@@ -161,11 +161,11 @@ class Family:
         """Seconds of a step with such `paces`, the least that the family could come to: with all of its devices, or on
         slow networks with so few of them that less is sent. What stages send each other and back fills the pipeline,
         and once it is full each micro-batch waits for it, at all boundaries in turn."""
-        stages = max(1, ceil(sum(self.quotas) / max(sum(units) for units, _ in self.meshes)))
+        stages = sum(self.quotas) / max(sum(units) for units, _ in self.meshes)
         turns, least = self.micro_batches, inf
-        for depth in range(stages, 0, -1):
+        for depth in range(ceil(stages), 0, -1):
             sent = (depth - 1) * pace.hop * (1 + max(0, turns - depth) / depth)
-            even = pace.even * stages / depth
+            even = pace.even * max(1.0, stages / depth)
             step = (turns - 1) * max(pace.slowest, even) + depth * even + sent
             if step > least:
                 break

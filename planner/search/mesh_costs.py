@@ -172,6 +172,14 @@ class MeshCosts:
         summed = overlap(sums[last] - sums[first], lead, self.message, self.beside, back)
         return ahead, back, update[last] - update[first] + summed.added
 
+    def uneven(self, first: int, last: int) -> float:
+        """How much longer the slowest slice takes for parts [first, last) than the fastest, if all take as long for the
+        whole chain."""
+        parts = [
+            sum(one.seconds(first, last)) / max(float(one.forward[-1] + one.backward[-1]), 1e-12) for one in self.slices
+        ]
+        return max(parts) / max(min(parts), 1e-12)
+
     def met_in(self, first: int, last: int) -> tuple[float, float]:
         """Seconds forward and backward of the collectives between slices in parts [first, last)."""
         if self.met is None:

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError
 from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.schedules.in_flight import in_flight
+from whale.planner.search.mesh_costs import MeshCosts
 from whale.planner.search.space import Mesh
 from whale.planner.search.table import CostTable
 from whale.planner.search.tied_sums import with_tied_sums
@@ -175,16 +176,17 @@ def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
 def best_timed(
     drafts: Iterable[Scored], count: int, key: Callable[[PartialPlan], Hashable] = lambda draft: draft.meshes
 ) -> list[Scored]:
-    """The best partial plans that fit, one for each *key*, timed in the order of their bounds, until no other could be
-    among them, or many in a row were not."""
+    """The best partial plans that fit, one for each *key*, those that are timed already and others in the order of their
+    bounds, until none could be among them, or many in a row were not."""
     found: dict[Hashable, Scored] = {}
     leading: list[Scored] = []
     missed = 0
-    for one in sorted(drafts, key=seconds_of):
-        if len(leading) == count and (leading[-1].seconds <= one.seconds or missed >= PATIENCE):
+    for one in sorted(drafts, key=lambda one: (not one.exact, one.seconds)):
+        full = len(leading) == count
+        if full and not one.exact and (leading[-1].seconds <= one.seconds or missed >= PATIENCE):
             break
         known = found.get(key(one.draft))
-        if one.fits and (known is None or one.seconds < known.seconds):
+        if one.fits and (known is None or one.seconds < known.seconds) and not (full and leading[-1].seconds <= one.seconds):
             better = one.timed
             if known is None or better.seconds < known.seconds:
                 found[key(one.draft)] = better
@@ -269,12 +271,42 @@ def quick_cuts(
     last; none if nothing fits, or if the slowest stage takes more than *within* seconds per micro-batch.
 
     Every stage from the last reaches back as far as a bound lets it, and the bound is bisected between the times that
-    stages can take.
+    stages can take. Rows of mixed replicas are by speed; if nothing fits, they are limited by memory.
     """
-    depth, parts = len(sequence), len(meshes.chain)
-    if depth > parts:
+    if len(sequence) > len(meshes.chain):
         return []
     rows = meshes.rows(batch, micro_batches)
+
+    def by_speed(own: MeshCosts, end: int, held: int) -> int:
+        return own.reach_list(held)[end]
+
+    def unlimited(own: MeshCosts, end: int, held: int) -> int:
+        return by_speed(own, end, held) if len(own.slices) == 1 else int(own.allowed[end])
+
+    def by_memory(own: MeshCosts, end: int, held: int) -> int:
+        mixed = len(own.slices) > 1
+        return meshes.first_held(own.mesh, rows, micro_batches, end, held) if mixed else by_speed(own, end, held)
+
+    def cuts(reach: Callable[[MeshCosts, int, int], int]) -> list[tuple[int, ...]]:
+        return _cuts_within(meshes, sequence, rows, micro_batches, schedule, within, reach)
+
+    found = cuts(by_speed)
+    if found or all(len(meshes.costs(mesh, rows, micro_batches).slices) == 1 for mesh in sequence):
+        return found
+    return cuts(by_memory) if cuts(unlimited) else []
+
+
+def _cuts_within(
+    meshes: CostTable,
+    sequence: Sequence[Mesh],
+    rows: int,
+    micro_batches: int,
+    schedule: str,
+    within: float,
+    reach: Callable[[MeshCosts, int, int], int],
+) -> list[tuple[int, ...]]:
+    """`quick_cuts`, where *reach* says the first part that a stage up to an end reaches back to in memory."""
+    depth, parts = len(sequence), len(meshes.chain)
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     paces = {mesh: own.pace_lists(micro_batches) for mesh, own in costs.items()}
     most = min(within, max(float(own.pace(micro_batches)[1].max()) for own in costs.values()))
@@ -296,8 +328,8 @@ def quick_cuts(
         starts, end, slowest, more = [], parts, 0.0, inf
         for sums, ends, least, own, held, stage in backward:
             first = bisect_left(sums, ends[end] - bound)
-            if first < least[end] and first < (held_from := own.reach_list(held)[end]):
-                first = held_from
+            if first < least[end] and first < (reached := reach(own, end, held)):
+                first = reached
             elif first > stage:
                 more = min(more, ends[end] - sums[first - 1])
             if first < stage:
@@ -323,7 +355,7 @@ def quick_cuts(
     for sums, ends, least, own, held, stage in stages[:-1]:
         first, end = starts[-1], max(found[stage + 1], starts[-1] + 1)
         while end < parts - depth + stage + 1 and ends[end + 1] - sums[first] <= high:
-            if least[end + 1] > first and own.reach_list(held)[end + 1] > first:
+            if least[end + 1] > first and reach(own, end + 1, held) > first:
                 break
             end += 1
         starts.append(end)

@@ -233,6 +233,12 @@ def _given_devices(meshes: CostTable, scored: Scored, stage: int) -> Iterator[tu
             for size in dict.fromkeys((1, mesh.size, min(count, free))):
                 if giver != taker and 0 < size <= min(count, free):
                     yield _put(draft.meshes, {stage: _with(_with(mesh, giver, -size), taker, size)})
+            for other, place in givers.items() if giver != taker else ():
+                for size in dict.fromkeys((1, mesh.size, other.size)):
+                    if size <= min(count, other.counts[taker]):
+                        mine = _with(_with(mesh, giver, -size), taker, size)
+                        theirs = _with(_with(other, taker, -size), giver, size)
+                        yield _put(draft.meshes, {stage: mine, place: theirs})
     for pool, own in enumerate(meshes.pools):
         for size in dict.fromkeys((mesh.size, _even_share(mesh, pool))):
             if not size:

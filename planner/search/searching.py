@@ -222,6 +222,10 @@ class _Search:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self.bound = least_seconds(self.meshes.prices, self.batch)
         self._drafts(micro_batches, max_stages)
+        if not self.best and len(self.meshes.pools) > 1:
+            self.meshes = replace(self.meshes, by_memory=True)
+            self.scores.clear()
+            self._drafts(micro_batches, max_stages)
         most = self.stages_scored + self.effort.stages_descended
         starts = best_timed(self.best.values(), self.effort.refined // 3, key=lambda draft: draft.micro_batches)
         for start in dict.fromkeys([*self._leading(2), *starts, *self._leading(self.effort.refined)]):

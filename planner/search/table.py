@@ -35,6 +35,9 @@ MOST_SAMPLED = 64
 EXACT_ROWS = 4
 """Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
 
+UNEVEN = 1.05
+"""How much longer some replicas take for a stage than others, above which it gets rows of its own."""
+
 
 Sample = tuple[tuple[tuple[TensorGroup, int], ...], tuple[int, ...]]
 """Tensor groups with their number, and ranks of a data group."""
@@ -59,12 +62,15 @@ class GradientSums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable(MeshSpace):
-    """Costs of meshes, each computed once. Up to ``exact_rows`` rows times are not interpolated."""
+    """Costs of meshes, each computed once. Up to ``exact_rows`` rows times are not interpolated. Mixed replicas share
+    rows by speed, or ``by_memory``."""
 
     exact_rows: int = EXACT_ROWS
+    by_memory: bool = False
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
     _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
     _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
+    _firsts: dict[Any, int] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, Array] = field(default_factory=dict, init=False)
@@ -125,11 +131,11 @@ class CostTable(MeshSpace):
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float]:
         """Forward, backward and once-per-step seconds of the parts [first, last) on a mesh, and the fraction of memory
-        that its fullest replica needs. Rows are by speed, or limited by memory if these do not fit on mixed
-        replicas."""
+        that its fullest replica needs. Rows of mixed replicas are by speed for the whole chain, or those of the
+        stage if these do not fit or its layers suit some types better."""
         costs = self.costs(mesh, rows, micro_batches)
         found = costs.stage(*part, held)
-        if found[-1] > 1 and len(costs.slices) > 1:
+        if len(costs.slices) > 1 and (found[-1] > 1 or costs.uneven(*part) > UNEVEN):
             key = (mesh, rows, self.prices.adding(micro_batches), part, held)
             if key not in self._stages:
                 self._stages[key] = self._within_memory(mesh, rows, micro_batches, part, held) or found
@@ -149,11 +155,7 @@ class CostTable(MeshSpace):
         def seconds(group: TensorGroup, count: int) -> float:
             return sum(of(group, count).seconds(*part)) if count else 0.0
 
-        counts = range(1, rows + 1)
-        most = [
-            bisect_left(counts, True, key=lambda count: of(group, count).fullness(*part, held) > 1)
-            for group, _ in groups
-        ]
+        most = self._most_held(mesh, rows, micro_batches, part, held)
         if sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
             return None
         low, high = 0.0, max(seconds(group, limit) for limit, (group, _) in zip(most, groups, strict=True))
@@ -173,6 +175,31 @@ class CostTable(MeshSpace):
         costs = self.costs(mesh, rows, micro_batches)
         once, met = costs.stage(*part, held)[2], costs.met_in(*part)
         return ahead + met[0], back + met[1], once, max(one.fullness(*part, held) for one in chosen)
+
+    def first_held(self, mesh: Mesh, rows: int, micro_batches: int, end: int, held: int) -> int:
+        """The first part that a stage up to *end* can reach back to if each replica has no more rows than fit."""
+        key = (mesh, rows, self.prices.adding(micro_batches), end, held)
+        if key not in self._firsts:
+            nums = [num for _, num in self.sample(mesh)[0]]
+
+            def fits(first: int) -> bool:
+                most = self._most_held(mesh, rows, micro_batches, (first, end), held)
+                return sum(limit * num for limit, num in zip(most, nums, strict=True)) >= rows
+
+            allowed = int(self.costs(mesh, rows, micro_batches).allowed[end])
+            self._firsts[key] = allowed + bisect_left(range(allowed, end), True, key=fits)
+        return self._firsts[key]
+
+    def _most_held(self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int) -> list[int]:
+        """The most rows of a micro-batch with which each kind of replica of a mesh holds the parts [first, last)."""
+        return [
+            bisect_left(
+                range(1, rows + 1),
+                True,
+                key=lambda count: self.replica_costs(group, count, micro_batches).fullness(*part, held) > 1,
+            )
+            for group, _ in self.sample(mesh)[0]
+        ]
 
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
@@ -402,12 +429,15 @@ class CostTable(MeshSpace):
     def _shared(
         self, groups: Sequence[tuple[TensorGroup, int]], rows: int, micro_batches: int
     ) -> list[tuple[TensorGroup, int]]:
-        """Rows of each kind of slices in proportion to speed, whole, the slowest done as soon as possible."""
+        """Rows of each kind of slices in proportion to speed, whole, the slowest done as soon as possible; or in
+        proportion to memory, the fullest as little so as possible."""
         num_slices = sum(num for _, num in groups)
         if len(groups) == 1:
             return [(groups[0][0], -(-rows // num_slices))]
 
         def seconds(group: TensorGroup, count: int) -> float:
+            if self.by_memory:
+                return count / group.memory_bytes
             key = (group.kind, count, self.prices.adding(micro_batches))
             if key not in self._seconds:
                 forward, backward, *_ = self._table(group, count, micro_batches) @ self._num_layers

@@ -49,34 +49,74 @@ class Case:
         return SearchSettings(micro_batches=self.micro_batches, schedules=self.schedules, time_limit=300)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer: seconds of a row on each type of device, and what `layer` takes."""
+
+    seconds: tuple[float, ...]
+    fixed: float
+    parameters: float
+    kept: float
+    output: float
+    ahead: float
+
+
+def case_of(
+    gib: Sequence[float],
+    kinds: Sequence[Kind],
+    layers: Sequence[int],
+    devices: Sequence[int],
+    *,
+    batch: int,
+    micro_batches: int | None,
+    schedule: str,
+) -> Case:
+    """The problem of layers of these kinds on devices of types with this memory."""
+    types = [card(name, gib=size) for name, size in zip("abc", gib, strict=False)]
+    made = [
+        layer(
+            dict(zip((one.name for one in types), kind.seconds, strict=True)),
+            degrees=DEGREES,
+            fixed=kind.fixed,
+            parameters=kind.parameters,
+            kept=kind.kept,
+            output=kind.output,
+            name=str(index),
+            ahead=kind.ahead,
+        )
+        for index, kind in enumerate(kinds)
+    ]
+    return Case(
+        profile=chain(made, layers),
+        cluster=machines([types[place] for place in sorted(devices)], Link(bandwidth=1e9, latency=1e-5)),
+        batch=batch,
+        micro_batches=micro_batches,
+        schedules=(schedule,),
+    )
+
+
 @st.composite
 def cases(draw: st.DrawFn, max_devices: int = 3, max_layers: int = 3, batches: Sequence[int] = (2, 4, 6)) -> Case:
-    types = [
-        card(name, gib=draw(st.sampled_from([0.06, 0.12, 64]))) for name in ("a", "b", "c")[: draw(st.integers(1, 2))]
-    ]
-    speeds = [{one.name: draw(st.sampled_from([0.01, 0.015, 0.04])) for one in types} for _ in range(2)]
+    gib = [draw(st.sampled_from([0.06, 0.12, 64])) for _ in range(draw(st.integers(1, 2)))]
     kinds = [
-        layer(
-            seconds,
-            degrees=DEGREES,
+        Kind(
+            seconds=tuple(draw(st.sampled_from([0.01, 0.015, 0.04])) for _ in gib),
             fixed=draw(st.sampled_from([0.0, 0.02])),
             parameters=draw(st.sampled_from([1e5, 2e6])),
             kept=draw(st.sampled_from([1e5, 2e7])),
             output=draw(st.sampled_from([1e3, 1e6])),
-            name=str(index),
             ahead=draw(st.sampled_from([1 / 3, 0.1, 0.6])),
         )
-        for index, seconds in enumerate(speeds)
+        for _ in range(2)
     ]
-    layers = draw(st.lists(st.integers(0, 1), min_size=1, max_size=max_layers))
-    devices = draw(st.lists(st.sampled_from(types), min_size=1, max_size=max_devices))
-    batch = draw(st.sampled_from(batches))
-    return Case(
-        profile=chain(kinds, layers),
-        cluster=machines(sorted(devices, key=lambda one: one.name), Link(bandwidth=1e9, latency=1e-5)),
-        batch=batch,
+    return case_of(
+        gib,
+        kinds,
+        draw(st.lists(st.integers(0, 1), min_size=1, max_size=max_layers)),
+        draw(st.lists(st.integers(0, len(gib) - 1), min_size=1, max_size=max_devices)),
+        batch=draw(st.sampled_from(batches)),
         micro_batches=draw(st.sampled_from([None, 1, 2])),
-        schedules=draw(st.sampled_from([("1f1b",), ("gpipe",)])),
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
     )
 
 
@@ -126,6 +166,116 @@ def scored(case: Case, members, bounds, degrees, count: int, schedule: str) -> C
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(cases())
+@example(
+    case_of(
+        [0.06],
+        [Kind((0.01,), 0.0, 1e5, 2e7, 1e3, 0.6), Kind((0.01,), 0.0, 2e6, 2e7, 1e3, 1 / 3)],
+        [0, 0],
+        [0, 0, 0],
+        batch=2,
+        micro_batches=None,
+        schedule="1f1b",
+    )
+)
+@example(
+    case_of(
+        [0.12, 0.06],
+        [Kind((0.01, 0.015), 0.02, 2e6, 1e5, 1e3, 0.1), Kind((0.04, 0.04), 0.0, 2e6, 2e7, 1e6, 1 / 3)],
+        [0, 1],
+        [0, 1, 1],
+        batch=4,
+        micro_batches=1,
+        schedule="1f1b",
+    )
+)
+@example(
+    case_of(
+        [0.12, 0.12],
+        [Kind((0.01, 0.01), 0.0, 2e6, 2e7, 1e3, 0.1), Kind((0.01, 0.01), 0.02, 2e6, 1e5, 1e3, 0.6)],
+        [1, 1, 0],
+        [0, 1, 1],
+        batch=6,
+        micro_batches=1,
+        schedule="1f1b",
+    )
+)
+@example(
+    case_of(
+        [64, 0.12],
+        [Kind((0.01, 0.01), 0.02, 1e5, 2e7, 1e3, 0.1), Kind((0.04, 0.015), 0.0, 2e6, 2e7, 1e6, 0.6)],
+        [1, 0, 1],
+        [0, 1, 1],
+        batch=4,
+        micro_batches=1,
+        schedule="1f1b",
+    )
+)
+@example(
+    case_of(
+        [0.06, 64],
+        [Kind((0.04, 0.015), 0.0, 1e5, 1e5, 1e6, 1 / 3), Kind((0.01, 0.015), 0.02, 1e5, 2e7, 1e3, 1 / 3)],
+        [0, 0, 1],
+        [0, 0, 0],
+        batch=4,
+        micro_batches=1,
+        schedule="gpipe",
+    )
+)
+@example(
+    case_of(
+        [0.12, 0.12],
+        [Kind((0.04, 0.015), 0.02, 1e5, 2e7, 1e3, 0.6), Kind((0.04, 0.01), 0.0, 2e6, 2e7, 1e3, 0.6)],
+        [0, 1],
+        [0, 1, 1],
+        batch=6,
+        micro_batches=2,
+        schedule="gpipe",
+    )
+)
+@example(
+    case_of(
+        [0.06, 0.06],
+        [Kind((0.01, 0.015), 0.02, 1e5, 1e5, 1e6, 0.6), Kind((0.04, 0.01), 0.0, 2e6, 2e7, 1e6, 1 / 3)],
+        [1, 0, 1],
+        [0, 1, 1],
+        batch=2,
+        micro_batches=None,
+        schedule="1f1b",
+    )
+)
+@example(
+    case_of(
+        [0.12, 0.12],
+        [Kind((0.01, 0.04), 0.02, 1e5, 2e7, 1e6, 0.6), Kind((0.04, 0.01), 0.0, 2e6, 1e5, 1e3, 0.1)],
+        [0, 1, 1],
+        [0, 1, 1],
+        batch=6,
+        micro_batches=None,
+        schedule="gpipe",
+    )
+)
+@example(
+    case_of(
+        [0.06, 0.12],
+        [Kind((0.04, 0.01), 0.02, 1e5, 1e5, 1e3, 1 / 3), Kind((0.01, 0.01), 0.0, 1e5, 2e7, 1e6, 0.1)],
+        [1, 1],
+        [0, 1, 1],
+        batch=6,
+        micro_batches=2,
+        schedule="gpipe",
+    )
+)
+@example(
+    case_of(
+        [0.06],
+        [Kind((0.04,), 0.0, 2e6, 2e7, 1e3, 1 / 3), Kind((0.04,), 0.0, 2e6, 2e7, 1e3, 1 / 3)],
+        [1],
+        [0, 0, 0],
+        batch=4,
+        micro_batches=None,
+        schedule="1f1b",
+    )
+)
 def test_no_other_plan_is_faster(case: Case) -> None:
     possible = [plan.prediction.step_seconds for plan in every_plan(case) if plan.prediction.fits]
     if not possible:
