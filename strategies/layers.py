@@ -180,7 +180,7 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
         choices[nodes[node]] = tuple(found)
 
     def moved(placement: Placement) -> Placement:
-        return replace(placement, factor=factors[placement.factor]) if placement.kind == "S" else placement
+        return placement._replace(factor=factors[placement.factor]) if placement.kind == "S" else placement
 
     def placed(values: Mapping[Value, Placements]) -> dict[Value, Placements]:
         return {(nodes[node], output): tuple(map(moved, placements)) for (node, output), placements in values.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 
 from whale.graph.values import Value
 from whale.ir.placement import Cut, Placement
@@ -35,6 +36,10 @@ class LayoutAxis:
     weights: tuple[float, ...] = ()
     sizes: tuple[int, ...] | None = None
 
+    def __hash__(self) -> int:
+        """Without shares, of which there may be hundreds."""
+        return hash((self.name, self.size))
+
 
 @lru_cache(maxsize=65536)
 def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
@@ -42,6 +47,12 @@ def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
     if axis.sizes is not None:
         return axis.sizes
     return shares_on_axis(length, axis.weights or (1.0,) * axis.size)
+
+
+@lru_cache(maxsize=65536)
+def _unit_starts(length: int, axis: LayoutAxis) -> tuple[int, ...]:
+    """The first of the units of each rank."""
+    return tuple(accumulate(unit_shares(length, axis), initial=0))
 
 
 @dataclass
@@ -66,8 +77,8 @@ class Layout:
                     continue
                 factor = placement.factor
                 start, length = found.get(factor, (0, self.analysis.factors.size(factor)))
-                sizes = unit_shares(length, axis)
-                found[factor] = (start + sum(sizes[:coordinate]), sizes[coordinate])
+                own = unit_shares(length, axis)[coordinate]
+                found[factor] = (start + _unit_starts(length, axis)[coordinate], own)
             self._spans[key] = found
         return found
 

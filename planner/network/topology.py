@@ -94,21 +94,36 @@ class Topology:
             return Path(
                 bandwidth=link.bandwidth * kind.share_of_links(2, len(here.ranks)),
                 latency=link.latency,
-                resources=(f"rank {source} out", f"rank {target} in"),
+                resources=self.resources(source, target),
                 kinds=(kind, kind),
                 between_nodes=False,
             )
-        ends = [(rank, node, self.inter_link(node)) for rank, node in ((source, here), (target, there))]
+        ends = [(node, self.inter_link(node)) for node in (here, there)]
         return Path(
-            bandwidth=min(end.bandwidth / end.num_adapters for _, _, end in ends),
+            bandwidth=min(end.bandwidth / end.num_adapters for _, end in ends),
             latency=link.latency,
-            resources=tuple(
-                f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}"
-                for (rank, node, _), way in zip(ends, ("out", "in"), strict=True)
-            ),
-            kinds=tuple(self.inter_kind(node) for _, node, _ in ends),
+            resources=self.resources(source, target),
+            kinds=tuple(self.inter_kind(node) for node, _ in ends),
             between_nodes=True,
         )
+
+    def resources(self, source: int, target: int) -> tuple[str, ...]:
+        """Resources that a message between two ranks shares with others (`Path`).
+
+        Raises:
+            UsageError: a rank does not exist, or the cluster does not give a node's adapters.
+        """
+        here, there = self.cluster.node_of(source), self.cluster.node_of(target)
+        if here is there:
+            return f"rank {source} out", f"rank {target} in"
+        ends = ((source, here, "out"), (target, there, "in"))
+        return tuple(f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}" for rank, node, way in ends)
+
+    def route(self, source: int, target: int) -> tuple[Any, ...]:
+        """Key of the route of a message between two ranks: by routes with equal keys, it takes the same time."""
+        (here, own), (there, other) = self._places[source], self._places[target]
+        kinds = [(self._kinds[node][0], self._kinds[node][1][place]) for node, place in ((here, own), (there, other))]
+        return here == there, *kinds
 
     def adapters(self, node: Node, ranks: Sequence[int]) -> tuple[int, ...]:
         """The adapter of *node* that messages of each of its *ranks* use: consecutive devices share an adapter, as PCIe

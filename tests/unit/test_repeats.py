@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from whale.cli.model_loader import load_model
@@ -376,3 +376,33 @@ def test_layers_that_replace_a_buffer_are_traced(monkeypatch: pytest.MonkeyPatch
     copied, traced, count = both(Stack(*(Averaging() for _ in range(5))), BATCH, monkeypatch)
     assert copied == traced
     assert count == 0
+
+
+def test_passes_of_torch_see_one_node_for_a_copied_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    finish = repeats.Repeats.finish
+
+    def counted(self: repeats.Repeats, graph: fx.Graph) -> None:
+        seen.append(len(graph.nodes))
+        finish(self, graph)
+        seen.append(len(graph.nodes))
+
+    monkeypatch.setattr(repeats.Repeats, "finish", counted)
+    copied, traced, count = both(Stack(*(Layer() for _ in range(6))), BATCH, monkeypatch)
+    assert copied == traced
+    operators, traced_call = 3, 1
+    assert count == 3  # the first reads what needs no gradient
+    assert seen[1] - seen[0] == count * (operators - 1) - traced_call
+
+
+def test_a_model_is_traced_whole_if_a_pass_changes_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = repeats.Repeats.finish
+
+    def changed(self: repeats.Repeats, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            node.meta.pop("whale_places", None)
+        finish(self, graph)
+
+    monkeypatch.setattr(repeats.Repeats, "finish", changed)
+    copied, traced, _ = both(Stack(*(Layer() for _ in range(6))), BATCH, monkeypatch)
+    assert copied == traced

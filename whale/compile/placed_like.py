@@ -89,7 +89,7 @@ class _Move:
         return self._nodes[value[0]], value[1]
 
     def _placements(self, placements: Placements) -> Placements:
-        return tuple(replace(p, factor=self._factors[p.factor]) for p in placements)
+        return tuple(p._replace(factor=self._factors[p.factor]) for p in placements)
 
     def _held(self, stage: int, value: Value, placements: Placements) -> Placements:
         """The placements of a received value, or of a parameter, which may be stored as no operator reads it."""

@@ -354,10 +354,13 @@ def capture(
         duplicate = duplicated()
         try:
             with _tracing() as (entered, checkpointed):
-                checks = [Repeats(duplicate, entered).check] if copying else []
+                repeats = Repeats(duplicate, entered) if copying else None
+                checks = [repeats.check] if repeats is not None else []
                 steadiness = Steadiness(duplicate, loss_fn)
                 with steadiness.observing():
                     program = export(root_of(duplicate, *checks, steadiness.end))
+                if repeats is not None:
+                    repeats.finish(program.graph)
                 if given:
                     constant = export(root_of(duplicated(), values=given)).graph
                     numbers_to_tensors(program.graph, _holes(program, fakes, given), constant)

@@ -1,10 +1,12 @@
 """Traces of repeated layers: a layer is traced twice, and equal siblings in a list are copied with other parameters.
 
 Tracing an operator takes torch milliseconds, copying a node takes microseconds, so the cost of a capture grows with the
-kinds of layers, hardly with their number. Two modules are equal if they cannot be distinguished when they are called:
-by class and attributes, inner modules, shapes of parameters and inputs, other arguments, torch's modes, and everything
-that their code reaches through objects, closures and globals. The first and the second module are traced; only if their
-operators are equal is the third a copy.
+kinds of layers, hardly with their number. torch's passes over a traced graph cost more than copies of its nodes, so
+they see one node for each result of a copied layer, whose operators are copied after them.
+
+Two modules are equal if they cannot be distinguished when they are called: by class and attributes, inner modules,
+shapes of parameters and inputs, other arguments, torch's modes, and everything that their code reaches through objects,
+closures and globals. The first and the second module are traced; only if their operators are equal is the third a copy.
 
 A layer with side effects is traced every time: one that changes any of these, its arguments or its buffers, or that
 enters annotations. Values inside a layer that are read elsewhere are detected at the end (`Escaped`); the model is then
@@ -16,6 +18,7 @@ module knows torch's tracer, and nothing of devices and plans.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +52,16 @@ TRACED = 2
 
 Token = tuple[Any, ...]
 """Token of a node in a description: a number among the layer's own nodes, inputs or parameters."""
+
+_PLACES = "whale_places"
+"""Key of a traced node's metadata: by the number of a copied trace the node's number there."""
+
+_STAND_IN = operator.and_
+"""Operator of a node that stands for a result of a copy, of what it reads and its place: torch allows it in a graph,
+and no pass looks at it."""
+
+_SOURCE = -1
+"""Number of the traced layer among its copies."""
 
 Name = tuple[str, str]
 """An attribute of a module inside of a layer: the module's path in it, and the attribute's name."""
@@ -84,18 +97,39 @@ class _Trace:
     shapes: tuple[Any, ...]
     structure: pytree.TreeSpec
 
+    @property
+    def values(self) -> list[Token]:
+        """Its own nodes that are known outside of it."""
+        return [token for token in dict.fromkeys((*self.results, *self.inputs)) if token[0] == "here"]
+
+    @property
+    def common(self) -> tuple[fx.Node, ...]:
+        """The other nodes that its own read: what is neither an input nor a parameter is the same for all copies."""
+        known = {*self.nodes, *self.call.inputs, *self.call.own}
+        return tuple(dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in known))
+
 
 @dataclass
 class _Kind:
     """Equal layers: the traced ones, the number of copies, and a reason against copying, if any.
 
-    ``numbers`` are those that differ among a list's layers and that these read.
+    ``numbers`` are those that differ among a list's layers and that these read; ``number`` is that of the copied trace
+    whose copies are made later.
     """
 
     numbers: dict[Name, int]
     traces: list[_Trace] = field(default_factory=list)
     copies: int = 0
     refused: bool = False
+    number: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Later:
+    """A trace whose copies are made after torch's passes, with the names of the nodes of each."""
+
+    trace: _Trace
+    names: list[list[str]] = field(default_factory=list)
 
 
 class Repeats:
@@ -103,6 +137,8 @@ class Repeats:
 
     def __init__(self, model: nn.Module, entered: Mapping[str, int]) -> None:
         self._entered = entered
+        self._inside = 0  # of layers that are being traced
+        self._later: list[_Later] = []
         self._kinds: dict[Hashable, list[_Kind]] = {}
         self._unknown: set[type] = set()
         for parent in list(model.modules()):
@@ -137,10 +173,15 @@ class Repeats:
             call, numbers, kinds, kind = found
             if kind is not None and len(kind.traces) == TRACED:
                 kind.copies += 1
-                return _copied(mode.tracer, kind.traces[-1], call, (args, kwargs))
+                make = self._makes_later(kind) if self._can_wait(kind.traces[-1]) else _copies
+                return _copied(mode.tracer, kind.traces[-1], call, (args, kwargs), make)
             before, last = self._state(module), _last(mode.tracer.graph)
-            with _noting_reads(module, names) as read:
-                result = forward(*args, **kwargs)
+            self._inside += 1
+            try:
+                with _noting_reads(module, names) as read:
+                    result = forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
             if kind is None:
                 kind = _Kind({name: value for name, value in numbers.items() if name in read})
                 kinds.append(kind)
@@ -154,6 +195,58 @@ class Repeats:
 
         watched.__dict__[WATCHES] = True
         return watched
+
+    def _can_wait(self, trace: _Trace) -> bool:
+        """Whether torch's passes leave a layer as it is: nothing in it, or around it, becomes a graph of its own. A
+        layer inside of one that is traced is copied with that."""
+        autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        plain = all(getattr(node.target, "namespace", "") == "aten" for node in trace.nodes)
+        return torch.is_grad_enabled() and not autocast and not self._inside and plain and bool(trace.values)
+
+    def _makes_later(self, kind: _Kind) -> _Make:
+        """Maker of nodes that stand for the results of a copy until `finish`."""
+
+        def make(tracer: Any, trace: _Trace, call: _Call) -> dict[Token, fx.Node]:
+            if kind.number is None:
+                kind.number = len(self._later)
+                self._later.append(_Later(trace=trace))
+                for i, node in enumerate(trace.nodes):
+                    node.meta[_PLACES] = {**node.meta.get(_PLACES, {}), kind.number: i}
+                _stand_in(tracer, trace, trace.call, (kind.number, _SOURCE, 0), trace.nodes[-1])
+            names = self._later[kind.number].names
+            names.append([tracer.graph._graph_namespace.create_name(_base(node), None) for node in trace.nodes])
+            place = kind.number, len(names) - 1
+            return {
+                token: _stand_in(tracer, trace, call, (*place, token[1]), trace.nodes[token[1]])
+                for token in trace.values
+            }
+
+        return make
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Make the copies in the graph that torch's passes have returned.
+
+        Raises:
+            Escaped: a pass has changed a traced layer, or what stands for a copy.
+        """
+        stands: dict[tuple[int, int], list[fx.Node]] = {}
+        traced: dict[tuple[int, int], fx.Node] = {}
+        for node in graph.nodes if self._later else ():
+            if node.target is _STAND_IN and isinstance(node.args[0], tuple):
+                stands.setdefault(_place(node)[:2], []).append(node)
+            for number, i in node.meta.pop(_PLACES, {}).items():
+                if traced.setdefault((number, i), node) is not node:
+                    raise Escaped
+        for number, later in enumerate(self._later):
+            (source,) = stands.get((number, _SOURCE), [None])
+            nodes = {i: traced[number, i] for i in range(len(later.trace.nodes)) if (number, i) in traced}
+            for copy, names in enumerate(later.names):
+                own = stands.get((number, copy), [])
+                if source is None or len(own) != len(later.trace.values):
+                    raise Escaped
+                _replaced(graph, own, source, nodes, names)
+            if source is not None:
+                graph.erase_node(source)
 
     @untraced
     def _found(
@@ -380,42 +473,114 @@ def _overlaps(x: Tensor) -> bool:
 
 def _moved(node: fx.Node, source: str, target: str) -> dict[str, tuple[str, Any]]:
     """The modules around a node, if the module at one path were at another."""
+    return _stack(node, (source, source), (target, target))
 
-    def moved(path: str) -> str:
+
+def _stack(node: fx.Node, source: tuple[str, str], target: tuple[str, str]) -> dict[str, tuple[str, Any]]:
+    """The same where the keys of modules are not their paths."""
+
+    def moved(path: str, source: str, target: str) -> str:
         return target + path[len(source) :] if path == source or path.startswith(f"{source}.") else path
 
     stack = node.meta.get("nn_module_stack") or {}
-    return {moved(key): (moved(path), kind) for key, (path, kind) in stack.items()}
+    return {
+        moved(key, source[0], target[0]): (moved(path, source[1], target[1]), kind)
+        for key, (path, kind) in stack.items()
+    }
 
 
 # --- the same once more -----------------------------------------------------------------------------------------------
 
 
+_Make = Callable[[Any, _Trace, _Call], Mapping[Token, fx.Node]]
+"""Makes the nodes that a copied call is known by, by their tokens in the trace, with a tracer."""
+
+
 @untraced
-def _copied(tracer: Any, trace: _Trace, call: _Call, given: Any) -> Any:
-    """Result of a call whose nodes are copies of a trace."""
-    nodes: dict[fx.Node, fx.Node] = dict(zip(trace.call.own, call.own, strict=True))
-    nodes |= dict(zip(trace.call.inputs, call.inputs, strict=True))
-    for node in trace.nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: nodes.get(n, n))
-        name = re.sub(r"_\d+$", "", node.name)
-        copy = tracer.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
-        copy.meta = {**node.meta, "nn_module_stack": _moved(node, trace.call.path, call.path)}
-        nodes[node] = copy
+def _copied(tracer: Any, trace: _Trace, call: _Call, given: Any, make: _Make) -> Any:
+    """Result of a call that is the same as a trace, from nodes that *make* makes."""
+    nodes = make(tracer, trace, call)
     inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     for x, token in zip(inputs, trace.inputs, strict=True):
         if token[0] == "here":
-            track_tensor_tree(x, fx.Proxy(nodes[trace.nodes[token[1]]], tracer), constant=None, tracer=tracer)
+            track_tensor_tree(x, fx.Proxy(nodes[token], tracer), constant=None, tracer=tracer)
     made: dict[Token, Any] = {}
     for token, shape in zip(trace.results, trace.shapes, strict=True):
         if token[0] == "here" and token not in made:
-            copy = nodes[trace.nodes[token[1]]]
-            made[token] = track_tensor_tree(_blank(shape), fx.Proxy(copy, tracer), constant=None, tracer=tracer)
+            made[token] = track_tensor_tree(_blank(shape), fx.Proxy(nodes[token], tracer), constant=None, tracer=tracer)
     leaves = [
         token[1] if token[0] == "plain" else inputs[token[1]] if token[0] == "input" else made[token]
         for token in trace.results
     ]
     return pytree.tree_unflatten(leaves, trace.structure)
+
+
+def _copies(tracer: Any, trace: _Trace, call: _Call) -> dict[Token, fx.Node]:
+    """Copies of a trace's nodes."""
+    nodes: dict[fx.Node, fx.Node] = dict(zip(trace.call.own, call.own, strict=True))
+    nodes |= dict(zip(trace.call.inputs, call.inputs, strict=True))
+    for node in trace.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: nodes.get(n, n))
+        copy = tracer.graph.create_node(node.op, node.target, args, kwargs, _base(node), node.type)
+        copy.meta = {**node.meta, "nn_module_stack": _moved(node, trace.call.path, call.path)}
+        copy.meta.pop(_PLACES, None)
+        nodes[node] = copy
+    return {token: nodes[trace.nodes[token[1]]] for token in trace.values}
+
+
+def _base(node: fx.Node) -> str:
+    """The name of a node without its number."""
+    return re.sub(r"_\d+$", "", node.name)
+
+
+def _stand_in(tracer: Any, trace: _Trace, call: _Call, place: tuple[int, int, int], like: fx.Node) -> fx.Node:
+    """A node for the result of a call at a *place*: a copied trace, a copy, a node. It reads what the call may read."""
+    read = (*call.inputs, *call.own, *trace.common)
+    node = tracer.graph.create_node("call_function", _STAND_IN, (read, place), {}, "layer")
+    modules = list(_moved(like, trace.call.path, call.path).items())
+    depth = next(i for i, (key, _) in enumerate(modules) if key == call.path)
+    node.meta = {**like.meta, "nn_module_stack": dict(modules[: depth + 1])}
+    node.meta.pop(_PLACES, None)
+    return node
+
+
+def _place(stand_in: fx.Node) -> tuple[int, int, int]:
+    found: Any = stand_in.args[1]
+    return found
+
+
+def _replaced(
+    graph: fx.Graph, stands: Sequence[fx.Node], source: fx.Node, traced: Mapping[int, fx.Node], names: Sequence[str]
+) -> None:
+    """Put copies of the *traced* nodes, by number, in the place of those that stand for their results. *source* reads
+    what the traced nodes may read."""
+    reads: list[Any] = [source.args[0], stands[0].args[0]]
+    nodes = dict(zip(*reads, strict=True))
+    modules = _last_module(source), _last_module(stands[0])
+    made: dict[int, fx.Node] = {}
+    for i, node in traced.items():
+        if not nodes.keys() >= set(node.all_input_nodes):
+            raise Escaped
+        args, kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
+        with graph.inserting_before(stands[0]):
+            copy = graph.create_node(node.op, node.target, args, kwargs, names[i], node.type)
+        copy.meta = {**node.meta, "nn_module_stack": _stack(node, *modules)}
+        nodes[node] = made[i] = copy
+    for stand_in in stands:
+        *_, i = _place(stand_in)
+        if i not in made:
+            raise Escaped
+        stand_in.replace_all_uses_with(made[i])
+        graph.erase_node(stand_in)
+    for copy in reversed(made.values()):
+        if copy.target is torch.ops.aten.detach.default and not copy.users:  # as in torch's passes
+            graph.erase_node(copy)
+
+
+def _last_module(node: fx.Node) -> tuple[str, str]:
+    """Key and path of the innermost module around a node."""
+    key, (path, _) = list(node.meta["nn_module_stack"].items())[-1]
+    return key, path
 
 
 def _blank(shape: Sequence[Any]) -> Tensor:

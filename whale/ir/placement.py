@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Placement of a tensor on one mesh axis. Use the constants, or :func:`shard`.
 
     ``dim`` and ``factor`` are set for shards only: the sharded tensor dim and the axis factor (see ``strategies.axes``)

@@ -182,14 +182,14 @@ class _Numbers:
             return fx.Node, places[x]
         if isinstance(x, _PLAIN):
             return type(x), x
+        if isinstance(x, Placement):
+            return Placement, x.kind, x.dim, self.number("factor", x.factor)
         if isinstance(x, tuple | list):
             return type(x), tuple(self._token(item, places) for item in x)
         if isinstance(x, dict):
             return type(x), tuple((key, self._token(value, places)) for key, value in x.items())
         if isinstance(x, slice):
             return slice, tuple(self._token(item, places) for item in (x.start, x.stop, x.step))
-        if isinstance(x, Placement):
-            return Placement, x.kind, x.dim, self.number("factor", x.factor)
         if is_dataclass(x) and not isinstance(x, type):
             return type(x), self._named({field.name: getattr(x, field.name) for field in fields(x)}, places)
         if isinstance(x, nn.Module) and not x._parameters and not x._buffers:

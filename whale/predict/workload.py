@@ -20,7 +20,7 @@ from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
-from whale.planner.network.communication import send
+from whale.planner.network.communication import CommunicationCost, send
 from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
@@ -262,11 +262,14 @@ def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]
             pair = (transfer.source, transfer.target)
             if pair[0] != pair[1]:
                 largest[pair] = max(largest.get(pair, 0), transfer.bytes)
-    found = []
+    found, known = [], dict[Any, CommunicationCost]()
     for (source, target), size in largest.items():
-        cost = send(costs.topology, source, target, size)
+        key = costs.topology.route(source, target), size
+        if key not in known:
+            known[key] = send(costs.topology, source, target, size)
+        cost = known[key]
         bandwidth = size / cost.transfer if cost.transfer > 0 else size / max(cost.seconds, 1e-9)
-        resources = costs.topology.link(source, target).resources
+        resources = costs.topology.resources(source, target)
         found.append(
             LinkTime(source=source, target=target, latency=cost.latency, bandwidth=bandwidth, resources=resources)
         )

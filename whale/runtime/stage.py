@@ -52,6 +52,10 @@ class LocalCode:
         """Run it."""
         return self.function(self.root, *args)
 
+    def once(self, *args: Any) -> Any:
+        """Run it without making code of it, which takes longer than to run it node by node."""
+        return fx.Interpreter(self.root, graph=self.graph).run(*args)
+
 
 @dataclass
 class LocalGraph:
@@ -264,7 +268,7 @@ class LocalStage:
         if key not in self._constants:
             with torch.no_grad():
                 graph = program.constant
-                self._constants[key] = graph.code(*self._arguments(program, graph, ()))
+                self._constants[key] = graph.code.once(*self._arguments(program, graph, ()))
         return self._constants[key]
 
     def _step(self, program: LocalProgram) -> tuple[Tensor, ...]:
