@@ -176,8 +176,8 @@ def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
 def best_timed(
     drafts: Iterable[Scored], count: int, key: Callable[[PartialPlan], Hashable] = lambda draft: draft.meshes
 ) -> list[Scored]:
-    """The best partial plans that fit, one for each *key*, those that are timed already and others in the order of their
-    bounds, until none could be among them, or many in a row were not."""
+    """The best partial plans that fit, one for each *key*: those that are timed already, and others in the order of
+    their bounds, until none could be among them, or many in a row were not."""
     found: dict[Hashable, Scored] = {}
     leading: list[Scored] = []
     missed = 0
@@ -186,7 +186,11 @@ def best_timed(
         if full and not one.exact and (leading[-1].seconds <= one.seconds or missed >= PATIENCE):
             break
         known = found.get(key(one.draft))
-        if one.fits and (known is None or one.seconds < known.seconds) and not (full and leading[-1].seconds <= one.seconds):
+        if (
+            one.fits
+            and (known is None or one.seconds < known.seconds)
+            and not (full and leading[-1].seconds <= one.seconds)
+        ):
             better = one.timed
             if known is None or better.seconds < known.seconds:
                 found[key(one.draft)] = better

@@ -58,9 +58,20 @@ def test_what_steps_differ_in_is_told_once(keys: list[StepKey], text: str) -> No
     assert re.search(text, told[0])
 
 
+class RowByRow(nn.Module):
+    """A loop over rows, of which no step for further ones is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.layer(row) for row in x])
+
+
 def test_parallel_models_warn_at_the_fifth_length_and_keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_steps, "KEPT", 3)
-    model = whale.parallelize(nn.Linear(3, 1), torch.ones(1, 3), loss_fn=lambda y, _: y.sum(), device="cpu")
+    model = whale.parallelize(RowByRow(), torch.ones(1, 3), loss_fn=lambda y, _: y.sum(), device="cpu")
     for rows in range(2, 5):
         model.train_step(torch.ones(rows, 3))
     with pytest.warns(UserWarning, match=r"differ in dim 0 of args\[0\] \(1, 2, 3, 4, 5\)"):
