@@ -127,9 +127,9 @@ def modules_around(node: fx.Node) -> list[str]:
 
 
 def place_of_forward(model: nn.Module) -> SourceLine | None:
-    """The line at which a model's forward begins."""
+    """The line at which a model's forward begins, where it is not torch's."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return SourceLine(code.co_filename, code.co_firstlineno) if code else None
+    return SourceLine(code.co_filename, code.co_firstlineno) if code and is_model(code.co_filename) else None
 
 
 def located(message: str, place: SourceLine | None) -> CaptureError:
@@ -274,7 +274,7 @@ class _Refuse(TorchFunctionMode):
                 "forward, or return the tensor and print it outside",
                 place_of_frame(sys._getframe(1)),
             )
-        transform = torch._C._functorch.peek_interpreter_stack()
+        transform: Any = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap and _called_by_model():
             raise located(_NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
         if func is torch.Tensor.backward and _called_by_model():
@@ -293,7 +293,27 @@ class _Refuse(TorchFunctionMode):
                 "another tensor, or write to a buffer with copy_",
                 place_of_frame(sys._getframe(1)),
             )
+        if transform is None and name not in _UNTRAINED and torch.is_grad_enabled():
+            for x in (*args, *(kwargs or {}).values()):
+                for tensor in x if isinstance(x, (list, tuple)) else (x,):
+                    if type(tensor) in _PLAIN and tensor.requires_grad and tensor.is_leaf:
+                        raise located(_no_name(tensor), place_of_frame(sys._getframe(1)))
         return func(*args, **(kwargs or {}))
+
+
+_PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)
+"""Types of tensors with data: those of the model that is captured are fake."""
+_UNTRAINED = ("__get__", "__set__", "detach", "size", "dim", "stride", "numel", "__len__", "requires_grad_")
+
+
+def _no_name(x: torch.Tensor) -> str:
+    kind = "a parameter" if isinstance(x, nn.Parameter) else "a tensor"
+    return (
+        f"the forward or loss_fn reads {kind} of shape {tuple(x.shape)} that requires a gradient and that the model "
+        "has not under a name (it is in a list, a global, a closure or the loss's module), so that steps would not "
+        "train it: register it (self.weight = nn.Parameter(...), nn.ParameterList, a submodule) and read it as the module's "
+        "attribute, put a loss with parameters inside the model, or freeze it with requires_grad_(False)"
+    )
 
 
 def _called_by_model() -> bool:
@@ -581,6 +601,13 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
     name, kind = type(model).__name__, type(error).__name__
     if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind:
         return located(f"{name} cannot be captured: {_DATA}", place)
+    if "is mutated in the forward" in text:
+        return located(
+            f"{name} cannot be captured: the forward or loss_fn writes to a tensor that is no buffer of the model, as "
+            "of a loss's module; register it as a buffer of the model (register_buffer), and put a loss with a state "
+            "inside the model",
+            place or place_of_forward(model),
+        )
     if ".numpy()" in text or "__array__" in text:
         return located(
             f"{name} cannot be captured: numpy reads a tensor's values, which a captured model does not have; use "
