@@ -202,3 +202,26 @@ def test_a_batch_of_another_dtype_names_the_operator_and_both_dtypes() -> None:
         CaptureError, match=r"aten\.linear\.default of float32 and float64; give a batch of the model's"
     ):
         model.train_step(torch.randn(4, 8).double())
+
+
+def test_a_batch_that_needs_a_gradient_or_cannot_be_kept_is_refused_before_the_step() -> None:
+    model = Returns(lambda y, x: y.square().mean())
+    parallel = api.parallelize(model, torch.randn(4, 8), device="cpu")
+    with pytest.raises(UsageError, match=r"args\[0\] requires a gradient, .* detach\(\) it; .* local model"):
+        parallel.train_step(torch.randn(4, 8, requires_grad=True))
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+        parallel.eval_step(x)
+    with pytest.raises(UsageError, match=r"args\[0\] was made under torch.inference_mode.* clone\(\)"):
+        parallel.train_step(x)
+    x = x.clone()
+    torch.testing.assert_close(parallel.train_step(x).detach(), model(x).detach())
+
+
+def test_a_parameter_of_another_shape_is_refused_before_the_step() -> None:
+    parallel = api.parallelize(Returns(lambda y, x: y.square().mean()), torch.randn(4, 8), device="cpu")
+    parallel.get_parameter("linear.weight").data = torch.zeros(16, 8)
+    with pytest.raises(
+        UsageError, match=r"linear.weight has shape \(16, 8\) on rank 0, .*has \(8, 8\): .*load_full_state"
+    ):
+        parallel.train_step(torch.randn(4, 8))
