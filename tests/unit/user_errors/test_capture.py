@@ -126,6 +126,13 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = x[x[:, 0].nonzero().squeeze(1)]", DATA),
         ("x = x[x > 0].sum() * x", DATA),
         ("x = x * x.tolist()[0][0]", DATA),
+        ("x = x * torch.cov(x.T).sum()", ["in cov, control flow", *DATA]),
+        ("x = x * nn.functional.gaussian_nll_loss(x, x, x * x)", ["in gaussian_nll_loss, control flow", *DATA]),
+        ("x = torch.distributions.Gamma(x.exp(), x.exp()).rsample()", ["in Gamma", *DATA]),
+        (
+            "x = nn.LSTM(8, 8)(nn.utils.rnn.pack_padded_sequence(x[None], x.long()[:, 0], True))",
+            ["of a packed sequence", "leave pack_padded_sequence out", "with gather"],
+        ),
         ("x = sum([x for _ in range(int(x.sum()))], x)", DATA),
         ("x = x * float(x.detach().numpy().sum())", ["numpy reads a tensor's values", "torch's operators"]),
         ("x = x + torch.from_numpy(numpy.tanh(x.detach().numpy()))", ["numpy reads"]),
@@ -276,3 +283,13 @@ def test_a_loss_of_an_output_and_a_target_is_shown_with_the_batch(loss_fn: Calla
     parts = ["loss_fn raised TypeError", "called as loss_fn(output, batch)", f"loss_fn=lambda output, batch: {example}"]
     batch = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
     refused(UsageError, parts, nn.Linear(8, 8), batch, loss_fn=loss_fn)
+
+
+def test_control_flow_of_a_module_of_torch_names_its_class() -> None:
+    model = Read(lambda model: model.linear.bias)
+    model.linear = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))  # type: ignore[assignment]
+    refused(CaptureError, [__file__, "in BatchNorm1d, control flow"], model, torch.randn(4, 8))
+
+
+def test_a_model_that_torch_has_made_parallel_is_refused_for_the_module_inside() -> None:
+    refused(CaptureError, ["DataParallel", "give the module inside of it, model.module"], nn.DataParallel(decoder()))
