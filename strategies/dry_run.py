@@ -164,8 +164,18 @@ def noting_calls(program: LocalProgram) -> tuple[LocalProgram, list[CollectiveCa
 class WithoutData(TorchDispatchMode):
     """Computes shapes only: operators that would make or read a tensor with data run on the meta device.
 
-    A fake tensor does the same and knows its device, but takes ten times as long.
+    A fake tensor does the same and knows its device, but takes ten times as long. Anomaly detection is off inside,
+    because it reads values of gradients.
     """
+
+    def __enter__(self) -> Any:
+        self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        torch.autograd.set_detect_anomaly(False)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.autograd.set_detect_anomaly(*self._anomaly)
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})

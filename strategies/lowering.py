@@ -278,6 +278,10 @@ class _Lowering:
         a, b = have[axis], want[axis]
         cut_a = self._cut(value, have, axis) if a.kind == "S" else None
         cut_b = self._cut(value, want, axis) if b.kind == "S" else None
+        if axis == 0 and (a.kind, b.kind) == ("R", "P"):  # equal terms of the sum over micro-batches
+            term = emitter.graph.call_function(aten.mul.Tensor, (node, 1.0 / self.stage.layout.axes[0].size))
+            term.meta["source"] = value[0]
+            return term
         if axis == 0:
             raise AssertionError(f"{value[0].name}: a bridge {a}->{b} between micro-batches")
         if not needs_grad(value) and (a.value, b.value) == ("R", "R"):
@@ -530,13 +534,25 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
 def nothing_of(
     stage: PlacedStage, coordinates: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...] | None:
-    """Result of the rank at these coordinates if it has no row of the micro-batch; None if it has rows."""
+    """Result of the rank at these coordinates if it has no row of the micro-batch; None if it has rows, or terms of
+    sums that do not depend on rows."""
     factor = stage.layout.analysis.batch_factor
     for choices in stage.choices.values():
         if any(choice.factor == factor for choice in choices):
             placements = tuple(choice.outputs[0] for choice in choices)
-            if stage.layout.spans(placements, coordinates).get(factor, (0, 1))[1]:
+            if stage.layout.spans(placements, coordinates).get(factor, (0, 1))[1] or _adds_to_rows(stage):
                 return None
             leaving = [*stage.sent.items()] + ([(stage.loss, stage.loss_placements)] if stage.loss is not None else [])
             return tuple((stage.layout.local_shape(v, p, coordinates), value_tensor(v).dtype) for v, p in leaving)
     return None
+
+
+def _adds_to_rows(stage: PlacedStage) -> bool:
+    """Whether something that is whole in every micro-batch is read as a term of a sum over them."""
+    for node, choices in stage.choices.items():
+        for (source, index), want in zip(stage.layout.analysis.ops[node].operands, choices[0].inputs, strict=True):
+            known = stage.choices[source][0].outputs[index] if source in stage.choices else None
+            known = stage.stored[source, index][0] if (source, index) in stage.stored else known
+            if want.kind == "P" and (known is None or known.kind != "P"):
+                return True
+    return False

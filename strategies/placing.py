@@ -19,7 +19,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
-from whale.graph.values import Value, is_call, resolve, value_shape, value_tensor
+from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.strategy import RegionRole, divides_batch, shards_operators
 from whale.ir.virtual_device import VirtualDevice
@@ -95,7 +95,7 @@ def place_stage(
     parameters = frozenset(read)
     received = problem.task_graph.received
     stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in read}
-    stored |= {v: [_time_of(analysis, nodes, time, v)] for v in received}
+    stored |= {v: [problem.time[v[0]].outputs[v[1]]] for v in received}
     roles = _effective_roles(captured, analysis, nodes, problem.roles, len(mesh.axes))
     along = cut_along(captured, analysis, partition.scopes, mesh, roles)
     outputs: dict[Value, str | Placement] = dict.fromkeys(problem.task_graph.sent, problem.sent)
@@ -234,16 +234,42 @@ def place_time(
 ) -> Mapping[fx.Node, Choice]:
     """Division of every pinned operator of the model into micro-batches; *apart* as for `solve_time`.
 
-    Raises :class:`UsageError` if the batch is cut and an operator couples its rows.
+    Raises :class:`UsageError` if the batch is cut and an operator couples its rows, or the loss is no sum over them.
     """
     nodes = [n for n in captured.graph.nodes if is_call(n) and n not in partition.floating]
     if micro_batches == 1:
         return {n: analysis.choices[n][0] for n in nodes}
     free = _free(captured, analysis, partition, nodes)
     time, coupled = solve_time(analysis, nodes, analysis.batch_factor, free, apart=apart)
-    if coupled:
-        raise UsageError(_coupled_message(coupled[0], micro_batches, analysis.rules[coupled[0]].opaque))
+    loss = resolve(captured.graph.output_node().args[0][0])  # type: ignore[index, arg-type]
+    summed = apart or not captured.has_loss or loss[0] not in time or time[loss[0]].outputs[loss[1]] == PARTIAL
+    if coupled or not summed:
+        node = coupled[0] if coupled else loss[0]
+        whole = _computes_whole_batch(analysis, time, node)
+        raise UsageError(_coupled_message(analysis, time, node if whole is None else whole, micro_batches))
     return time
+
+
+def _computes_whole_batch(analysis: Analysis, time: Mapping[fx.Node, Choice], node: fx.Node) -> fx.Node | None:
+    """The first operator before *node* that reads rows of the batch and is not cut along them."""
+    batch = analysis.batch_factor
+    above, waiting = set[fx.Node](), [node]
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in above]
+        above.update(new)
+        waiting += new
+    for found in time:
+        if (
+            found in above
+            and time[found].factor != batch
+            and any(
+                analysis.factors.count(dim, batch)
+                for value in analysis.ops[found].operands
+                for dim in analysis.dims[value]
+            )
+        ):
+            return found
+    return None
 
 
 def _free(captured: Captured, analysis: Analysis, partition: Partition, nodes: Sequence[fx.Node]) -> frozenset[Value]:
@@ -270,15 +296,6 @@ def _is_leaf(captured: Captured, value: Value) -> bool:
 
 def _is_parameter(captured: Captured, value: Value) -> bool:
     return value[0].op == "placeholder" and value[0].name in captured.parameters
-
-
-def _time_of(analysis: Analysis, nodes: Sequence[fx.Node], time: Mapping[fx.Node, Choice], value: Value) -> Placement:
-    """Cut of a received value along time: that of its first reader."""
-    for node in nodes:
-        for operand, want in zip(analysis.ops[node].operands, time[node].inputs, strict=True):
-            if operand == value:
-                return REPLICATE if want.kind == "R*" else want
-    return REPLICATE
 
 
 def _effective_roles(
@@ -316,8 +333,9 @@ def _placed(
 def _leaving(
     choices: Mapping[fx.Node, tuple[Choice, ...]], stored: Mapping[Value, Placements], value: Value
 ) -> Placements:
-    """Placement of a sent value: sharded if it is sharded, otherwise whole."""
-    return tuple(p if p.kind == "S" else REPLICATE for p in _placed(choices, stored, value))
+    """Placement of a sent value: sharded if it is sharded, otherwise whole; a sum over rows is one of a micro-batch."""
+    time, *placed = _placed(choices, stored, value)
+    return (time, *(p if p.kind == "S" else REPLICATE for p in placed))
 
 
 def _as_computed(
@@ -365,12 +383,27 @@ def _uncut(
     return found
 
 
-def _coupled_message(node: fx.Node, count: int, unknown: bool) -> str:
+def _coupled_message(analysis: Analysis, time: Mapping[fx.Node, Choice], node: fx.Node, count: int) -> str:
     operator = f"micro_batches={count}: {node.target}{where(node)}"
-    if unknown:
+    if analysis.rules[node].opaque:
         return (
             f"{operator} has no axis rule, so it is not known whether it computes a row of the batch from other rows; "
             "use micro_batches=1, or another operator"
+        )
+    if analysis.ops[node].args.get("scale_grad_by_freq"):
+        return (
+            f"{operator} computes the gradient of a row of the batch from other rows (scale_grad_by_freq counts the "
+            "indices of the whole batch), so micro-batches would change the result; use micro_batches=1, or leave "
+            "scale_grad_by_freq out"
+        )
+    rows = [dim for value in analysis.ops[node].operands for dim in analysis.dims[value]]
+    rows += [dim for index, _ in enumerate(output_shapes(node)) for dim in analysis.dims[node, index]]
+    if not any(analysis.factors.count(dim, analysis.batch_factor) for dim in rows):
+        terms = any(v[0] in time and time[v[0]].outputs[v[1]] == PARTIAL for v in analysis.ops[node].operands)
+        return (
+            f"{operator} needs {'the whole sum over the rows of the batch' if terms else 'no row of the batch'}, but a "
+            "micro-batch has only terms of the loss, which are added up; use micro_batches=1, or let the loss be a sum "
+            "or a mean over rows, with weights that depend on no other rows"
         )
     return (
         f"{operator} computes a row of the batch from other rows, so "

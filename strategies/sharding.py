@@ -536,8 +536,10 @@ class _SegmentPrices:
 def solve_time(
     analysis: Analysis, nodes: Sequence[fx.Node], batch_factor: int, free: frozenset[Value], *, apart: bool = False
 ) -> tuple[dict[fx.Node, Choice], list[fx.Node]]:
-    """Division of every operator into micro-batches: along the batch, without bridges.
+    """Division of every operator into micro-batches: along the batch, without bridges that exchange anything.
 
+    What does not depend on rows and joins a sum over them, as a penalty of parameters joins a loss, is read as a term
+    of the sum: an equal part of it in every micro-batch.
     *apart* is for micro-batches that are steps of their own: statistics are then of the micro-batch's rows alone.
 
     Returns the choices, and the operators without one: those that compute a row from other rows.
@@ -548,6 +550,15 @@ def solve_time(
     for node in nodes:
         op = analysis.ops[node]
         have = [None if v in free else placed.get(v, REPLICATE) for v in op.operands]
+        divisible = [value_tensor(v).is_floating_point() or value_tensor(v).is_complex() for v in op.operands]
+
+        def joins(choice: Choice, have: list[Placement | None] = have, divisible: list[bool] = divisible) -> bool:
+            """Whether operands that do not depend on rows become terms of a sum over them."""
+            fitting = (
+                want == given if given is not None and given.kind != "R" else want.kind != "P" or parts
+                for want, given, parts in zip(choice.inputs, have, divisible, strict=True)
+            )
+            return PARTIAL in have and choice.factor < 0 and all(fitting)
 
         def fits(choice: Choice, have: list[Placement | None] = have) -> bool:
             for want, given in zip(choice.inputs, have, strict=True):
@@ -563,7 +574,8 @@ def solve_time(
         ordered = sorted(analysis.choices[node], key=lambda c: (c.factor != batch_factor, c.factor >= 0))
         if apart:
             ordered = [replace(c, form="") if c.form in COLLECTIVES else c for c in ordered]
-        usable = [c for c in ordered if c.factor in (-1, batch_factor) and c.form not in COLLECTIVES and fits(c)]
+        ordered = [c for c in ordered if c.factor in (-1, batch_factor) and c.form not in COLLECTIVES]
+        usable = [c for c in ordered if fits(c)] or [c for c in ordered if joins(c)]
         if usable:
             choice = usable[0]
         else:

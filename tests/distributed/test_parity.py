@@ -138,6 +138,9 @@ ODD: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tied stages, 1f1b": (zoo.tied_stages, TWO_STAGES, {"micro_batches": 2}),
     "tied stages, zero bubble": (zoo.tied_stages, TWO_STAGES, {"micro_batches": 4, "schedule": "zero_bubble"}),
     "tied stages, tp": (zoo.tied_stages, TP, {}),
+    "penalties, dp": (zoo.penalized, DP, {"micro_batches": 4}),
+    "penalties, tp": (zoo.penalized, TP, {"micro_batches": 2}),
+    "penalties, pp": (zoo.penalized, TWO_STAGES, {"micro_batches": 4, "schedule": "zero_bubble"}),
     "frozen first stage": (zoo.frozen_trunk, {"trunk": stage(), "head": stage()}, {"micro_batches": 2}),
 }
 

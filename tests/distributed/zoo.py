@@ -202,6 +202,25 @@ def tied_stages() -> Example:
     return TiedStages().double(), batch
 
 
+class Penalized(TiedStages):
+    """A penalty of weights, an auxiliary loss of the first stage, and weights of losses that are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        first = torch.tanh(self.first(self.embed(ids)))
+        penalty = self.first.weight.square().sum() + self.second.weight.norm()
+        losses = torch.stack([first.square().mean(), torch.tanh(self.second(first)).abs().mean()])
+        return (losses * (-self.scales).exp() + self.scales).sum() + 0.01 * penalty
+
+
+def penalized() -> Example:
+    _, batch = twice()
+    return Penalized().double(), batch
+
+
 class Several(nn.Module):
     """Several inputs, one of them None and one a number, an output with None, in-place operators and views."""
 

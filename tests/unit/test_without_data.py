@@ -60,3 +60,13 @@ def test_what_has_no_type_of_its_own_has_the_one_that_is_set() -> None:
         with default_dtype(torch.bfloat16):
             assert made() == [torch.bfloat16] * 2
         assert before == made() == [torch.float32] * 2
+
+
+def test_anomaly_detection_which_reads_values_is_off_inside_alone() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        with WithoutData():
+            x = torch.empty(3, device="meta", requires_grad=True)
+            x.square().mean().backward()
+            assert x.grad is not None and not torch.is_anomaly_enabled()
+        assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    assert not torch.is_anomaly_enabled()

@@ -24,7 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from whale.annotations import enter_module, module_scopes, recording
-from whale.errors import CaptureError
+from whale.errors import CaptureError, UsageError
 from whale.graph.canonical import canonicalize
 from whale.graph.capture_checks import (
     SourceLine,
@@ -120,6 +120,8 @@ class _Found:
 class _Loss(nn.Module):
     """The model with the selection of its loss, and *checks* at the end of its forward."""
 
+    loss_fn: Callable[..., Any] | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -134,7 +136,7 @@ class _Loss(nn.Module):
         self.numbers = {} if numbers is None else numbers
         self.model = model
         self.names = tuple(names)
-        self.loss_fn = loss_fn
+        self.__dict__["loss_fn"] = loss_fn  # not a module of the model, whose tensors have names
         self.checks = tuple(checks)
         self.returns = returns
         self.found = _Found() if found is None else found
@@ -156,7 +158,7 @@ class _Loss(nn.Module):
         loss = None
         if self.returns != "outputs":
             batch = kwargs if kwargs else tuple(args)
-            output = output if self.loss_fn is None else self.loss_fn(output, batch)
+            output = output if self.loss_fn is None else _loss_of(self.loss_fn, output, batch)
             loss = _pick_loss(output, required=self.returns == "loss" or self.training)
         self.found.has_loss = loss is not None
         if loss is None:
@@ -165,6 +167,28 @@ class _Loss(nn.Module):
         for check in self.checks:
             check()
         return loss if self.returns == "loss" else (loss, *tensors)
+
+
+def _loss_of(loss_fn: Callable[..., Any], output: Any, batch: Any) -> Any:
+    """The loss that a loss_fn returns.
+
+    Raises:
+        UsageError: it takes other arguments than the output and the whole batch, as losses of torch do.
+    """
+    try:
+        return loss_fn(output, batch)
+    except (TypeError, AttributeError, LookupError) as error:
+        if "numpy" in str(error) or isinstance(error, UsageError):
+            raise
+        shown = f"a tuple of {len(batch)}" if isinstance(batch, tuple) else f"a dict of {', '.join(batch)}"
+        last = len(batch) - 1 if isinstance(batch, tuple) else list(batch)[-1]
+        function = getattr(loss_fn, "__name__", "")
+        example = function if function.isidentifier() else "loss"
+        raise UsageError(
+            f"loss_fn raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; it is called "
+            f"as loss_fn(output, batch), where the batch is {shown}: write loss_fn=lambda output, batch: "
+            f"{example}(output, batch[{last!r}])"
+        ) from error
 
 
 def _any_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -554,10 +578,8 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
             captured.buffers[name] = aliases[target]
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
             constant = program.constants[spec.target]
-            if isinstance(constant, FakeTensor):
-                raise CaptureError(
-                    f"constant {target} has no data while the model is captured: register it as a buffer"
-                )
+            if name in placeholders:
+                _check_constant(constant, placeholders[name], model)
             captured.constants[name] = constant.detach() if isinstance(constant, torch.Tensor) else constant
         else:
             leaf = next(user_inputs)
@@ -582,6 +604,20 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
     output = captured.graph.output_node()
     output.args = (tuple(output.args[0][i] for i in [loss, *mutated, *returned]),)  # type: ignore[index]
     return captured
+
+
+def _check_constant(constant: Any, node: fx.Node, model: nn.Module) -> None:
+    """Refuse a tensor that the forward reads and is not the model's, if a step would not have its values."""
+    if not isinstance(constant, FakeTensor):
+        return
+    place = next((found for user in node.users if (found := place_of_node(user))), None) or place_of_forward(model)
+    raise located(
+        f"the forward or loss_fn reads a tensor of shape {tuple(constant.shape)} that the model has not under a name, "
+        "or that an earlier forward computed and kept, so that it has no data while the model is captured: read a "
+        "parameter as its module's attribute (or from an nn.ParameterList), and keep a tensor in a buffer of the model "
+        "(register_buffer) and write to it with copy_; put a loss with a state inside the model",
+        place,
+    )
 
 
 def _merge_tied(captured: Captured) -> None:

@@ -88,6 +88,41 @@ def _place_of_traceback(traceback: TracebackType | None) -> SourceLine | None:
     return found
 
 
+def _function_of_traceback(traceback: TracebackType | None) -> str:
+    """The public function or module of torch that the model's last line called, in which an error was raised."""
+    found = ""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if is_model(frame.f_code.co_filename):
+            found = ""
+        elif not found and name == "__torch_function__":
+            found = getattr(frame.f_locals.get("func"), "__name__", "")
+        elif _is_of_torch(frame.f_code.co_filename) and (name == "forward" or (not found and _is_public(name))):
+            found = name if owner is None else type(owner).__name__
+        traceback = traceback.tb_next
+    return "" if found.startswith("_") or found == "item" else found
+
+
+def _is_public(name: str) -> bool:
+    return name == "__init__" or not name.startswith("_")
+
+
+def _is_of_torch(file: str) -> bool:
+    """Whether a source file has functions or modules of torch that a model calls, unlike those that capture it."""
+    inside = file.partition(os.path.dirname(torch.__file__) + os.sep)[2]
+    return inside.startswith(("nn", "distributions", "functional", "_tensor"))
+
+
+def _packs(traceback: TracebackType | None) -> bool:
+    """Whether an error was raised in a function that has a packed sequence."""
+    while traceback is not None:
+        if any(isinstance(x, nn.utils.rnn.PackedSequence) for x in traceback.tb_frame.f_locals.values()):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 def place_of_frame(frame: FrameType | None) -> SourceLine | None:
     """The innermost line of the model's own source that a frame is in."""
     while frame is not None:
@@ -127,9 +162,9 @@ def modules_around(node: fx.Node) -> list[str]:
 
 
 def place_of_forward(model: nn.Module) -> SourceLine | None:
-    """The line at which a model's forward begins."""
+    """The line at which a model's forward begins, where it is not torch's."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return SourceLine(code.co_filename, code.co_firstlineno) if code else None
+    return SourceLine(code.co_filename, code.co_firstlineno) if code and is_model(code.co_filename) else None
 
 
 def located(message: str, place: SourceLine | None) -> CaptureError:
@@ -175,6 +210,10 @@ def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[.
         ) from None
 
 
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+"""Classes of torch that wrap a model to distribute it."""
+
+
 def check_modules(model: nn.Module) -> None:
     """Refuse modules that cannot be copied without data, or captured.
 
@@ -186,6 +225,11 @@ def check_modules(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{name} is compiled by torch.jit, which is not captured: give the module that was compiled"
+            )
+        if type(module).__name__ in _PARALLEL and type(module).__module__.startswith("torch."):
+            raise CaptureError(
+                f"{name} is a {type(module).__name__} of torch, but parallelize distributes a local model itself: give "
+                "the module inside of it, model.module"
             )
         for own, x in [*module._parameters.items(), *module._buffers.items()]:
             if nn.parameter.is_lazy(x):
@@ -274,7 +318,7 @@ class _Refuse(TorchFunctionMode):
                 "forward, or return the tensor and print it outside",
                 place_of_frame(sys._getframe(1)),
             )
-        transform = torch._C._functorch.peek_interpreter_stack()
+        transform: Any = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap and _called_by_model():
             raise located(_NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
         if func is torch.Tensor.backward and _called_by_model():
@@ -293,7 +337,27 @@ class _Refuse(TorchFunctionMode):
                 "another tensor, or write to a buffer with copy_",
                 place_of_frame(sys._getframe(1)),
             )
+        if transform is None and name not in _UNTRAINED and torch.is_grad_enabled():
+            for x in (*args, *(kwargs or {}).values()):
+                for tensor in x if isinstance(x, (list, tuple)) else (x,):
+                    if type(tensor) in _PLAIN and tensor.requires_grad and tensor.is_leaf:
+                        raise located(_no_name(tensor), place_of_frame(sys._getframe(1)))
         return func(*args, **(kwargs or {}))
+
+
+_PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)
+"""Types of tensors with data: those of the model that is captured are fake."""
+_UNTRAINED = ("__get__", "__set__", "detach", "size", "dim", "stride", "numel", "__len__", "requires_grad_")
+
+
+def _no_name(x: torch.Tensor) -> str:
+    kind = "a parameter" if isinstance(x, nn.Parameter) else "a tensor"
+    return (
+        f"the forward or loss_fn reads {kind} of shape {tuple(x.shape)} that requires a gradient and that the model "
+        "has not under a name (it is in a list, a global, a closure or the loss's module), so that steps would not "
+        "train it: register it (self.weight = nn.Parameter(...), nn.ParameterList, a submodule) and read it as the "
+        "module's attribute, put a loss with parameters inside the model, or freeze it with requires_grad_(False)"
+    )
 
 
 def _called_by_model() -> bool:
@@ -580,11 +644,26 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
     first = text.strip().splitlines()[0] if text.strip() else ""
     name, kind = type(model).__name__, type(error).__name__
     if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind:
-        return located(f"{name} cannot be captured: {_DATA}", place)
+        function = _function_of_traceback(error.__traceback__)
+        return located(f"{name} cannot be captured: {f'in {function}, ' if function else ''}{_DATA}", place)
+    if "is mutated in the forward" in text:
+        return located(
+            f"{name} cannot be captured: the forward or loss_fn writes to a tensor that is no buffer of the model, as "
+            "of a loss's module; register it as a buffer of the model (register_buffer), and put a loss with a state "
+            "inside the model",
+            place or place_of_forward(model),
+        )
     if ".numpy()" in text or "__array__" in text:
         return located(
             f"{name} cannot be captured: numpy reads a tensor's values, which a captured model does not have; use "
             "torch's operators in place of numpy's",
+            place,
+        )
+    if _packs(error.__traceback__):
+        return located(
+            f"{name} cannot be captured: shapes of a packed sequence depend on the lengths' values; leave "
+            "pack_padded_sequence out, give the recurrent layer padded sequences, and take of its outputs those of the "
+            "last real step with gather, or multiply with a mask",
             place,
         )
     reason = f"{kind}: {first}" if first else kind

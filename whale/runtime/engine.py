@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -129,9 +129,11 @@ class Engine:
     floats: dict[str, float] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
+    _shapes: list[torch.Size] = field(init=False)
 
     def __post_init__(self) -> None:
         self.steps = CompiledSteps(self.world.warn)
+        self._shapes = [tensor.shape for tensor in self.tensors.values()]
 
     def install(self, batch: Mapping[str, Any], modes: Modes, step: CompiledStep) -> None:
         """Use an already compiled step for equal batches."""
@@ -167,6 +169,10 @@ class Engine:
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
                 "one with requires_grad_() before parallelize, or use eval_step"
             )
+        if [tensor.shape for tensor in self.tensors.values()] != self._shapes:
+            self._refuse_shape()
+        if train:
+            _check_values(batch)
         whole = batch
         what = f"{_in_words(train, returns, scale)}{f' with {changes}' if changes.key else ''}"
         if self.local is not None:
@@ -215,6 +221,15 @@ class Engine:
                 kind = kind._replace(batch=signature(batch))
             self.steps.add(kind, step, is_made=step.is_made)
         return step
+
+    def _refuse_shape(self) -> NoReturn:
+        named = zip(self.tensors.items(), self._shapes, strict=True)
+        name, now, own = next((name, t.shape, shape) for (name, t), shape in named if t.shape != shape)
+        raise UsageError(
+            f"{name} has shape {tuple(now)} on rank {self.world.rank}, whose part of it has {tuple(own)}: a whole "
+            "tensor was assigned to its .data; load whole tensors with model.load_full_state_dict({name: tensor}, "
+            "strict=False), which takes this rank's part"
+        )
 
     def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
@@ -361,6 +376,24 @@ def signature(batch: Mapping[str, Any], numbers: Collection[str] = ()) -> Signat
         (name, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (name, "a number" if name in numbers else repr(v))
         for name, v in batch.items()
     )
+
+
+def _check_values(batch: Mapping[str, Any]) -> None:
+    """Refuse tensors of a batch with which a training step could not do what the local model's does."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.requires_grad:
+            raise UsageError(
+                f"the batch's {name} requires a gradient, but a step computes those of parameters alone: detach() it; "
+                "for the gradient of an input (as of adversarial examples) load model.full_state_dict() into a local "
+                "model, and compute it there"
+            )
+        if value.is_inference():
+            raise UsageError(
+                f"the batch's {name} was made under torch.inference_mode(), and cannot be kept for a backward: give "
+                "its clone(), or make it under torch.no_grad()"
+            )
 
 
 def _in_words(train: bool, returns: Returns, scale: float | Tensor) -> str:

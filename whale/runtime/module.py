@@ -52,7 +52,7 @@ class ParallelModule(nn.Module):
         raise UsageError(
             "a parallel model runs whole steps: write loss = model.train_step(**batch), without "
             "loss.backward() after it, or model.eval_step(**batch) for the loss alone; for anything else, such as "
-            "generate, load model.full_state_dict() into a local model"
+            "generate, or torch's update_bn of batch norms, load model.full_state_dict() into a local model"
         )
 
     @property

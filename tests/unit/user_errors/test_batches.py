@@ -58,6 +58,57 @@ def test_an_operator_without_a_rule_is_not_said_to_mix_rows() -> None:
     refused(UsageError, parts, Unknown(), torch.randn(4, 8), micro_batches=2)
 
 
+class Frequencies(nn.Module):
+    """An embedding whose gradients are divided by the frequencies of the indices in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, scale_grad_by_freq=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x).square().mean()
+
+
+def test_gradients_divided_by_frequencies_in_the_batch_couple_its_rows() -> None:
+    line = Frequencies.forward.__code__.co_firstlineno + 1
+    parts = ["micro_batches=2", f"{__file__}:{line}", "scale_grad_by_freq", "use micro_batches=1", "leave"]
+    refused(UsageError, parts, Frequencies(), torch.randint(0, 5, (8, 3)), micro_batches=2)
+
+
+class Bag(nn.Module):
+    """A model with an operator that has no rule, and one that joins its result with rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.embedding = nn.EmbeddingBag(5, 4, padding_idx=0), nn.Embedding(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.bag(x)
+        return (rows + self.embedding(x).mean(1)).square().mean()
+
+
+def test_what_joins_rows_with_a_value_of_the_whole_batch_is_not_blamed() -> None:
+    line = Bag.forward.__code__.co_firstlineno + 1
+    parts = ["micro_batches=2", "embedding_bag", f"{__file__}:{line}", "has no axis rule"]
+    refused(UsageError, parts, Bag(), torch.randint(0, 5, (8, 3)), micro_batches=2)
+
+
+class Root(nn.Module):
+    """A loss that is no sum over rows, but mixes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean().sqrt()
+
+
+def test_a_loss_that_is_no_sum_over_rows_is_not_said_to_mix_them() -> None:
+    parts = ["micro_batches=2", "aten.sqrt", "needs the whole sum over the rows", "use micro_batches=1"]
+    refused(UsageError, parts, Root(), torch.randn(4, 8), micro_batches=2)
+
+
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,3 +202,26 @@ def test_a_batch_of_another_dtype_names_the_operator_and_both_dtypes() -> None:
         CaptureError, match=r"aten\.linear\.default of float32 and float64; give a batch of the model's"
     ):
         model.train_step(torch.randn(4, 8).double())
+
+
+def test_a_batch_that_needs_a_gradient_or_cannot_be_kept_is_refused_before_the_step() -> None:
+    model = Returns(lambda y, x: y.square().mean())
+    parallel = api.parallelize(model, torch.randn(4, 8), device="cpu")
+    with pytest.raises(UsageError, match=r"args\[0\] requires a gradient, .* detach\(\) it; .* local model"):
+        parallel.train_step(torch.randn(4, 8, requires_grad=True))
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+        parallel.eval_step(x)
+    with pytest.raises(UsageError, match=r"args\[0\] was made under torch.inference_mode.* clone\(\)"):
+        parallel.train_step(x)
+    x = x.clone()
+    torch.testing.assert_close(parallel.train_step(x).detach(), model(x).detach())
+
+
+def test_a_parameter_of_another_shape_is_refused_before_the_step() -> None:
+    parallel = api.parallelize(Returns(lambda y, x: y.square().mean()), torch.randn(4, 8), device="cpu")
+    parallel.get_parameter("linear.weight").data = torch.zeros(16, 8)
+    with pytest.raises(
+        UsageError, match=r"linear.weight has shape \(16, 8\) on rank 0, .*has \(8, 8\): .*load_full_state"
+    ):
+        parallel.train_step(torch.randn(4, 8))

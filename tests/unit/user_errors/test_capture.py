@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from tests.refusals import refused
 from tests.small_models import decoder, tokens
 from whale import api
-from whale.errors import CaptureError
+from whale.errors import CaptureError, UsageError
 
 SOURCE = """\
 import numpy
@@ -125,6 +126,13 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = x[x[:, 0].nonzero().squeeze(1)]", DATA),
         ("x = x[x > 0].sum() * x", DATA),
         ("x = x * x.tolist()[0][0]", DATA),
+        ("x = x * torch.cov(x.T).sum()", ["in cov, control flow", *DATA]),
+        ("x = x * nn.functional.gaussian_nll_loss(x, x, x * x)", ["in gaussian_nll_loss, control flow", *DATA]),
+        ("x = torch.distributions.Gamma(x.exp(), x.exp()).rsample()", ["in Gamma", *DATA]),
+        (
+            "x = nn.LSTM(8, 8)(nn.utils.rnn.pack_padded_sequence(x[None], x.long()[:, 0], True))",
+            ["of a packed sequence", "leave pack_padded_sequence out", "with gather"],
+        ),
         ("x = sum([x for _ in range(int(x.sum()))], x)", DATA),
         ("x = x * float(x.detach().numpy().sum())", ["numpy reads a tensor's values", "torch's operators"]),
         ("x = x + torch.from_numpy(numpy.tanh(x.detach().numpy()))", ["numpy reads"]),
@@ -182,3 +190,106 @@ def test_capture_leaves_torch_as_it_was(model_of: Callable[[str], nn.Module]) ->
     assert torch.autograd.Function.__dict__["apply"] is apply
     model = model_of("x = Wrong.apply(x)")
     model(torch.randn(4, 8)).backward()
+
+
+class Read(nn.Module):
+    """A model, or a loss, that reads what a function gives."""
+
+    def __init__(self, read: Callable[[Any], torch.Tensor], *, has_loss: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.listed: list[torch.Tensor] = [self.linear.weight]
+        self.read, self.has_loss = read, has_loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.read(self).sum()
+        return y.square().mean() if self.has_loss else y
+
+
+GLOBAL = nn.Parameter(torch.ones(3))
+
+
+def test_a_parameter_that_is_not_the_models_is_refused_where_it_is_read() -> None:
+    line = Read.forward.__code__.co_firstlineno + 1
+    parts = [
+        f"{__file__}:{line}",
+        "a parameter of shape (3,)",
+        "requires a gradient",
+        "register it",
+        "nn.ParameterList",
+    ]
+    refused(CaptureError, parts, Read(lambda model: GLOBAL), torch.randn(4, 8))
+    parts = [f"{__file__}:{line}", "a tensor of shape (8, 8)", "not under a name", "nn.ParameterList"]
+    refused(CaptureError, parts, Read(lambda model: model.listed[0]), torch.randn(4, 8))
+    api.parallelize(Read(lambda model: GLOBAL.detach()), torch.randn(4, 8), device="cpu")
+    GLOBAL.requires_grad_(False)
+    api.parallelize(Read(lambda model: GLOBAL), torch.randn(4, 8), device="cpu")
+    GLOBAL.requires_grad_(True)
+
+
+class CentredLoss(nn.Module):
+    """A loss with a buffer that it may write to, and a parameter."""
+
+    def __init__(self, *, writes: bool = False) -> None:
+        super().__init__()
+        self.centre: torch.Tensor
+        self.register_buffer("centre", torch.zeros(8))
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.writes = writes
+
+    def forward(self, output: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        if self.writes:
+            self.centre.mul_(0.9).add_(0.1 * output.detach().mean(0))
+        return (output - self.centre).square().mean() * self.scale
+
+
+def test_a_losss_module_may_have_constants_but_neither_a_state_nor_parameters() -> None:
+    x, loss = torch.randn(4, 8), CentredLoss()
+    model = nn.Linear(8, 8)
+    parallel = api.parallelize(model, (x,), loss_fn=loss, device="cpu")
+    torch.testing.assert_close(parallel.train_step(x).detach(), loss(model(x), (x,)).detach())
+    loss.centre += 1
+    torch.testing.assert_close(parallel.train_step(x).detach(), loss(model(x), (x,)).detach())
+    loss.scale.requires_grad_(True)
+    parts = [__file__, "a parameter of shape ()", "put a loss with parameters inside the model"]
+    refused(CaptureError, parts, nn.Linear(8, 8), (x,), loss_fn=loss)
+    parts = ["writes to a tensor that is no buffer of the model", "inside the model"]
+    refused(CaptureError, parts, nn.Linear(8, 8), (x,), loss_fn=CentredLoss(writes=True))
+
+
+def test_a_running_average_in_a_dict_is_refused_with_what_to_write() -> None:
+    state = {"mean": torch.zeros(())}
+
+    def loss_fn(output: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        loss = output.square().mean()
+        state["mean"] = 0.9 * state["mean"] + 0.1 * loss.detach()
+        return loss / (1 + state["mean"])
+
+    line = loss_fn.__code__.co_firstlineno + 2
+    parts = [f"{__file__}:{line}", "a tensor of shape ()", "register_buffer", "inside the model"]
+    refused(CaptureError, parts, nn.Linear(8, 8), (torch.randn(4, 8),), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "example"),
+    [
+        (nn.functional.cross_entropy, "cross_entropy(output, batch[1])"),
+        (nn.CrossEntropyLoss(), "loss(output, batch[1])"),
+        (lambda output, y: nn.functional.cross_entropy(output, y), "loss(output, batch[1])"),
+        (lambda output: output.mean(), "loss(output, batch[1])"),
+    ],
+)
+def test_a_loss_of_an_output_and_a_target_is_shown_with_the_batch(loss_fn: Callable[..., Any], example: str) -> None:
+    parts = ["loss_fn raised TypeError", "called as loss_fn(output, batch)", f"loss_fn=lambda output, batch: {example}"]
+    batch = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+    refused(UsageError, parts, nn.Linear(8, 8), batch, loss_fn=loss_fn)
+
+
+def test_control_flow_of_a_module_of_torch_names_its_class() -> None:
+    model = Read(lambda model: model.linear.bias)
+    model.linear = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))  # type: ignore[assignment]
+    refused(CaptureError, [__file__, "in BatchNorm1d, control flow"], model, torch.randn(4, 8))
+
+
+def test_a_model_that_torch_has_made_parallel_is_refused_for_the_module_inside() -> None:
+    refused(CaptureError, ["DataParallel", "give the module inside of it, model.module"], nn.DataParallel(decoder()))
