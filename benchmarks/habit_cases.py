@@ -86,12 +86,16 @@ class Decoder(nn.Module):
         logits = self.head(x) if task == "words" else self.other(x)
         if labels is None:
             return {"logits": logits}
+        if self.habit == "noise":
+            logits = logits + torch.normal(torch.zeros(WORDS), torch.ones(WORDS)).to(x.dtype)
         targets = labels if task == "words" else labels % 4
         if self.habit == "kl_div":
             wanted = nn.functional.one_hot(targets, logits.shape[-1]).to(x.dtype)
             loss = nn.functional.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean", log_target=False)
         else:
             loss = weight * cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+        if self.habit == "penalty":
+            loss = loss + 0.01 * sum(block.up.weight.square().sum() for block in self.blocks)
         if self.habit == "tuple":
             return (logits.argmax(-1) == targets).double().mean(), loss
         return {"loss": loss, "logits": logits}
@@ -132,10 +136,13 @@ def loss_of(output: Any) -> Tensor:
 class Pair:
     """A local and a parallel script that take the same steps."""
 
-    def __init__(self, layout: str, habit: str = "", prepare: Callable[[Any], None] = lambda model: None) -> None:
-        self.local = local_model(habit)
+    def __init__(
+        self, layout: str, habit: str = "", prepare: Callable[[Any], None] = lambda model: None, **options: Any
+    ) -> None:
+        self.local, model = local_model(habit), local_model(habit)
         prepare(self.local)
-        self.model = parallel(copy.deepcopy(self.local), layout)
+        prepare(model)
+        self.model = parallel(model, layout, **options)
         self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (self.local, self.model)]
         self.worst = 0.0
 
@@ -582,3 +589,82 @@ def _copy(layout: str) -> float:
     whole.load_state_dict(pair.model.full_state_dict())
     pair.note(whole(batch()["tokens"])["logits"], pair.local(batch()["tokens"])["logits"])
     return pair.error()
+
+
+def _wrap(model: Any) -> None:
+    up = model.blocks[0].up
+    forward = up.forward
+    up.forward = lambda x: 2 * forward(x)
+
+
+@habit("a wrapped forward: old = m.forward; m.forward = lambda x: 2 * old(x)", "wrong: the layer did not train")
+def _wrapped(layout: str) -> float:
+    pair = Pair(layout, prepare=_wrap)
+    pair.step()
+    pair.step()
+    return pair.error()
+
+
+@habit("the same after parallelize", "wrong: its gradients were zero")
+def _wrapped_later(layout: str) -> float:
+    pair = Pair(layout)
+    _wrap(pair.local)
+    if pair.model.blocks[0].up.weight is not None:
+        _wrap(pair.model)
+    pair.step()
+    return pair.error()
+
+
+@habit("noise by torch.normal(zeros, ones) in forward", "wrong: the same in every step")
+def _noise(layout: str) -> float:
+    model = parallel(local_model("noise"), layout)
+    one, other = (model.train_step(**batch()).item() for _ in range(2))
+    return float(one == other)  # 0: they differ
+
+
+@habit("a penalty of weights in the loss, two micro-batches", "refused, in words for batch norms")
+def _penalty(layout: str) -> float:
+    pair = Pair(layout, "penalty", micro_batches=2)
+    pair.step()
+    pair.step()
+    return pair.error()
+
+
+@habit("clip_grad_norm_ of each parameter", "wrong under stages: norms of unlike parameters were summed")
+def _clip_each(layout: str) -> float:
+    def clip(model: Any) -> None:
+        for parameter in model.parameters():
+            torch.nn.utils.clip_grad_norm_(parameter, 0.01)
+
+    pair = Pair(layout)
+    pair.step(change=clip)
+    return pair.error()
+
+
+@habit("more rows than the example", "exact, compiled for each number of rows; batch norms refused")
+def _more_rows(layout: str) -> float:
+    pair = Pair(layout)
+    for rows in (8, 20, 12):
+        pair.step(**batch(rows))
+    return pair.error()
+
+
+@habit("a parameter that the model does not register", "wrong: it did not train")
+def _unregistered(layout: str) -> float:
+    def add(model: Any) -> None:
+        shift, forward = [nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))], model.blocks[0].norm.forward
+        model.blocks[0].norm.forward = lambda x: forward(x) + shift[0]
+
+    pair = Pair(layout, prepare=add)
+    pair.step()
+    return pair.error()
+
+
+@habit("an input that requires a gradient", "its gradient stayed None")
+def _input_gradient(layout: str) -> float:
+    torch.manual_seed(0)
+    model = whale.parallelize(
+        nn.Linear(4, 2), torch.ones(4, 4), device="cpu", loss_fn=lambda output, _: output.sum(), timeout_seconds=10
+    )
+    model.train_step(torch.ones(4, 4, requires_grad=True))
+    return 0.0
