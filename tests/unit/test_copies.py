@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.errors import UsageError
+from whale.errors import CaptureError, UsageError
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 GLOBAL: Any = None
@@ -75,8 +75,57 @@ def wrapped_twice() -> nn.Module:
     return model
 
 
+def decorated() -> nn.Module:
+    model = layers()
+    old = model[0].forward
+
+    @functools.wraps(old)
+    def wrapper(x: Tensor) -> Tensor:
+        found: Tensor = old(x) * 2
+        return found
+
+    model[0].forward = wrapper
+    return model
+
+
+def recursive() -> nn.Module:
+    model = layers()
+    old = model[0].forward
+
+    def forward(x: Tensor, times: int = 2) -> Tensor:
+        return old(x) if times == 0 else other(x, times)
+
+    def other(x: Tensor, times: int) -> Tensor:
+        return forward(x, times - 1) * 0.5 + old(x)
+
+    model[0].forward = forward
+    return model
+
+
+def with_a_shared_store() -> nn.Module:
+    model, store, last = layers(), {"loss": torch.zeros(())}, layers()[2]
+    model[2] = last
+    model[0].register_forward_hook(
+        lambda module, given, output: store.__setitem__("loss", output.square().mean() * last.weight.norm())
+    )
+    old = model[2].forward
+    model[2].forward = lambda x: old(x) + store["loss"]
+    return model
+
+
 @pytest.mark.parametrize(
-    "build", [with_a_closure, with_an_adapter, with_a_partial, with_a_hook, with_a_global, wrapped_twice]
+    "build",
+    [
+        with_a_closure,
+        with_an_adapter,
+        with_a_partial,
+        with_a_hook,
+        with_a_global,
+        wrapped_twice,
+        decorated,
+        recursive,
+        with_a_shared_store,
+    ],
 )
 def test_functions_on_modules_compute_with_the_parallel_model_s_parameters(build: Callable[[], nn.Module]) -> None:
     local = build()
@@ -90,8 +139,12 @@ def test_functions_on_modules_compute_with_the_parallel_model_s_parameters(build
         found = model.full_gradients()
         assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
     assert gradients.keys() == found.keys()
-    with torch.no_grad():
-        torch.testing.assert_close(parallel[2](torch.ones(1, 4).double()), local[2](torch.ones(1, 4).double()))  # type: ignore[index]
+
+
+def test_a_module_with_a_function_can_be_called() -> None:
+    local: Any = with_a_closure()
+    parallel: Any = whale.parallelize(with_a_closure(), X, loss_fn=lambda output, batch: output.sum(), device="cpu")
+    assert torch.equal(parallel[2](torch.ones(1, 4).double()), local[2](torch.ones(1, 4).double()))
 
 
 def test_a_forward_that_is_replaced_later_is_refused() -> None:
@@ -100,3 +153,77 @@ def test_a_forward_that_is_replaced_later_is_refused() -> None:
     parallel[2].forward = lambda x: 2 * old(x)
     with pytest.raises(UsageError, match=r"2\.forward was replaced after parallelize, .* before parallelize"):
         parallel.train_step(X)
+
+
+def test_what_functions_read_acts_at_the_next_step() -> None:
+    model, factor = layers(), [1.0]
+    old = model[2].forward
+    model[2].forward = lambda x: factor[0] * old(x)
+    model.gain = 1.0
+    model[0].register_forward_hook(lambda module, given, output: output * model.gain)
+    parallel: Any = whale.parallelize(model, X, loss_fn=lambda output, batch: output.sum(), device="cpu")
+    first = parallel.train_step(X).item()
+    factor[0] = 2.0
+    assert parallel.train_step(X).item() == pytest.approx(2 * first)
+    parallel.gain = 0.0
+    expected = model[2](torch.zeros(4, 4).double().tanh()).sum().item()
+    assert parallel.train_step(X).item() == pytest.approx(expected)
+
+
+def with_a_flag() -> nn.Module:
+    model = layers()
+
+    def hook(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        if hasattr(hook, "done"):
+            return output
+        hook.done = True  # type: ignore[attr-defined]
+        return output * 2
+
+    model[0].register_forward_hook(hook)
+    return model
+
+
+def with_a_counter() -> nn.Module:
+    model = layers()
+    old = model[0].forward
+
+    def forward(x: Tensor) -> Tensor:
+        forward.calls += 1  # type: ignore[attr-defined]
+        found: Tensor = old(x) * forward.calls  # type: ignore[attr-defined]
+        return found
+
+    forward.calls = 0  # type: ignore[attr-defined]
+    model[0].forward = forward
+    return model
+
+
+def with_a_handle() -> nn.Module:
+    model = layers()
+
+    def hook(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        handle.remove()
+        return output * 2
+
+    handle = model[0].register_forward_hook(hook)
+    return model
+
+
+def with_a_mixed_store() -> nn.Module:
+    model = layers()
+    store = {"layer": model[2], "scale": 1.0}
+    model[0].register_forward_hook(lambda module, given, output: output * store["layer"].weight.sum() * store["scale"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (with_a_flag, "in its first call, and computes something else then"),
+        (with_a_counter, "from step to step, and computes something else then"),
+        (with_a_handle, "the handle of a hook, which it could remove"),
+        (with_a_mixed_store, "holds a dict with modules of the model and with other values"),
+    ],
+)
+def test_state_of_functions_is_refused(build: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        whale.parallelize(build(), X, loss_fn=lambda output, batch: output.sum(), device="cpu")

@@ -39,7 +39,7 @@ from whale.graph.capture_checks import (
     refusing,
 )
 from whale.graph.copies import model_copy
-from whale.graph.forward_state import Steadiness
+from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
@@ -376,6 +376,7 @@ def capture(
         """The exported program, and the number of stages that the forward enters; most equal layers are copies, unless
         all are traced."""
         duplicate = duplicated()
+        first: tuple[Steadiness, Listing] | None = None
         try:
             with _tracing() as (entered, checkpointed):
                 repeats = Repeats(duplicate, entered) if copying else None
@@ -391,11 +392,12 @@ def capture(
                 if not (copying and steadiness.kept_something):
                     check_static(program.graph, type(model).__name__)
                     check_autocast([program.graph, *(module.graph for module in _submodules(program.graph))])
-            if steadiness.kept_something:
-                if copying:
-                    return exported(copying=False)
+            listings.append(graph_listing(program.graph) if steadiness.kept_something or listings else [])
+            if steadiness.kept_something and copying:
+                first = steadiness, listings[0]
+            elif steadiness.kept_something:
                 steadiness.check(program.graph, lambda: exported_again(duplicate, steadiness.end), run)
-            if _mutates(program.graph):
+            if first is None and _mutates(program.graph):
                 _detach_regions(program.graph)
                 with _tracing():
                     program = program.run_decompositions({})
@@ -403,10 +405,16 @@ def capture(
             if copying:  # the copies may be the cause
                 return exported(copying=False)
             raise capture_error(error, model) from error
+        if first is not None:
+            traced = exported(copying=False)
+            steadiness, listing = first
+            steadiness.check_second(listing, listings[-1])
+            return traced
         places[:] = checkpointed
         return program, entered["stage"]
 
     places: list[SourceLine | None] = []
+    listings: list[Listing] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))

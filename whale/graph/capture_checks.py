@@ -354,8 +354,9 @@ def _no_name(x: torch.Tensor) -> str:
     kind = "a parameter" if isinstance(x, nn.Parameter) else "a tensor"
     return (
         f"the forward or loss_fn reads {kind} of shape {tuple(x.shape)} that requires a gradient and that the model "
-        "has not under a name (it is in a list, a global, a closure or the loss's module), so that steps would not "
-        "train it: register it (self.weight = nn.Parameter(...), nn.ParameterList, a submodule) and read it as the "
+        "has not under a name (it is in a list, a global, a closure or the loss's module, or is reached through an "
+        "object, as a set or a namespace, with modules from before parallelize), so that steps would not train it: "
+        "register it (self.weight = nn.Parameter(...), nn.ParameterList, a submodule) and read it as the "
         "module's attribute, put a loss with parameters inside the model, or freeze it with requires_grad_(False)"
     )
 

@@ -9,43 +9,54 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["model_copy"]
+from whale.errors import CaptureError
+
+__all__ = ["Bound", "model_copy"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy by ``copy.deepcopy`` with *memo*; functions that a script put on modules, and hooks, are the copy's."""
+    """A copy by ``copy.deepcopy`` with *memo*; functions that a script put on modules, and hooks, are the copy's.
+
+    Raises:
+        CaptureError: such a function has a list or a dict of modules and of other values, which it could change.
+    """
     made = copy.deepcopy(model, memo)
+    rebinding = _Rebinding(memo)
     for module in made.modules():
         for table in (module.__dict__, *(getattr(module, name) for name in _HOOKS)):
             for name, x in table.items():
                 if isinstance(x, (FunctionType, functools.partial)):
-                    rebinding = _Rebinding(memo)
                     function = rebinding.of(x)
                     if function is not x:
-                        table[name] = _Bound(function, list(rebinding.used.values()))
+                        table[name] = Bound(function, rebinding.used)
     return made
 
 
-class _Bound:
+class Bound:
     """A function with the modules and tensors that it reaches, with which it is copied."""
 
-    def __init__(self, function: Callable[..., Any], reached: list[Any]) -> None:
+    def __init__(self, function: Callable[..., Any], reached: Mapping[int, Any]) -> None:
         functools.update_wrapper(self, function)
-        self._function, self._reached = function, reached
+        self.function, self._reached = function, reached
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        """Call the function."""
+        return self.function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Bound:
-        copies = {id(x): copy.deepcopy(x, memo) for x in self._reached}
-        return _Bound(_Rebinding(copies).of(self._function), list(copies.values()))
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Bound:
+        rebinding = memo.setdefault(_Rebinding, _Rebinding({}))  # one for all functions, that share what they hold
+        for x in self._reached.values():
+            rebinding.copies[id(x)] = copy.deepcopy(x, memo)
+        return Bound(rebinding.of(self.function), rebinding.used)
 
 
 class _Rebinding:
@@ -58,15 +69,15 @@ class _Rebinding:
         used: the copies that were used, by their identity.
     """
 
-    def __init__(self, copies: Mapping[int, Any]) -> None:
-        self._copies = copies
+    def __init__(self, copies: dict[int, Any]) -> None:
+        self.copies = copies
         self._known: dict[int, tuple[Any, Any]] = {}
         self.used: dict[int, Any] = {}
 
     def of(self, x: Any) -> Any:
         """*x* with copies; the same object if it refers to nothing that is copied."""
         if isinstance(x, (nn.Module, Tensor)):
-            made = self._copies.get(id(x), x)
+            made = self.copies.get(id(x), x)
             if made is not x:
                 self.used[id(made)] = made
             return made
@@ -79,45 +90,78 @@ class _Rebinding:
         if isinstance(x, MethodType):
             owner = self.of(x.__self__)
             return x if owner is x.__self__ else MethodType(x.__func__, owner)
-        if type(x) in (list, tuple):
-            parts = [self.of(part) for part in x]
-            return x if all(a is b for a, b in zip(parts, x, strict=True)) else type(x)(parts)
-        if type(x) is dict:
-            values = {key: self.of(value) for key, value in x.items()}
-            return x if all(values[key] is x[key] for key in x) else values
+        if type(x) in (list, tuple, dict):
+            return self._of_container(x)
         if isinstance(x, functools.partial):
             function, args, keywords = self.of(x.func), self.of(x.args), self.of(x.keywords)
             changed = function is not x.func or args is not x.args or keywords is not x.keywords
             return functools.partial(function, *args, **keywords) if changed else x
-        if isinstance(x, _Bound):
-            function = self.of(x._function)
-            return x if function is x._function else _Bound(function, [self.of(one) for one in x._reached])
-        if isinstance(x, FunctionType) and x.__module__ is not None and x.__module__.partition(".")[0] != "torch":
+        if isinstance(x, Bound):
+            return self.of(x.function)
+        if isinstance(x, RemovableHandle):
+            raise CaptureError(
+                "a function that is a module's forward, or a hook, has the handle of a hook, which it could remove: do "
+                "what is done once before parallelize, and remove the hook there"
+            )
+        if isinstance(x, FunctionType) and str(x.__globals__.get("__name__")).partition(".")[0] != "torch":
             return self._of_function(x)
         return x
 
+    def _of_container(self, x: Any) -> Any:
+        parts = [*x.values()] if isinstance(x, dict) else [*x]
+        made = [self.of(part) for part in parts]
+        same = [a is b for a, b in zip(made, parts, strict=True)]
+        if all(same):
+            return x
+        if any(same) and not isinstance(x, tuple):
+            raise CaptureError(
+                f"a function that is a module's forward, or a hook, holds a {type(x).__name__} with modules of the "
+                "model and with other values: the parallel model has other modules, and changes of this one could not "
+                "be seen; hold the modules in a variable of their own"
+            )
+        return dict(zip(x, made, strict=True)) if isinstance(x, dict) else type(x)(made)
+
     def _of_function(self, x: FunctionType) -> FunctionType:
-        cells = tuple(self._of_cell(cell) for cell in x.__closure__ or ())
+        """A function with copies in its variables; the others it shares with *x*."""
+        old = x.__closure__ or ()
+        cells, variables = tuple(CellType() for _ in old), _Globals({}, x.__globals__)
+        made = FunctionType(x.__code__, variables, x.__name__, None, cells)
+        self._known[id(x)] = x, made  # for what refers to it
+        for cell, one in zip(cells, old, strict=True):
+            with suppress(ValueError):  # an empty cell
+                cell.cell_contents = self.of(one.cell_contents)
         defaults, keyword = self.of(x.__defaults__), self.of(x.__kwdefaults__)
         read = {name: x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__}
-        others = {name: made for name, value in read.items() if (made := self.of(value)) is not value}
-        same = all(a is b for a, b in zip(cells, x.__closure__ or (), strict=True))
-        if same and defaults is x.__defaults__ and keyword is x.__kwdefaults__ and not others:
-            return x
-        variables = _Globals(others, x.__globals__) if others else x.__globals__
-        made = FunctionType(x.__code__, variables, x.__name__, defaults, cells)
-        made.__kwdefaults__ = keyword
+        others = {name: new for name, value in read.items() if (new := self.of(value)) is not value}
+        closure = tuple(new if _differ(new, one) else one for new, one in zip(cells, old, strict=True))
+        variables.update(others)
+        made.__defaults__, made.__kwdefaults__ = defaults, keyword
         made.__dict__.update(x.__dict__)
-        made.__qualname__, made.__module__, made.__doc__ = x.__qualname__, x.__module__, x.__doc__
-        return made
+        found = FunctionType(x.__code__, variables if others else x.__globals__, x.__name__, defaults, closure)
+        found.__kwdefaults__, found.__dict__ = keyword, made.__dict__
+        changed = defaults is not x.__defaults__ or keyword is not x.__kwdefaults__
+        for cell, one in zip(closure, old, strict=True):
+            if cell is not one and cell.cell_contents is made:
+                cell.cell_contents = found
+            elif cell is not one:
+                changed = True
+        for name, new in others.items():
+            if new is made:
+                variables[name] = found
+            else:
+                changed = True
+        if not changed:
+            return x
+        for function in (made, found):
+            function.__qualname__, function.__module__, function.__doc__ = x.__qualname__, x.__module__, x.__doc__
+        return found
 
-    def _of_cell(self, cell: CellType) -> CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # it is empty
-            return cell
-        made = self.of(content)
-        return cell if made is content else CellType(made)
+
+def _differ(one: CellType, other: CellType) -> bool:
+    try:
+        return one.cell_contents is not other.cell_contents
+    except ValueError:  # an empty cell
+        return False
 
 
 class _Globals(dict[str, Any]):

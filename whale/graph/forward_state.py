@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.reach import WATCHES, Reach, Same, hooks_of, untraced
 
-__all__ = ["Steadiness"]
+__all__ = ["Listing", "Steadiness", "graph_listing"]
 
 
 class Kept(NamedTuple):
@@ -222,11 +222,11 @@ class Steadiness:
         own, left = self._kept, self._left
         if not own and not self._clocks:
             return
-        first = _listing(graph)
+        first = graph_listing(graph)
         self._state.restore(self._attributes)
         try:
             with _noting_clocks(self._state, later=True), _noting_draws():
-                second, error = _listing(again()), None
+                second, error = graph_listing(again()), None
         except Exception as problem:
             second, error = first, problem
         changing = _changed(left, self._left) if own else []
@@ -248,6 +248,25 @@ class Steadiness:
             "parallelize",
             place(changing or own),
         )
+
+    def check_second(self, first: Listing, second: Listing) -> None:
+        """Compare this trace with one of another copy of the model after it, for what is not of the copy, such as a
+        flag of a function, that the first call alone changes.
+
+        Raises:
+            CaptureError: the second computes something else.
+        """
+        outside = [kept for kept in self._kept if kept.path is None]
+        if not outside:
+            return
+        differs, line = _first_difference(first, second)
+        if differs:
+            shown = ", ".join(map(str, outside[:3]))
+            raise located(
+                f"the forward changes {shown} in its first call, and computes something else then, but a captured "
+                "graph has one step for all: do what is done once before parallelize",
+                line,
+            )
 
 
 def _changed(before: Mapping[Kept, Hashable], after: Mapping[Kept, Hashable]) -> list[Kept]:
@@ -371,7 +390,10 @@ def _place_of_change(
     return found[0] if found else None
 
 
-def _listing(graph: fx.Graph) -> list[tuple[fx.Node, Hashable]]:
+Listing = list[tuple[fx.Node, Hashable]]
+
+
+def graph_listing(graph: fx.Graph) -> Listing:
     """The nodes of a graph and of the graphs inside of it, each with a text that is equal for equal operators."""
     owner = graph.owning_module
     inner = [m.graph for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner is not None else [graph]
@@ -392,9 +414,7 @@ def _numbered(number: Mapping[fx.Node, int], node: fx.Node) -> Any:
     return f"%{number[node]}"
 
 
-def _first_difference(
-    first: list[tuple[fx.Node, Hashable]], second: list[tuple[fx.Node, Hashable]]
-) -> tuple[bool, SourceLine | None]:
+def _first_difference(first: Listing, second: Listing) -> tuple[bool, SourceLine | None]:
     """Whether two graphs differ, and the model's line of the first operator that does."""
     for (node, text), (_, other) in zip(first, second, strict=False):
         if text != other:

@@ -21,6 +21,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from whale.graph.copies import Bound
 
 __all__ = ["PLAIN", "WATCHES", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
 
@@ -120,12 +123,15 @@ class Reach:
                 yield from _defined(x)
             elif _package(x) not in _STATELESS:
                 yield from _read(x)
+                yield x.__dict__
         elif isinstance(x, staticmethod | classmethod):
             yield x.__func__
         elif isinstance(x, property):
             yield from (x.fget, x.fset)
         elif isinstance(x, random.Random):
             yield x.getstate()
+        elif isinstance(x, RemovableHandle):
+            yield x.hooks_dict_ref()
         elif _package(type(x)) == "numpy":
             yield _numpy_state(x)
         elif not isinstance(x, Tensor | ModuleType) and _package(type(x)) not in ("torch", "logging"):
@@ -237,6 +243,8 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
         if id(x) in seen or x is None:
             continue
         seen.add(id(x))
+        if isinstance(x, Bound):
+            x = x.function
         if isinstance(x, MethodType):
             objects.append(x.__self__)
             x = x.__func__

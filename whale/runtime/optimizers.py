@@ -299,8 +299,14 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
             own = [n for n, t in engine.tensors.items() if t.grad is not None and id(t.grad) in asked]
             if own:
                 names[engine] = own
-        if not given and len(_engines) == 1:  # this rank has none of what the others clip
-            names = {engine: [] for engine in _engines if not engine.holds_all}
+        if not given:  # this rank has none of what the others clip
+            cut = [engine for engine in _engines if not engine.has_all_parts]
+            if len(cut) > 1:
+                raise UsageError(
+                    "clip_grad_norm_ was given no gradients on this rank, and it is not known of which of "
+                    f"{len(cut)} parallel models with stages the others clip some: use model.clip_grad_norm_(max_norm)"
+                )
+            names = {engine: [] for engine in cut}
         if not names:
             return total_norm(given, norm_type, error_if_nonfinite, foreach)
         if len(names) > 1 or len(given) > sum(map(len, names.values())):
