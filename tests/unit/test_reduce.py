@@ -146,6 +146,64 @@ def test_gradients_from_before_the_step_are_a_term_of_one_rank(
     torch.testing.assert_close(a.grad, torch.full((2,), 2 * term))
 
 
+def test_new_gradients_are_where_they_were_summed(group: dist.ProcessGroup, summed: list[Tensor]) -> None:
+    a, b = Parameter(torch.ones(2, 3)), Parameter(torch.ones(4))
+    step(Reducer([bucket(0, group, [b, a])], Failures(0)), a.sum() + b.sum())
+    assert a.grad is not None and b.grad is not None
+    assert b.grad.data_ptr() == summed[0].data_ptr()
+    assert a.grad.data_ptr() == summed[0][4:].data_ptr()
+    assert (a.grad.shape, b.grad.shape) == (a.shape, b.shape)
+    a.grad.mul_(2)  # as of clipping: a gradient is no special tensor
+    torch.testing.assert_close(b.grad, torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize(("rank", "total"), [(0, 2 * (2.0 + 1.0)), (1, 2 * 1.0)])
+def test_accumulated_gradients_of_a_bucket_are_summed_in_place(
+    group: dist.ProcessGroup, summed: list[Tensor], rank: int, total: float
+) -> None:
+    a, b = weights(2, 3)
+    reducer = Reducer([bucket(0, group, [a, b])], Failures(rank))
+    step(reducer, a.sum() + b.sum())
+    before = (a.grad, b.grad)
+    step(reducer, a.sum() + b.sum())
+    assert a.grad is before[0] and b.grad is before[1]
+    assert len({tensor.data_ptr() for tensor in summed}) == 1
+    torch.testing.assert_close(a.grad, torch.full((2,), total))
+    torch.testing.assert_close(b.grad, torch.full((3,), total))
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, 2 * (2.0 + 1.0)), (1, 2 * 1.0)])
+def test_gradients_of_a_bucket_that_were_dropped_in_part(
+    group: dist.ProcessGroup, summed: list[Tensor], rank: int, kept: float
+) -> None:
+    a, b = weights(2, 3)
+    reducer = Reducer([bucket(0, group, [a, b])], Failures(rank))
+    step(reducer, a.sum() + b.sum())
+    before, a.grad = b.grad, None
+    step(reducer, a.sum() + b.sum())
+    assert b.grad is before
+    torch.testing.assert_close(a.grad, torch.full((2,), 2.0))
+    torch.testing.assert_close(b.grad, torch.full((3,), kept))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_was_replaced_beside_one_that_was_not(
+    group: dist.ProcessGroup, summed: list[Tensor], rank: int
+) -> None:
+    a, b = weights(2, 3)
+    reducer = Reducer([bucket(0, group, [a, b])], Failures(rank))
+    step(reducer, a.sum() + b.sum())
+    before = a.grad
+    reducer.begin()
+    a.grad, b.grad = torch.full((2,), 5.0), b.grad if rank == 0 else torch.zeros(3)
+    reducer.finished(0)
+    reducer.launch(0)
+    reducer.finish()
+    assert a.grad is before
+    torch.testing.assert_close(a.grad, torch.full((2,), 10.0))
+    torch.testing.assert_close(b.grad, torch.full((3,), 4.0 if rank == 0 else 0.0))
+
+
 def test_a_gradient_in_another_layout_is_summed_in_the_common_one(
     group: dist.ProcessGroup, summed: list[Tensor]
 ) -> None:

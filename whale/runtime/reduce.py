@@ -55,7 +55,7 @@ class _Pending:
     bucket: Bucket
     stages: set[int]
     ready: set[Parameter] = field(default_factory=set)
-    flat: Tensor | None = None
+    sums: list[Tensor] | None = None
     work: dist.Work | None = None
 
 
@@ -64,8 +64,10 @@ class Reducer:
 
     In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest when
     the program says so; `finish`. Existing gradients, from a step whose gradients are accumulated, are equal on all
-    ranks: the first rank of a bucket adds to them and the others start without, so they count once. *failures* knows
-    which this one is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
+    ranks: the first rank of a bucket adds to them and the others start without, so they count once. They remain the
+    same tensors; new gradients are views of their bucket, so that sums are copied nowhere and a bucket of accumulated
+    gradients is summed in place. *failures* knows which rank this is; *transport* has ``all_reduce``:
+    ``torch.distributed``, except in a dry run.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
@@ -109,11 +111,12 @@ class Reducer:
         self._armed.clear()
         self._before.clear()
         for bucket in self.buckets:
-            if bucket.group is not None and self._failures.rank != min(bucket.ranks):
+            if bucket.group is not None:
                 for parameter in bucket.parameters:
                     if parameter.grad is not None:
                         self._before[parameter] = parameter.grad
-                        parameter.grad = None
+                        if self._failures.rank != min(bucket.ranks):
+                            parameter.grad = None
 
     def arm(self, stage: int) -> None:
         """Announce that the stage's next backward is its last: its gradients are final unless another stage adds to
@@ -161,18 +164,15 @@ class Reducer:
         self._before.clear()
 
     def _write(self, pending: _Pending) -> None:
-        """Write sums to the gradients, which are the same tensors as before the step where there were some."""
-        parameters = pending.bucket.parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        sums = [parameters[0].grad] if pending.flat is None else pending.flat.split(sizes)
+        """Write sums to the gradients that were there before the step, where they are not there yet."""
+        assert pending.sums is not None
         targets, sources = [], []
-        for parameter, total in zip(parameters, sums, strict=True):
-            assert total is not None and parameter.grad is not None
-            target = self._before.get(parameter, parameter.grad)
-            if target is not total:
-                targets.append(target)
-                sources.append(total.view_as(target))
-            parameter.grad = target
+        for parameter, total in zip(pending.bucket.parameters, pending.sums, strict=True):
+            if (before := self._before.get(parameter)) is not None:
+                parameter.grad = before
+                if total is not before:
+                    targets.append(before)
+                    sources.append(total)
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -217,14 +217,42 @@ class Reducer:
             elif not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()  # ranks must agree on the layout
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if len(gradients) == 1:
-            total = gradients[0]
+        before = [self._before.get(parameter) for parameter in parameters]
+        total = _side_by_side(before)
+        if total is not None:
+            pending.sums = [there for there in before if there is not None]
+            apart = [(there, new) for there, new in zip(pending.sums, gradients, strict=True) if there is not new]
+            if apart:
+                torch._foreach_copy_([there for there, _ in apart], [new for _, new in apart])
+        elif len(gradients) == 1:
+            total, pending.sums = gradients[0], gradients
         else:
-            total = pending.flat = torch.cat([gradient.view(-1) for gradient in gradients])
+            total = torch.cat([gradient.view(-1) for gradient in gradients])
+            sizes = [gradient.numel() for gradient in gradients]
+            pending.sums = [part.view(p.shape) for part, p in zip(total.split(sizes), parameters, strict=True)]
+            for parameter, view, there in zip(parameters, pending.sums, before, strict=True):
+                if there is None:
+                    parameter.grad = view
         pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
     def _order(self) -> list[int]:
         return [bucket.index for bucket in self.buckets]
+
+
+def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """Tensors that follow each other in one storage, as one vector; None if they do not."""
+    first = tensors[0]
+    if first is None:
+        return None
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    end = start
+    for tensor in tensors:
+        if tensor is None or not tensor.is_contiguous() or tensor.storage_offset() != end:
+            return None
+        if tensor.untyped_storage().data_ptr() != storage:
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - start,), (1,), start)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
