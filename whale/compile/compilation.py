@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from whale.compile.trace import Traced
@@ -160,7 +160,8 @@ class Compilation:
             values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
             kinds = [(v.dtype, tuple(v.shape)) for v in values]
             target = getattr(node.target, "__qualname__", node.target)  # a function has an address in its text
-            graph.append(f"{node.op} {node.name} {target} {node.args} {node.kwargs} {kinds}")
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _without_index)
+            graph.append(f"{node.op} {node.name} {target} {args} {kwargs} {kinds}")
         placements = []
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes}")
@@ -228,6 +229,11 @@ class Compilation:
             for name in captured_order
             for value in [values[name]]
         }
+
+
+def _without_index(argument: Any) -> Any:
+    """An argument of an operator, as it is on every rank: each has a device of its own."""
+    return torch.device(argument.type) if isinstance(argument, torch.device) else argument
 
 
 def _form(analysis: Analysis, value: Value, placement: Placement) -> StoredForm:

@@ -54,15 +54,19 @@ def _in_words(mask: Tensor | None) -> str:
 
 
 def _value(node: fx.Node, captured: Captured, known: dict[fx.Node, Any]) -> Tensor | None:
-    """Value of a node that is the same in every step; None if it depends on the batch, the parameters or random
-    numbers."""
+    """Value, on the CPU, of a node that is the same in every step; None if it depends on the batch, the parameters or
+    random numbers."""
+
+    def argument(x: Any) -> Any:
+        return known[x] if isinstance(x, fx.Node) else torch.device("cpu") if isinstance(x, torch.device) else x
+
     needed = _needed(node, captured)
     for step in needed or ():
         if step not in known:
             if step.op == "placeholder":
-                known[step] = captured.constants[step.name]
+                known[step] = captured.constants[step.name].cpu()
                 continue
-            args, kwargs = fx.map_arg((step.args, step.kwargs), known.__getitem__)
+            args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), argument)
             known[step] = step.target(*args, **kwargs)  # type: ignore[operator]
     return known[node] if needed else None
 

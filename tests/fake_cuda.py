@@ -1,0 +1,103 @@
+"""Compiles models for CUDA devices that do not exist, and prints as JSON what ranks must agree on.
+
+    python -m tests.fake_cuda GUARD MODEL...     # in a process of its own: GUARD is a library of `build_guard`
+
+torch without CUDA refuses autograd on fake CUDA tensors, because nothing can make a device the current one. The library
+registers a guard that does nothing, which is sufficient for tensors without data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import whale
+from whale.cli.model_loader import load_model
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import trace
+from whale.ir.cluster import Cluster
+from whale.runtime.random import RNGPosition
+
+SOURCE = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl {
+struct Guard final : public NoOpDeviceGuardImpl<DeviceType::CUDA> {};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+}
+"""
+
+SMALL: dict[str, dict[str, object]] = {
+    "examples/models/gpt.py:gpt": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 64},
+    "hf:gpt2": {"num_hidden_layers": 2, "n_embd": 64, "n_head": 4, "sequence_length": 32},
+    "hf:llama": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "sequence_length": 32},
+    "hf:bert": {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 128, "sequence_length": 32},
+    "hf:t5": {"num_layers": 1, "num_decoder_layers": 1, "sequence_length": 32},
+    "hf:mixtral": {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "sequence_length": 32},
+    "hf:vit": {"num_hidden_layers": 1},
+}
+
+
+def build_guard(folder: Path) -> Path | None:
+    """The library, or None if there is no C++ compiler."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return None
+    source, library = folder / "guard.cpp", folder / "guard.so"
+    source.write_text(SOURCE)
+    root = Path(torch.__file__).parent
+    options = ["-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
+    subprocess.run([compiler, str(source), "-o", str(library), *options], check=True, timeout=120)
+    return library
+
+
+def devices_in(graph: fx.Graph) -> Iterator[torch.device]:
+    """The devices that a graph's operators name."""
+    found: list[torch.device] = []
+
+    def note(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            found.append(argument)
+        return argument
+
+    for node in graph.nodes:
+        fx.node.map_aggregate((node.args, node.kwargs), note)
+    yield from found
+
+
+def compiled(spec: str, rank: int) -> dict[str, Any]:
+    """What rank *rank* of two, on ``cuda:{rank}``, says of a model under data and tensor parallelism."""
+    device = f"cuda:{rank}"
+    said: dict[str, Any] = {}
+    for name, default in (("replicate", whale.replicate()), ("split", whale.split())):
+        loaded = load_model(spec, SMALL[spec], device="meta")
+        traced = trace(loaded.model, loaded.batch, device=device, training=True)
+        compilation = compile_traced(traced, Cluster.homogeneous(2), Options(default=default.strategy), device=device)
+        clock = RNGPosition(0)
+        programs = [p for s in compilation.stages for p in compilation.local_programs(s, rank, clock)]
+        graphs = [g.code.graph for p in programs for g in (p.constant, p.step, p.micro_batch)]
+        said[name] = {
+            "texts": {**compilation.texts(), "calls": compilation.check(rank, clock)},
+            "devices": sorted({str(d) for graph in graphs for d in devices_in(graph)}),
+        }
+    return said
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    library, *specs = sys.argv[1:]
+    ctypes.CDLL(library)
+    print(json.dumps({spec: [compiled(spec, rank) for rank in (0, 1)] for spec in specs}))
+
+
+if __name__ == "__main__":
+    main()
