@@ -35,6 +35,7 @@ from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
 
 __all__ = [
+    "EarlySum",
     "TaskCalls",
     "WithoutData",
     "calls_as_text",
@@ -49,10 +50,20 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCalls:
-    """The collectives of one rank in one stage's forward and backward of a micro-batch."""
+    """The collectives of one rank in one stage's forward and backward of a micro-batch, and the parameters of which the
+    backward makes the gradient, each with the number of collectives before it."""
 
     forward: tuple[CollectiveCall, ...]
     backward: tuple[CollectiveCall, ...]
+    ready: tuple[tuple[int, str], ...] = ()
+
+
+class EarlySum(NamedTuple):
+    """A bucket that may start within the last backward of a stage: its ranks and its parameters."""
+
+    index: int
+    ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
 
 
 Programs = Callable[[PlacedStage, int], Sequence[LocalProgram]]
@@ -104,18 +115,55 @@ def like_ranks(stage: PlacedStage, rows: Sequence[int]) -> list[list[int]]:
     return list(likes.values())
 
 
-def check_stage(stage: int, calls: StageCalls) -> None:
+def check_stage(stage: int, calls: StageCalls, sums: Sequence[EarlySum] = (), last: int | None = None) -> None:
     """Prove that the collectives of a stage match on all ranks.
+
+    Args:
+        stage: its index.
+        calls: of all ranks.
+        sums: buckets that start within the last backward, in their order.
+        last: the micro-batch of this backward, or one with as many rows.
 
     Raises:
         ScheduleError: names the stage, the task, the ranks, and the node at which they differ.
     """
     for micro_batch, by_rank in calls.items():
-        for direction in ("forward", "backward"):
+        sequences = {
+            "forward": {rank: task.forward for rank, task in by_rank.items()},
+            "backward": {rank: task.backward for rank, task in by_rank.items()},
+        }
+        if micro_batch == last:
+            sequences["last backward"] = {rank: _with_sums(task, rank, sums) for rank, task in by_rank.items()}
+        for direction, of_ranks in sequences.items():
             try:
-                check_collectives({rank: getattr(task, direction) for rank, task in by_rank.items()})
+                check_collectives(of_ranks)
             except ScheduleError as error:
                 raise ScheduleError(f"stage {stage}, {direction} of micro-batch {micro_batch}: {error}") from error
+
+
+def _with_sums(task: TaskCalls, rank: int, sums: Sequence[EarlySum]) -> tuple[CollectiveCall, ...]:
+    """The calls of a rank's last backward with the sums of gradients, each as soon as it and those before it can
+    start, as the reducer starts them."""
+    own = [each for each in sums if rank in each.ranks]
+    found: list[CollectiveCall] = []
+    ready: set[str] = set()
+    seen = started = 0
+
+    def start(done: bool) -> None:
+        nonlocal started
+        while started < len(own) and (done or ready.issuperset(own[started].parameters)):
+            each = own[started]
+            found.append(CollectiveCall(f"bucket {each.index}", "all_reduce", each.ranks, "", ()))
+            started += 1
+
+    for before, name in task.ready:
+        found += task.backward[seen:before]
+        seen = before
+        ready.add(name)
+        start(False)
+    found += task.backward[seen:]
+    start(True)
+    return tuple(found)
 
 
 def calls_as_text(stage: PlacedStage, calls: StageCalls) -> str:
@@ -142,13 +190,16 @@ def dry_run(
     if not any(len(bridge.ranks) > 1 for bridge in program.bridges):
         return TaskCalls(forward=(), backward=())
     running, calls = noting_calls(program)
+    ready: list[tuple[int, str]] = []
     with WithoutData(), torch.enable_grad():
-        roots, seeds = forward_without_data(captured, stage, rank, running, micro_batch)
+        roots, seeds = forward_without_data(
+            captured, stage, rank, running, micro_batch, on_gradient=lambda name: ready.append((len(calls), name))
+        )
         forward = tuple(calls)
         calls.clear()
         if roots:
             torch.autograd.backward(roots, seeds)
-    return TaskCalls(forward=forward, backward=tuple(calls))
+    return TaskCalls(forward=forward, backward=tuple(calls), ready=tuple(ready))
 
 
 def noting_calls(program: LocalProgram) -> tuple[LocalProgram, list[CollectiveCall]]:
@@ -296,9 +347,11 @@ def forward_without_data(
     micro_batch: int,
     *,
     gradients: bool = False,
+    on_gradient: Callable[[str], None] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run the stage as the executor does; return the roots of its backward and their gradients. With *gradients*
-    parameters already have gradients, as in all micro-batches except the first."""
+    parameters already have gradients, as in all micro-batches except the first; *on_gradient* is called with the name
+    of each whose gradient the backward has made."""
     at = stage.mesh.coordinates(rank)
     tensors: dict[tuple[str, str], Tensor] = {}
     batch: dict[str, Tensor] = {}
@@ -313,7 +366,10 @@ def forward_without_data(
             parameter = nn.Parameter(blank, requires_grad=needs_grad(value))
             if gradients and parameter.requires_grad:
                 parameter.grad = torch.empty_like(blank)
-            tensors["parameter", captured.parameters[node.name]] = parameter
+            name = captured.parameters[node.name]
+            if on_gradient is not None and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: on_gradient(name))
+            tensors["parameter", name] = parameter
         elif node.name in captured.buffers:
             tensors["buffer", captured.buffers[node.name]] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
         elif node.name in captured.constants:
@@ -350,6 +406,7 @@ def _of_rank(calls: TaskCalls, stage: PlacedStage, actor: int, rank: int) -> Tas
     return TaskCalls(
         forward=tuple(call._replace(ranks=lines[call.ranks]) for call in calls.forward),
         backward=tuple(call._replace(ranks=lines[call.ranks]) for call in calls.backward),
+        ready=calls.ready,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whale.errors import ScheduleError, UsageError
-from whale.ir.program import Compute, Copy, Edge, Free, Program, Receive, Reduce, Send
+from whale.ir.program import Compute, Copy, Edge, Free, Program, Receive, Reduce, Send, SumLoss
 from whale.ir.schedule import Kind
 from whale.ir.workload import LinkTime, Reduction, StageWork, Workload
 from whale.planner.simulation.timeline import PARTS, Part
@@ -276,6 +276,8 @@ class _Pricing:
                     tasks[-1].copies += (instruction[:3],)
                 case Reduce():
                     buckets.append(self._bucket(rank, instruction.bucket, tasks))
+                case SumLoss():
+                    pass  # a number over all ranks, beside the sums of gradients
                 case Free():
                     tasks[-1].frees += (instruction.stage,)
                     kept -= 1
@@ -314,6 +316,9 @@ class _Pricing:
             raise UsageError(f"rank {rank} reduces bucket {index}, but the workload has {len(self.buckets)} reductions")
         bucket = self.buckets[index]
         bucket.ranks.append(rank)
+        if len(bucket.stages) > 1 and tasks:  # it starts where the program says so, and not early
+            tasks[-1].milestones = (*tasks[-1].milestones, (1.0, bucket))
+            return bucket
         for task in reversed(tasks):
             if task.kind in "BW" and task.stage in bucket.stages:
                 milestones = [*task.milestones, (bucket.ready, bucket)]

@@ -134,6 +134,7 @@ def make_executor(
                 ranks=reduce.ranks,
                 stages=frozenset(reduce.stages) & mine,
                 group=process_groups.get(reduce.ranks),
+                early=len(reduce.stages) == 1,
             )
     program = project_rank(order, stages, edges, reduces, world.rank)
     in_order = [buckets[i.bucket] for i in program if isinstance(i, Reduce)]

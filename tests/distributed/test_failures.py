@@ -163,7 +163,7 @@ def test_groups_are_the_same_on_all_ranks() -> None:
 
 def test_a_reducer_of_other_buckets_than_the_programs_is_refused() -> None:
     with Ranks(1) as ranks:
-        assert "reduces buckets [0, 1] in its program, but was given []" in ranks.outcomes(other_buckets)[0].error
+        assert "[(0, True), (1, True)] in its program, but was given []" in ranks.outcomes(other_buckets)[0].error
 
 
 def other_buckets(world: World) -> None:

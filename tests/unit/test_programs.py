@@ -23,6 +23,7 @@ from whale.ir.program import (
     ReduceSpec,
     Send,
     StageSpec,
+    SumLoss,
     Transfer,
     forward_only,
     project,
@@ -58,6 +59,7 @@ def test_two_ranks_feed_one_in_this_program() -> None:
         "send edge 0 backward m1 to 1 [3:4, 0:4]",
         "free stage 1 m1",
         "reduce bucket 0",
+        "sum the loss",
     ]
 
 
@@ -88,6 +90,7 @@ def test_an_evaluation_runs_forwards_only_and_frees_at_once() -> None:
         "0F1",
         "send edge 0 forward m1 to 2 [0:1, 0:4]",
         "free stage 0 m1",
+        "sum the loss",
     ]
     directly = project(tuple(task for task in order if task.kind == "F"), stages, edges)
     assert {rank: sorted(map(str, program)) for rank, program in directly.items()} == {
@@ -99,8 +102,8 @@ def test_a_bucket_of_two_stages_is_reduced_after_both() -> None:
     stages, edges, _ = chain_of(TWO_TO_ONE)
     reduces = [ReduceSpec(index=0, ranks=(2,), stages=(1,)), ReduceSpec(index=1, ranks=(0, 1, 2), stages=(0, 1))]
     programs = project(schedule_order("gpipe", 2, 2), stages, edges, reduces)
-    assert [i for i in programs[2] if isinstance(i, Reduce)] == [Reduce(0), Reduce(1)]
-    assert programs[0][-1] == Reduce(1)
+    assert [i for i in programs[2] if isinstance(i, Reduce)] == [Reduce(0, early=True), Reduce(1)]
+    assert programs[0][-2:] == (Reduce(1), SumLoss())
     check_programs(programs, stages, edges, reduces)
 
 
@@ -185,7 +188,51 @@ def test_each_fault_is_named() -> None:
     finds("rank 2, .*or no longer", rank2=swap(last, at["free stage 1 m0"], at["1B0"] + 1))
     finds("rank 0, reduce bucket 0: the rank is not in this bucket", rank0=(*own, Reduce(0)))
     finds("rank 2, 1B0: after a bucket of its gradients is reduced", rank2=(Reduce(0), *last[:-1]))
-    finds("cannot end: rank 1 waits in 'reduce bucket 1', for rank 0, which never comes", rank0=own[:-1])
+    finds("cannot end: rank 1 waits in 'sum the loss', for rank 0, which never comes", rank0=own[:-1])
+    finds("cannot end: rank 1 waits in 'reduce bucket 1', for rank 0, which never comes", rank0=own[:-2])
+
+
+TIED: list[list[Shares]] = [[{0: 2}] * 4, [{1: 1, 2: 1}] * 4, [{3: 2}] * 4]
+
+
+def moved(program: Program, what: type, before: type, *, first: bool = False) -> Program:
+    """The program with its first instruction of a kind before the last (or first) of another."""
+    at = next(i for i, instruction in enumerate(program) if isinstance(instruction, what))
+    rest = without(program, at)
+    places = [i for i, instruction in enumerate(rest) if isinstance(instruction, before)]
+    place = places[0] if first else places[-1]
+    return (*rest[:place], program[at], *rest[place:])
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "greedy"])
+def test_orders_that_deadlock_on_a_device_with_one_queue_are_found(name: str) -> None:
+    """What ranks start in another order than the program's, all of them or one, as NCCL would run it."""
+    stages, edges, _ = chain_of(TIED)
+    reduces = [
+        ReduceSpec(index=0, ranks=(1, 2), stages=(1,)),
+        ReduceSpec(index=1, ranks=(0, 3), stages=(0, 2)),
+        ReduceSpec(index=2, ranks=(1, 2), stages=(1,)),
+    ]
+    programs = project(schedule_order(name, 3, 4), stages, edges, reduces)
+    check_programs(programs, stages, edges, reduces)
+
+    def finds(part: str, changed: dict[int, Program]) -> None:
+        with pytest.raises(ScheduleError, match=part):
+            check_programs(programs | changed, stages, edges, reduces)
+
+    loss_early = {rank: moved(program, SumLoss, Send) for rank, program in programs.items()}
+    finds("cannot end: .*'sum the loss'", loss_early)
+    for rank in (1, 3):
+        finds("cannot end: .*'sum the loss'", {rank: loss_early[rank]})
+    finds("rank 0, 0[BW][23]: after a bucket of its gradients is reduced", {0: moved(programs[0], Reduce, Receive)})
+    finds("(cannot end: .*'reduce|after a) bucket", {3: moved(programs[3], Reduce, Send)})
+    buckets = [at for at, instruction in enumerate(programs[1]) if isinstance(instruction, Reduce)]
+    finds("cannot end: .*'reduce bucket 0'", {1: swap(programs[1], *buckets)})
+    shared = programs[0].index(Reduce(1))
+    early = (*programs[0][:shared], Reduce(1, early=True), *programs[0][shared + 1 :])
+    finds("rank 0, reduce bucket 1: it may start early, but 2 stages", {0: early})
+    sends = [at for at, instruction in enumerate(programs[0]) if isinstance(instruction, Send)]
+    finds("ranks 0 and 1 disagree on exchange 0", {0: swap(programs[0], sends[0], sends[2])})
 
 
 def test_ranks_of_a_stage_that_do_its_tasks_in_another_order_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,23 @@ def test_buckets_start_in_their_order_whatever_is_ready_first(group: dist.Proces
     a, b = weights(3, 5)
     step(Reducer([bucket(4, group, [a]), bucket(2, group, [b])], Failures(0)), ((a * 1).sum() * b).sum())
     assert [tensor.numel() for tensor in summed] == [3, 5]
+
+
+def test_a_bucket_of_several_stages_starts_where_the_program_says_so(
+    group: dist.ProcessGroup, summed: list[Tensor]
+) -> None:
+    a, b = weights(2, 3)
+    shared = replace(bucket(0, group, [a]), early=False)
+    reducer = Reducer([shared, bucket(1, group, [b])], Failures(0))
+    reducer.begin()
+    reducer.arm(0)
+    (a.sum() + b.sum()).backward()
+    reducer.finished(0)
+    assert not summed, "the gradient is there, but a send may come before it in the order of all ranks"
+    reducer.launch(0)
+    assert [tensor.numel() for tensor in summed] == [2, 3]
+    reducer.launch(1)
+    reducer.finish()
 
 
 def test_a_parameter_without_a_gradient_here_contributes_zeros(group: dist.ProcessGroup, summed: list[Tensor]) -> None:

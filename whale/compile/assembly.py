@@ -65,6 +65,7 @@ def assemble(
             clock=clock,
             returned=stage.returned,
         )
+    early = {task.bucket: task.early for task in step.program if isinstance(task, Reduce)}
     buckets = [
         Bucket(
             index=spec.index,
@@ -72,12 +73,13 @@ def assemble(
             ranks=spec.ranks,
             stages=frozenset(spec.stages).intersection(stages),
             group=reduce_group(spec.ranks),
+            early=early[spec.index],
         )
         for spec, names in step.buckets
     ]
-    order = [instruction.bucket for instruction in step.program if isinstance(instruction, Reduce)]
+    order = list(early)
     buckets.sort(key=lambda b: order.index(b.index))
-    key = tuple((b.index, tuple(map(id, b.parameters)), b.ranks, b.stages) for b in buckets)
+    key = tuple((b.index, tuple(map(id, b.parameters)), b.ranks, b.stages, b.early) for b in buckets)
     reducer = None if reducers is None else reducers.get(key)
     if buckets and reducer is None:
         reducer = Reducer(buckets, failures, transport)

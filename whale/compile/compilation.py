@@ -29,7 +29,7 @@ from whale.runtime.engine import Shard
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis
-from whale.strategies.dry_run import calls_as_text, check_stage, stage_calls
+from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, stage_calls
 from whale.strategies.folding import Fold, folded
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report
@@ -147,10 +147,21 @@ class Compilation:
                     f"stage {stage.index} cannot be checked without data: {str(error).split('. ')[0]}; use another "
                     "operator"
                 ) from error
-            check_stage(stage.index, calls)
+            sums = [
+                EarlySum(spec.index, spec.ranks, names)
+                for spec, names in zip(self.reduces, self.bucket_parameters, strict=True)
+                if spec.stages == (stage.index,) and len(spec.ranks) > 1
+            ]
+            check_stage(stage.index, calls, sums, self._kind_of_last(stage.index))
             texts.append(calls_as_text(stage, calls))
         self._lowered = {key: programs for key, programs in self._lowered.items() if key[1] == rank}
         return "\n".join(texts)
+
+    def _kind_of_last(self, stage: int) -> int | None:
+        """The first micro-batch with as many rows as that of a stage's last backward, if one is not split: the weights'
+        part of a split backward, in which gradients are made, has no collectives of its own."""
+        last = [task for task in self.order if task.stage == stage and task.kind in "BW"][-1:]
+        return next((self.rows.index(self.rows[task.micro_batch]) for task in last if task.kind == "B"), None)
 
     def texts(self) -> dict[str, str]:
         """Named texts of everything that ranks must agree on."""

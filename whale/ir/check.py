@@ -28,6 +28,7 @@ from whale.ir.program import (
     Send,
     Shape,
     StageSpec,
+    SumLoss,
     Transfer,
     box_shape,
     box_size,
@@ -72,7 +73,10 @@ def check_programs(
     Every pair of ranks sends what the other receives, in the same order and shape; all inputs of a task have arrived
     before it; each backward follows its forward, and each free the last use; the ranks of a stage and of a bucket do
     the same things in the same order; and no ranks wait for each other in a circle, even if every computation of a
-    stage were a rendezvous of its ranks and every receive waited for its data at once.
+    stage, every message, every bucket and the sum of the loss were a rendezvous of its ranks, at which each waits for
+    the others before it does anything else. This is more than gloo needs. It holds for NCCL in each of its ways to run
+    what a rank starts: in one queue for each communicator, in one queue for all (NCCL_LAUNCH_ORDER_IMPLICIT=1), or
+    blocking the host until all ranks have come, as at the first use of a communicator.
 
     Args:
         programs: the instructions of each rank, all ranks of all stages.
@@ -259,15 +263,23 @@ def _check_program(
 
 
 def _check_reduces(programs: Mapping[int, Program], reduces: Sequence[ReduceSpec]) -> None:
-    """Check that a rank reduces the buckets it is in, and no backward of a bucket's stages follows."""
+    """Check that a rank reduces the buckets it is in, early only those of one stage, and that no backward of a bucket's
+    stages follows."""
     specs = {reduce.index: reduce for reduce in reduces}
     for rank, program in programs.items():
         complete: set[int] = set()
+        late: Reduce | None = None
         for instruction in program:
+            if isinstance(instruction, Compute):
+                late = None
             if isinstance(instruction, Reduce):
                 spec = specs.get(instruction.bucket)
                 if spec is None or rank not in spec.ranks:
                     raise ScheduleError(f"rank {rank}, {instruction}: the rank is not in this bucket")
+                if instruction.early and (late is not None or len(spec.stages) > 1):
+                    reason = f"it follows {late}" if late is not None else f"{len(spec.stages)} stages add to it"
+                    raise ScheduleError(f"rank {rank}, {instruction}: it may start early, but {reason}")
+                late = None if instruction.early else instruction
                 complete.update(spec.stages)
             elif isinstance(instruction, Compute) and instruction.kind in "BW" and instruction.stage in complete:
                 raise ScheduleError(f"rank {rank}, {instruction}: after a bucket of its gradients is reduced")
@@ -295,7 +307,7 @@ def check_collectives(sequences: Mapping[int, Sequence[CollectiveCall]]) -> None
             if rank not in call.ranks or len(set(call.ranks)) != len(call.ranks):
                 raise ScheduleError(f"rank {rank} makes {call}, which is not a group that it is in once")
             own = by_group.setdefault(call.ranks, {}).setdefault(rank, [])
-            events[rank].append(_Event("meet", (call.ranks, len(own)), call.ranks, call))
+            events[rank].append(_Event((call.ranks, len(own)), call.ranks, call))
             own.append(call)
     for group, calls_of in sorted(by_group.items()):
         first = calls_of.get(group[0], [])
@@ -312,9 +324,8 @@ def check_collectives(sequences: Mapping[int, Sequence[CollectiveCall]]) -> None
 
 
 class _Event(NamedTuple):
-    """An instruction as the simulation sees it: ``give`` or ``take`` on a pair of ranks, or ``meet`` of all members."""
+    """An instruction as the simulation sees it: a rendezvous of its members."""
 
-    action: str
     key: Hashable
     members: tuple[int, ...]
     label: object
@@ -325,27 +336,29 @@ def _events(
 ) -> dict[int, list[_Event]]:
     ranks_of = {stage.index: stage.ranks for stage in stages}
     members_of = {reduce.index: reduce.ranks for reduce in reduces}
+    everyone = tuple(programs)
     events: dict[int, list[_Event]] = {}
     for rank, program in programs.items():
         own = events[rank] = []
+        messages: Counter[tuple[int, int]] = Counter()
         for instruction in program:
-            if isinstance(instruction, Send):
-                own.append(_Event("give", (rank, instruction.peer), (), instruction))
-            elif isinstance(instruction, Receive):
-                own.append(_Event("take", (instruction.peer, rank), (instruction.peer,), instruction))
+            if isinstance(instruction, Send | Receive):
+                ends = (rank, instruction.peer) if isinstance(instruction, Send) else (instruction.peer, rank)
+                own.append(_Event((ends, messages[ends]), ends, instruction))
+                messages[ends] += 1
             elif isinstance(instruction, Compute):
                 if len(ranks_of[instruction.stage]) > 1:
-                    own.append(_Event("meet", instruction, ranks_of[instruction.stage], instruction))
+                    own.append(_Event(instruction, ranks_of[instruction.stage], instruction))
             elif isinstance(instruction, Reduce):
-                own.append(_Event("meet", instruction, members_of[instruction.bucket], instruction))
+                own.append(_Event(instruction, members_of[instruction.bucket], instruction))
+            elif isinstance(instruction, SumLoss):
+                own.append(_Event(instruction, everyone, instruction))
     return events
 
 
 def _check_progress(events: Mapping[int, Sequence[_Event]]) -> None:
     """Run every rank as far as possible, repeatedly; if some cannot finish, name the ranks in the deadlock."""
     position = dict.fromkeys(events, 0)
-    given: Counter[Hashable] = Counter()  # sends of a pair that are not yet received
-    blocked: dict[Hashable, int] = {}  # the receiver that waits on a pair
     meeting: dict[Hashable, list[int]] = {}
     runnable = deque(events)
     while runnable:
@@ -353,26 +366,16 @@ def _check_progress(events: Mapping[int, Sequence[_Event]]) -> None:
         own = events[rank]
         at = position[rank]
         while at < len(own):
-            action, key, members, _ = own[at]
-            if action == "give":
-                given[key] += 1
-                if key in blocked:
-                    runnable.append(blocked.pop(key))
-            elif action == "take":
-                if not given[key]:
-                    blocked[key] = rank
-                    break
-                given[key] -= 1
-            else:
-                present = meeting.setdefault(key, [])
-                present.append(rank)
-                if len(present) < len(members):
-                    break
-                del meeting[key]
-                for other in present:
-                    if other != rank:
-                        position[other] += 1
-                        runnable.append(other)
+            key, members, _ = own[at]
+            present = meeting.setdefault(key, [])
+            present.append(rank)
+            if len(present) < len(members):
+                break
+            del meeting[key]
+            for other in present:
+                if other != rank:
+                    position[other] += 1
+                    runnable.append(other)
             at += 1
         position[rank] = at
     stuck = {rank: events[rank][at] for rank, at in position.items() if at < len(events[rank])}

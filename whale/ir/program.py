@@ -2,9 +2,11 @@
 
 `project` walks the order once. At each task it writes the computation into the program of every rank of the stage, and
 each transfer that follows into the programs of both its ends in the same step. So any two ranks agree on the order of
-their messages, and everything that a rank waits for is earlier in the global order. The executor runs these tuples, the
-simulator times them, `explain` prints them and `whale.ir.check` proves them free of deadlocks. This module knows no
-torch, no strategies and no process groups: a stage is a name for work that its ranks do together.
+their messages, and everything that a rank waits for is earlier in the global order. Sums over ranks are part of that
+order, too, because NCCL runs what a rank starts one after another: ranks that start the same things in different orders
+wait for each other forever. The executor runs these tuples, the simulator times them, `explain` prints them and
+`whale.ir.check` proves them free of deadlocks. This module knows no torch, no strategies and no process groups: a stage
+is a name for work that its ranks do together.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = [
     "Send",
     "Shape",
     "StageSpec",
+    "SumLoss",
     "Transfer",
     "box_shape",
     "box_size",
@@ -110,8 +113,8 @@ class StageSpec:
 class ReduceSpec:
     """A bucket of gradients to be summed over ``ranks``, once the backwards of all its ``stages`` are done.
 
-    A parameter that two stages share is in a bucket of both. Buckets are reduced by stage completion, then by index,
-    so the parameters whose gradients are ready first belong into the bucket of lower index.
+    A parameter that two stages share is in a bucket of both. Buckets are reduced by stage completion, those of one stage
+    first, then by index, so the parameters whose gradients are ready first belong into the bucket of lower index.
     """
 
     index: int
@@ -170,9 +173,13 @@ class Copy(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Start, at the latest here, to sum the gradients of a bucket over its ranks."""
+    """Start, at the latest here, to sum the gradients of a bucket over its ranks.
+
+    A bucket of one stage (*early*) may start within its last backward, at which all its ranks are together.
+    """
 
     bucket: int
+    early: bool = False
 
     def __str__(self) -> str:
         return f"reduce bucket {self.bucket}"
@@ -188,7 +195,14 @@ class Free(NamedTuple):
         return f"free stage {self.stage} m{self.micro_batch}"
 
 
-Instruction = Compute | Send | Receive | Copy | Reduce | Free
+class SumLoss(NamedTuple):
+    """Start to sum the loss over all ranks: the last that a rank starts in a step."""
+
+    def __str__(self) -> str:
+        return "sum the loss"
+
+
+Instruction = Compute | Send | Receive | Copy | Reduce | Free | SumLoss
 Program = tuple[Instruction, ...]
 
 
@@ -201,7 +215,7 @@ def project(
 
     >>> programs = project((Task("F", 0, 0), Task("B", 0, 0)), [StageSpec(index=0, ranks=(0,))], [])
     >>> [str(instruction) for instruction in programs[0]]
-    ['0F0', '0B0', 'free stage 0 m0']
+    ['0F0', '0B0', 'free stage 0 m0', 'sum the loss']
     """
     programs: dict[int, list[Instruction]] = {rank: [] for stage in stages for rank in stage.ranks}
     for rank, instruction in _walk(order, stages, edges, reduces, None):
@@ -252,9 +266,11 @@ def _walk(
         if last_task[stage, micro_batch] is task:
             for rank in ranks_of[stage]:
                 yield rank, Free(stage, micro_batch)
-        for reduce in reduce_at.get(position, ()):
+        for reduce in sorted(reduce_at.get(position, ()), key=lambda reduce: len(reduce.stages) > 1):
             for rank in reduce.ranks if only is None else _part(reduce.ranks, only):
-                yield rank, Reduce(reduce.index)
+                yield rank, Reduce(reduce.index, len(reduce.stages) == 1)
+    for rank in (only,) if only is not None else {rank: None for spec in stages for rank in spec.ranks}:
+        yield rank, SumLoss()
 
 
 def _exchanges(
@@ -277,9 +293,11 @@ def _part(ranks: tuple[int, ...], only: int) -> tuple[int, ...]:
 
 
 def forward_only(program: Program) -> Program:
-    """Return the part of a training program that an evaluation runs: forwards, their messages, earlier frees."""
+    """Return the part of a training program that an evaluation runs: forwards, their messages, earlier frees, and the
+    sum of the loss."""
     result: list[Instruction] = []
     held: Free | None = None
+    last = tuple(instruction for instruction in program if isinstance(instruction, SumLoss))
     for instruction in program:
         if isinstance(instruction, Compute):
             if instruction.kind != "F":
@@ -290,7 +308,7 @@ def forward_only(program: Program) -> Program:
         elif not isinstance(instruction, Send | Receive | Copy) or instruction.direction != "forward":
             continue
         result.append(instruction)
-    return tuple(result) if held is None else (*result, held)
+    return (*result, *last) if held is None else (*result, held, *last)
 
 
 def box_shape(box: Box) -> Shape:

@@ -31,6 +31,7 @@ from whale.ir.program import (
     Receive,
     Reduce,
     Send,
+    SumLoss,
     fills,
     forward_only,
 )
@@ -120,16 +121,16 @@ class Executor:
             elif isinstance(instruction, Copy):
                 self.boxes.setdefault(instruction[:3], []).append(instruction.target_box)
         self.last_backwards = set(last.values())
-        backwards = [i for i, task in enumerate(program) if isinstance(task, Compute) and task.kind != "F"]
-        self.last_backward = backwards[-1] if backwards else None
         self.disjoint = {key: fills(boxes, self.shape(*key)) for key, boxes in self.boxes.items()}
         self.dtypes = [getattr(torch, edge.dtype) for edge in edges]
         if any(isinstance(instruction, Compute) and instruction.kind == "I" for instruction in program):
             self.split_backward = _split_backward()
-        planned = [instruction.bucket for instruction in program if isinstance(instruction, Reduce)]
-        given = [bucket.index for bucket in reducer.buckets] if reducer is not None else []
+        planned = [(task.bucket, task.early) for task in program if isinstance(task, Reduce)]
+        given = [(bucket.index, bucket.early) for bucket in reducer.buckets] if reducer is not None else []
         if planned != given:
-            raise ScheduleError(f"rank {rank} reduces buckets {planned} in its program, but was given {given}")
+            raise ScheduleError(
+                f"rank {rank} reduces buckets (and whether early) {planned} in its program, but was given {given}"
+            )
 
     def run(
         self,
@@ -140,8 +141,8 @@ class Executor:
         """Run one step and return the sum of this rank's losses, or None if it computes none.
 
         In training, gradients of *scale* times the loss are added to the parameters, and those in buckets are summed
-        over their ranks. Otherwise only forwards run, without gradients. ``on_loss`` is called with the sum before the
-        last backward, so that it can be sent meanwhile.
+        over their ranks. Otherwise only forwards run, without gradients. ``on_loss`` is called with the sum where the
+        program says so, so that its sum over ranks runs beside those of gradients.
 
         Raises:
             WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
@@ -214,15 +215,12 @@ class _Step:
     def run(self) -> Tensor | None:
         executor = self.executor
         reducer = executor.reducer if self.train else None
-        last_backward = executor.last_backward if self.train else None
         try:
             if reducer is not None:
                 reducer.begin()
             for position, instruction in enumerate(self.program):
                 match instruction:
                     case Compute():
-                        if position == last_backward:
-                            self.on_loss(self.loss)
                         self.post_receives(position)
                         self.compute(instruction)
                     case Send():
@@ -236,9 +234,9 @@ class _Step:
                             reducer.launch(instruction.bucket)
                     case Free():
                         del self.kept[instruction.stage, instruction.micro_batch]
+                    case SumLoss():
+                        self.on_loss(self.loss)
             self.task = None
-            if last_backward is None:
-                self.on_loss(self.loss)
             while self.sends:
                 self.complete_send()
             if reducer is not None:

@@ -37,6 +37,8 @@ class Bucket:
         parameters: trainable, each once, of one dtype and device; the same list on all ranks.
         ranks: that own them.
         stages: the stages on *this* rank that contribute.
+        early: whether it may start within the last backward of its stage, as its `Reduce` says; else it starts at that
+            instruction, in the order of all ranks.
         group: the process group of ``ranks``; None if this rank is alone. It is separate from the groups of collectives
             inside stages, because reductions start whenever a gradient is ready.
     """
@@ -46,6 +48,7 @@ class Bucket:
     ranks: tuple[int, ...]
     stages: frozenset[int]
     group: dist.ProcessGroup | None
+    early: bool = True
 
 
 @dataclass(eq=False)
@@ -122,7 +125,7 @@ class Reducer:
         """Announce that the stage's next backward is its last: its gradients are final unless another stage adds to
         them."""
         for pending in self._pending:
-            if pending.stages == {stage}:
+            if pending.bucket.early and pending.stages == {stage}:
                 for parameter in pending.bucket.parameters:
                     self._armed[parameter] = pending
 
@@ -134,11 +137,12 @@ class Reducer:
         self._start_ready()
 
     def launch(self, index: int) -> None:
-        """Ensure that the bucket has started, as the program requires.
+        """Start the bucket, if it has not started.
 
         Raises:
             ScheduleError: a stage that contributes has not finished, or the program's order is another.
         """
+        self._start_ready(index)
         started = [pending.bucket.index for pending in self._pending[: self._next]]
         if index not in started:
             raise ScheduleError(f"bucket {index} cannot be reduced yet; of {self._order()} only {started} have started")
@@ -194,11 +198,13 @@ class Reducer:
         if len(pending.ready) == len(pending.bucket.parameters):
             self._start_ready()
 
-    def _start_ready(self) -> None:
-        """Start buckets, in order, up to the first that is not ready."""
+    def _start_ready(self, launched: int | None = None) -> None:
+        """Start buckets, in order, up to the first that is not ready, or that the program has not *launched*."""
         while self._next < len(self._pending):
             pending = self._pending[self._next]
             if pending.stages and len(pending.ready) < len(pending.bucket.parameters):
+                return
+            if not pending.bucket.early and pending.bucket.index != launched:
                 return
             self._next += 1
             if pending.bucket.group is not None:
@@ -244,12 +250,12 @@ def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
     first = tensors[0]
     if first is None:
         return None
-    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage, start = first.untyped_storage()._cdata, first.storage_offset()
     end = start
     for tensor in tensors:
         if tensor is None or not tensor.is_contiguous() or tensor.storage_offset() != end:
             return None
-        if tensor.untyped_storage().data_ptr() != storage:
+        if tensor.untyped_storage()._cdata != storage:
             return None
         end += tensor.numel()
     return first.as_strided((end - start,), (1,), start)

@@ -1,0 +1,202 @@
+"""What the executors of all ranks really start, in which order: it can be run one after another on every rank, as NCCL
+does. Steps run without data; every call is recorded where the executor makes it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from examples.models.gpt import GPT
+from whale.annotations import module_scopes
+from whale.compile.assembly import assemble
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_traced
+from whale.compile.rank_step import rank_step
+from whale.compile.trace import Traced, trace
+from whale.errors import ScheduleError
+from whale.graph.values import value_tensor
+from whale.ir.check import CollectiveCall, check_collectives
+from whale.ir.cluster import Cluster
+from whale.ir.program import Compute, Program, Reduce, SumLoss
+from whale.runtime.collectives import DryGroup
+from whale.runtime.failure import Failures
+from whale.runtime.random import RNGPosition
+from whale.strategies.dry_run import WithoutData
+
+LAYERS, ROWS, LENGTH = 4, 24, 8
+SCHEDULES = ("gpipe", "1f1b", "1f1b_deep", "zero_bubble", "zero_bubble_2p", "greedy")
+
+Event = tuple[Hashable, tuple[int, ...]]
+"""Something that ranks start together: a key, equal on all of them, and these ranks."""
+
+
+def stages(count: int, *inner: Callable[[], Any]) -> dict[str, Any]:
+    per = LAYERS // count
+    first = whale.stage(4 // count) if inner else whale.stage()
+    return {f"layers.[{i * per}-{i * per + per - 1}]": [first, *(make() for make in inner)] for i in range(count)}
+
+
+NESTINGS: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
+    "two stages": (lambda: stages(2), 2),
+    "four stages": (lambda: stages(4), 4),
+    "two stages of replicas": (lambda: stages(2, lambda: whale.replicate(2)), 4),
+    "two split stages": (lambda: stages(2, lambda: whale.split(2)), 4),
+    "one to three": (
+        lambda: {"layers.[0-1]": whale.stage(1), "layers.[2-3]": [whale.stage(3), whale.replicate(3)]},
+        4,
+    ),
+    "replicas to parts": (
+        lambda: {
+            "layers.[0-1]": [whale.stage(2), whale.replicate(2)],
+            "layers.[2-3]": [whale.stage(2), whale.split(2)],
+        },
+        4,
+    ),
+    "replicas of parts": (lambda: {"": [whale.replicate(2), whale.split(2)]}, 4),
+}
+
+
+@cache
+def traced(tied: bool) -> tuple[nn.Module, Traced]:
+    with torch.device("meta"):
+        model = GPT(LAYERS, 16, 32, 2, 2, LENGTH, 32, 0.0)
+        if not tied:
+            model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    return model, trace(model, {"tokens": tokens, "labels": tokens}, device="cpu", training=True)
+
+
+class Recorder:
+    """The transport of one rank and its groups."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.events: list[Event] = []
+        self.messages: Counter[Hashable] = Counter()
+
+    def append(self, call: Any) -> None:
+        """A collective inside a stage: of the list of calls of a :class:`DryGroup`."""
+        self.meet("inside", tuple(sorted(call.ranks)))
+
+    def meet(self, kind: str, ranks: tuple[int, ...]) -> None:
+        self.messages[kind, ranks] += 1
+        self.events.append(((kind, ranks, self.messages[kind, ranks]), ranks))
+
+    def isend(self, tensor: Tensor, peer: int, group: str) -> Recorder:
+        self.meet_peer((self.rank, peer), group)
+        return self
+
+    def irecv(self, tensor: Tensor, peer: int, group: str) -> Recorder:
+        self.meet_peer((peer, self.rank), group)
+        return self
+
+    def meet_peer(self, ends: tuple[int, int], group: str) -> None:
+        self.messages[group, ends] += 1
+        self.events.append(((group, ends, self.messages[group, ends]), ends))
+
+    def all_reduce(self, tensor: Tensor, op: Any, group: tuple[int, ...], async_op: bool) -> Recorder:
+        self.meet("bucket", group)
+        return self
+
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+
+def recorded(compilation: Compilation, rank: int, world: int, program: Program | None = None) -> list[Event]:
+    """What a rank starts in a step, of its own program or another, on a device that runs it in this order."""
+    recorder, clock, meta = Recorder(rank), RNGPosition(0), torch.device("meta")
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for name, part in compilation.local_parameters(rank).items():
+        blank = torch.empty(part.shape, dtype=part.dtype, device=meta)
+        tensors["parameter", name] = nn.Parameter(blank, requires_grad=part.trainable)
+    captured, batch = compilation.captured, {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
+            blank = torch.empty(node.meta["val"].shape, dtype=value_tensor((node, 0)).dtype, device=meta)
+            if node.name in captured.inputs:
+                batch[captured.inputs[node.name]] = blank
+            elif node.name in captured.buffers:
+                tensors["buffer", captured.buffers[node.name]] = blank
+            elif node.name in captured.constants:
+                tensors["constant", node.name] = blank
+    everyone = tuple(range(world))
+    with WithoutData():
+        step = assemble(
+            rank_step(compilation, rank, program or compilation.program(rank), clock),
+            rank,
+            tensors=tensors,
+            clock=clock,
+            bridge_group=lambda ranks: DryGroup("", ranks, recorder) if len(ranks) > 1 else None,  # type: ignore[arg-type]
+            reduce_group=lambda ranks: ranks if len(ranks) > 1 else None,
+            failures=Failures(rank),
+            device=meta,
+            transport=recorder,
+            group="forward",
+            backward_group="backward",
+            credit=0,
+        )
+        for stage in step.stages:
+            stage.begin(batch)
+        recorder.meet("loss", everyone)  # the comparison of batches
+        step.executor.run(True, lambda loss: recorder.meet("loss", everyone))
+    return recorder.events
+
+
+def check_one_queue(events: dict[int, list[Event]]) -> None:
+    """Require that all ranks come to their ends if each does one thing at a time."""
+    check_collectives(
+        {
+            rank: [CollectiveCall(str(key), "", tuple(sorted(set(ranks))), "", ()) for key, ranks in own]
+            for rank, own in events.items()
+        }
+    )
+
+
+def compiled(schedule: str, nesting: str, tied: bool, micro_batches: int) -> tuple[Compilation, int]:
+    annotations, world = NESTINGS[nesting]
+    if schedule == "interleaved":
+        world //= 2
+    model, one = traced(tied)
+    annotated = copy.deepcopy(model)
+    whale.annotate(annotated, annotations())
+    options = Options(micro_batches=micro_batches, schedule=schedule)
+    cluster = Cluster.homogeneous(world)
+    return compile_traced(one, cluster, options, device="cpu", scopes=module_scopes(annotated)), world
+
+
+CASES = [(schedule, nesting) for schedule in SCHEDULES for nesting in NESTINGS]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("schedule", "nesting"), [*CASES, ("interleaved", "four stages")])
+def test_ranks_start_things_in_one_order(schedule: str, nesting: str, tied: bool) -> None:
+    for micro_batches in (1, 2, 8):
+        compilation, world = compiled(schedule, nesting, tied, micro_batches)
+        check_one_queue({rank: recorded(compilation, rank, world) for rank in range(world)})
+
+
+def loss_before_the_last_backward(program: Program) -> Program:
+    rest = [instruction for instruction in program if not isinstance(instruction, SumLoss)]
+    last = max(at for at, instruction in enumerate(rest) if isinstance(instruction, Compute))
+    return (*rest[:last], SumLoss(), *rest[last:])
+
+
+def shared_buckets_early(program: Program) -> Program:
+    return tuple(Reduce(task.bucket, early=True) if isinstance(task, Reduce) else task for task in program)
+
+
+@pytest.mark.parametrize("change", [loss_before_the_last_backward, shared_buckets_early])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "greedy"])
+def test_what_runs_ahead_of_the_order_is_found(schedule: str, change: Callable[[Program], Program]) -> None:
+    compilation, world = compiled(schedule, "two stages", True, 2)
+    programs = {rank: change(compilation.program(rank)) for rank in range(world)}
+    with pytest.raises(ScheduleError, match="cannot end|disagree on call"):
+        check_one_queue({rank: recorded(compilation, rank, world, programs[rank]) for rank in range(world)})
