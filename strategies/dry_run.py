@@ -61,7 +61,7 @@ class TaskCalls:
 class EarlySum(NamedTuple):
     """A bucket that may start within the last backward of a stage: its ranks and its parameters."""
 
-    index: int
+    bucket: int
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
 
@@ -153,7 +153,7 @@ def _with_sums(task: TaskCalls, rank: int, sums: Sequence[EarlySum]) -> tuple[Co
         nonlocal started
         while started < len(own) and (done or ready.issuperset(own[started].parameters)):
             each = own[started]
-            found.append(CollectiveCall(f"bucket {each.index}", "all_reduce", each.ranks, "", ()))
+            found.append(CollectiveCall(f"bucket {each.bucket}", "all_reduce", each.ranks, "", ()))
             started += 1
 
     for before, name in task.ready:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from examples.models.gpt import GPT
 from whale.annotations import module_scopes
+from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
@@ -32,6 +32,7 @@ from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import WithoutData
 
 LAYERS, ROWS, LENGTH = 4, 24, 8
+SIZES: dict[str, object] = {"layers": LAYERS, "hidden": 16, "heads": 2, "seq": LENGTH, "vocab": 32, "dropout": 0.0}
 SCHEDULES = ("gpipe", "1f1b", "1f1b_deep", "zero_bubble", "zero_bubble_2p", "greedy")
 
 Event = tuple[Hashable, tuple[int, ...]]
@@ -66,10 +67,10 @@ NESTINGS: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
 
 @cache
 def traced(tied: bool) -> tuple[nn.Module, Traced]:
-    with torch.device("meta"):
-        model = GPT(LAYERS, 16, 32, 2, 2, LENGTH, 32, 0.0)
-        if not tied:
-            model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
+    model = load_model("examples/models/gpt.py:gpt", SIZES, device="meta").model
+    if not tied:
+        head = model.get_submodule("head")
+        head.weight = nn.Parameter(torch.empty_like(head.get_parameter("weight")))
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     return model, trace(model, {"tokens": tokens, "labels": tokens}, device="cpu", training=True)
 
