@@ -75,7 +75,7 @@ def devices_in(graph: fx.Graph) -> Iterator[torch.device]:
 
 
 def compiled(spec: str, rank: int) -> dict[str, Any]:
-    """What rank *rank* of two, on ``cuda:{rank}``, says of a model under data and tensor parallelism."""
+    """The texts and devices of rank *rank* of two, on ``cuda:{rank}``, under data and tensor parallelism."""
     device = f"cuda:{rank}"
     said: dict[str, Any] = {}
     for name, default in (("replicate", whale.replicate()), ("split", whale.split())):

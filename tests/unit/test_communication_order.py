@@ -1,5 +1,5 @@
-"""What the executors of all ranks really start, in which order: it can be run one after another on every rank, as NCCL
-does. Steps run without data; every call is recorded where the executor makes it."""
+"""Communication in the order in which the executors of all ranks start it: it can run one after another on every rank,
+as NCCL runs it. Steps run without data; every call is recorded where the executor makes it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Recorder:
 
 
 def recorded(compilation: Compilation, rank: int, world: int, program: Program | None = None) -> list[Event]:
-    """What a rank starts in a step, of its own program or another, on a device that runs it in this order."""
+    """Everything that a rank starts in a step, of its own program or another, in this order."""
     recorder, clock, meta = Recorder(rank), RNGPosition(0), torch.device("meta")
     tensors: dict[tuple[str, str], Tensor] = {}
     for name, part in compilation.local_parameters(rank).items():

@@ -1,4 +1,4 @@
-"""Ranks have devices of their own: what they compile is equal but for these."""
+"""Ranks have devices of their own: what they compile is equal except for these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What ranks on ``cuda:0`` and ``cuda:1`` say of every model."""
+    """Everything that ranks on ``cuda:0`` and ``cuda:1`` say of every model."""
     guard = build_guard(tmp_path_factory.mktemp("guard"))
     if guard is None:
         pytest.skip("fake CUDA devices need a C++ compiler")

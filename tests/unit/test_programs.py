@@ -206,7 +206,7 @@ def moved(program: Program, what: type, before: type, *, first: bool = False) ->
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "greedy"])
 def test_orders_that_deadlock_on_a_device_with_one_queue_are_found(name: str) -> None:
-    """What ranks start in another order than the program's, all of them or one, as NCCL would run it."""
+    """Ranks that start things in another order than the program's, all of them or one, wait for each other on NCCL."""
     stages, edges, _ = chain_of(TIED)
     reduces = [
         ReduceSpec(index=0, ranks=(1, 2), stages=(1,)),

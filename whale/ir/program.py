@@ -113,8 +113,8 @@ class StageSpec:
 class ReduceSpec:
     """A bucket of gradients to be summed over ``ranks``, once the backwards of all its ``stages`` are done.
 
-    A parameter that two stages share is in a bucket of both. Buckets are reduced by stage completion, those of one stage
-    first, then by index, so the parameters whose gradients are ready first belong into the bucket of lower index.
+    A parameter that two stages share is in a bucket of both. Buckets are reduced by stage completion, those of one
+    stage first, then by index: the parameters whose gradients are ready first belong into the bucket of lower index.
     """
 
     index: int

@@ -67,7 +67,8 @@ class SeededDropout(nn.Module):
 
 
 class SeededCall(nn.Module):
-    """Any other random operator, run with the default generator, which is seeded for it and restored afterwards."""
+    """Any other random operator, run with the default generator of its device, which is seeded for it and restored
+    afterwards. Those of other devices are left alone: to seed them takes milliseconds, and none of them draws."""
 
     def __init__(self, target: Callable[..., Any], key: int, clock: RNGPosition) -> None:
         super().__init__()
@@ -75,7 +76,20 @@ class SeededCall(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator."""
-        devices = {a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"}
-        with torch.random.fork_rng(devices=[d.index for d in devices]):
-            torch.manual_seed(self.clock.derive(self.key))
+        named = kwargs.get("device")
+        devices = [a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        generator = _generator_of(torch.device(named) if named is not None else devices[0] if devices else None)
+        state = generator.get_state()
+        generator.manual_seed(self.clock.derive(self.key))
+        try:
             return self.target(*args, **kwargs)
+        finally:
+            generator.set_state(state)
+
+
+def _generator_of(device: torch.device | None) -> torch.Generator:
+    """The default generator of a device, from which operators draw there; on the meta device nothing does."""
+    if device is None or device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
