@@ -21,11 +21,11 @@ from torch import fx, nn
 
 from whale.graph.capture import Captured
 from whale.graph.partition import is_random
-from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
+from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
-from whale.runtime.random import RNGPosition, SeededCall, SeededDropout, position_key
+from whale.runtime.random import RNGPosition, SeededAttention, SeededCall, SeededDropout, position_key
 from whale.runtime.stage import LocalGraph, LocalProgram, Source
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
@@ -496,13 +496,20 @@ class _Lowering:
             return emitter.graph.call_function(aten.div.Scalar, (total, count))
         if is_random(op.node) and self.clock is not None:
             part = tuple((a, self.coordinates[a]) for a in range(1, len(choices)) if outputs[0][a].kind == "S")
-            key = position_key(self.order[op.node], part)
+            key, of_all = (position_key(self.order[op.node], where) for where in (part, ()))
+            where = ((op.node, 0), self._normal((op.node, 0), outputs[0]))
             if op.node.target in (aten.dropout.default, aten.native_dropout.default):
                 pair = op.node.target is aten.native_dropout.default
-                dropout = SeededDropout(bound["p"], key, self.clock, pair)
-                return emitter.call_module(dropout, (bound["input"],), "dropout")
+                dropout = SeededDropout(bound["p"], of_all, self.clock, pair)
+                rows = emitter.placeholder((*where, "rows"), ("rows", where), "rows")
+                columns = emitter.placeholder((*where, "columns"), ("columns", where), "columns")
+                return emitter.call_module(dropout, (bound["input"], rows, columns), "dropout")
             positional, keyword = arguments(op, bound)
             target: Any = op.target
+            if target is aten.scaled_dot_product_attention.default:
+                rows = emitter.placeholder((*where, "rows"), ("rows", where), "rows")
+                attention = SeededAttention(target, key, of_all, self.clock)
+                return emitter.call_module(attention, (rows, *positional), "attention", keyword)
             return emitter.call_module(SeededCall(target, key, self.clock), positional, "random", keyword)
         return None
 
@@ -517,6 +524,9 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
             if kind == "input":
                 leaf, value, want = what
                 sources.append((kind, (leaf, stage.layout.intervals(value, want, coordinates))))
+            elif kind in ("rows", "columns"):
+                value, placed = what
+                sources.append((kind, (stage.layout.intervals(value, placed, coordinates), value_shape(value))))
             else:
                 sources.append((kind, what))
         return LocalGraph(graph.code, sources)

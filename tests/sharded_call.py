@@ -27,10 +27,10 @@ from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolv
 from whale.ir.placement import Placement
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalProgram, bound, part
+from whale.runtime.stage import LocalProgram, bound, element_numbers, part
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.layout import Layout, LayoutAxis, Placements
-from whale.strategies.lowering import PlacedStage, lower
+from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 
 
 class Call:
@@ -129,7 +129,10 @@ def check(
     if not empty and any(length == 0 for found in spans for _, length in found.values()):
         return  # fewer positions than ranks
     given = {value: _distribute(call.tensors[value], value, placed, layout, places) for value, placed in wanted.items()}
-    lowered = [lower(call.captured, call.analysis, stage, r, 0, clock=RNGPosition(0)) for r in mesh.ranks]
+    lowered = [
+        at_micro_batch(lower(call.captured, call.analysis, stage, r, 0, clock=RNGPosition(0)), stage, r, 0)
+        for r in mesh.ranks
+    ]
     groups: dict[tuple[int, ...], _ThreadGroup] = {}
     programs = bound(lowered, lambda name, ranks: groups.setdefault(ranks, _ThreadGroup(ranks)))
     generator = torch.Generator().manual_seed(1)
@@ -143,9 +146,11 @@ def check(
         own = {value: given[value][rank].detach().requires_grad_(needs_grad(value)) for value in wanted}
         program = programs[rank]
         given_by = {"received": list(own.values()), "constant": program.constant.code.module()}
-        outputs = list(
-            program.micro_batch.code.module(*(given_by[kind][what] for kind, what in program.micro_batch.sources))
-        )
+        arguments = [
+            given_by[kind][what] if kind in given_by else element_numbers(kind, what, torch.device("cpu"))
+            for kind, what in program.micro_batch.sources
+        ]
+        outputs = list(program.micro_batch.code.module(*arguments))
         local = {value: part(c, layout.intervals(value, made[value], places[rank])) for value, c in cotangents.items()}
         picked = [(out, local[value]) for out, value in zip(outputs, call.values, strict=True) if value in local]
         picked = [(out, c) for out, c in picked if out.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import Two, annotated
+from whale.cli.model_loader import load_model
 from whale.errors import CaptureError
 from whale.runtime.launch import World
 
@@ -90,6 +92,69 @@ def test_numbers_in_the_shape_of_activations_have_no_gradient(ranks: Two, kind: 
     one, other = ranks.run(like_activations, kind)
     assert one == other
     assert len(set(one)) == 3
+
+
+class Dropping(nn.Module):
+    """Dropout of rows, of a hidden dim that ranks split, of attention's shape, and of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2)])
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.layers[0](x), 0.3)
+        x = F.dropout(F.gelu(self.layers[1](x)), 0.5) * F.dropout(self.scale, 0.2)
+        x = F.dropout(self.layers[2](x).view(-1, 2, 8).transpose(0, 1), 0.4).transpose(0, 1).flatten(1)
+        return F.dropout(self.layers[3](x), 0.1).square().mean()
+
+
+def dropping_layers() -> tuple[nn.Module, dict[str, Any]]:
+    return Dropping(), {"x": X}
+
+
+def dropping_attention() -> tuple[nn.Module, dict[str, Any]]:
+    """A GPT with dropout of embeddings, in its causal attention and after it."""
+    torch.manual_seed(0)
+    sizes = {"layers": 4, "hidden": 16, "heads": 2, "seq": 6, "vocab": 20, "dropout": 0.3}
+    loaded = load_model("examples/models/gpt.py:gpt", {**sizes, "batch_size": 8}, device="cpu")
+    return loaded.model, loaded.batch
+
+
+MODELS = {"layers": dropping_layers, "attention": dropping_attention}
+
+DROPPING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "replicas": ({"": whale.replicate()}, {}),
+    "replicas, micro-batches": ({"": whale.replicate()}, {"micro_batches": 4}),
+    "split": ({"layers.[1-2]": whale.split(), "": whale.replicate()}, {}),
+    "stages": ({"layers.[0-1]": whale.stage(), "layers.[2-3]": whale.stage()}, {"micro_batches": 2}),
+}
+
+
+def dropping(world: World | None, model: str, name: str) -> tuple[list[float], dict[str, Tensor]]:
+    annotations, options = DROPPING[name]
+    made, batch = MODELS[model]()
+    if world is not None:
+        whale.annotate(made, annotations)
+    parallel = whale.parallelize(made.double(), batch, device="cpu", timeout_seconds=20, **options)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        found.append(parallel.train_step(**batch).item())
+        optimizer.step()
+    return found, parallel.full_gradients()
+
+
+@pytest.mark.parametrize("model", ["layers", "attention"])
+def test_dropout_is_the_same_in_every_layout(ranks: Two, model: str) -> None:
+    alone = dropping(None, model, "replicas, micro-batches")
+    assert len(set(alone[0])) == 3
+    for name in DROPPING:
+        for losses, gradients in ranks.run(dropping, model, name):
+            torch.testing.assert_close(losses, alone[0], rtol=1e-12, atol=0, msg=name)
+            torch.testing.assert_close(gradients, alone[1], rtol=1e-10, atol=1e-13, msg=name)
 
 
 @pytest.mark.parametrize("name", DRAWS)

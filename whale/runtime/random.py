@@ -1,18 +1,23 @@
 """Random operators whose numbers depend on the position in a tensor, not on which process draws first.
 
-Ranks with the same shard of a tensor draw the same numbers; ranks with different shards draw independent ones. The seed
-is a hash of (user's seed, step, micro-batch, operator, shard), so a step can be repeated.
+A dropout mask is a hash of (user's seed, step, operator, position of the element in the whole tensor): it is the same
+for every division into ranks and micro-batches, and bit for bit on every device. Other operators are seeded by a hash
+of (user's seed, step, micro-batch, operator, shard): ranks with the same shard draw the same numbers, ranks with
+different shards independent ones. Either way a step can be repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _MASK = (1 << 63) - 1
+
+Ranges = Sequence[tuple[int, int]]
+"""Half-open ranges of a dim, in order."""
 
 
 class RNGPosition:
@@ -22,9 +27,16 @@ class RNGPosition:
         self.seed, self.step, self.micro_batch = seed, 0, 0
 
     def derive(self, key: int) -> int:
-        """A seed for the operator *key* at this position."""
+        """A seed for the operator *key* in this micro-batch."""
+        return self._hash(self.step, self.micro_batch, key)
+
+    def of_step(self, key: int) -> int:
+        """A seed for the operator *key* in all micro-batches of this step."""
+        return self._hash(self.step, key)
+
+    def _hash(self, *parts: int) -> int:
         value = self.seed & _MASK
-        for part in (self.step, self.micro_batch, key):
+        for part in parts:
             value = _mix(value ^ _mix(part + 0x9E3779B97F4A7C15))
         return value
 
@@ -44,26 +56,120 @@ def position_key(operator: int, part: tuple[tuple[int, int], ...]) -> int:
     return key
 
 
+def row_numbers(ranges: Sequence[Ranges], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers of a part's rows, which are all its dims except the last, in the whole tensor.
+
+    Args:
+        ranges: for each dim, what the part has of it.
+        sizes: of the whole tensor.
+        device: of the result, int64.
+
+    >>> row_numbers((((1, 3),), ((0, 1), (3, 4)), ((0, 5),)), (3, 4, 5), torch.device("cpu")).tolist()
+    [4, 7, 8, 11]
+    """
+    numbers = torch.zeros(1, dtype=torch.int64, device=device)
+    for held, size in zip(ranges[:-1], sizes[:-1], strict=True):
+        numbers = (numbers[:, None] * size + _places(held, device)).flatten()
+    return numbers
+
+
+def column_numbers(ranges: Sequence[Ranges], device: torch.device) -> Tensor:
+    """The numbers of a part's columns, which are its last dim, in the whole tensor, as the mask's hash reads them."""
+    places = _places(ranges[-1], device) if ranges else torch.zeros(1, dtype=torch.int64, device=device)
+    return _low(places * _GOLDEN)
+
+
+def _places(ranges: Ranges, device: torch.device) -> Tensor:
+    pieces = [torch.arange(start, stop, device=device) for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces, torch.zeros(0, dtype=torch.int64, device=device)])
+
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
+"""Odd numbers of 32 bits: the golden ratio, and the multipliers of MurmurHash3's finalizer (Appleby 2011)."""
+
+_CPU_CHUNK, _CHUNK = 1 << 17, 1 << 24
+"""Elements of a mask that are computed at a time: on a CPU so that they stay in its cache, elsewhere so that temporary
+tensors are small."""
+
+
+def keep_mask(seed: int, keep: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """A mask of elements that are kept, each with probability *keep*, as a hash of its position.
+
+    Each row has a key of 64 bits, by SplitMix64's finalizer of its number and the seed. An element's hash is
+    MurmurHash3's finalizer of the lower half of the key plus the column, to which the upper half is added after the
+    first round. All of it is arithmetic on whole numbers, which is equal on all devices.
+
+    Args:
+        seed: 63 bits.
+        keep: in [0, 1]; the probability is exact to 2**-32.
+        rows, columns: from :func:`row_numbers` and :func:`column_numbers`.
+    """
+    shape = (rows.numel(), columns.numel())
+    if not 0.0 < keep < 1.0:
+        return torch.full(shape, keep >= 1.0, device=rows.device)
+    keys = _mixed(rows ^ seed)
+    lower, upper = _low(keys)[:, None], _low(_shifted(keys, 32))[:, None]
+    first, second = (_signed(number) for number in (_FIRST, _SECOND))
+    limit = min(round(keep * 2**32), 2**32 - 1) - 2**31
+    mask = torch.empty(shape, dtype=torch.bool, device=rows.device)
+    chunk = max(1, (_CPU_CHUNK if rows.device.type == "cpu" else _CHUNK) // max(1, shape[1]))
+    for begin in range(0, shape[0], chunk):
+        part = slice(begin, begin + chunk)
+        x = lower[part] + columns
+        x ^= _shifted(x, 16)
+        x *= first
+        x += upper[part]
+        x ^= _shifted(x, 13)
+        x *= second
+        torch.lt(x, limit, out=mask[part])
+    return mask
+
+
+def _signed(number: int) -> int:
+    """The number of 32 bits with the same bits and a sign."""
+    return number - 2**32 if number >= 2**31 else number
+
+
+def _low(x: Tensor) -> Tensor:
+    """The lower halves of 64-bit numbers."""
+    return ((x << 32) >> 32).to(torch.int32)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """The bits of numbers, shifted to the right; torch shifts in copies of the sign."""
+    bits = 64 if x.dtype == torch.int64 else 32
+    return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer of 64-bit numbers."""
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
 class SeededDropout(nn.Module):
-    """Dropout with its own generator; the second result, if requested, is the mask."""
+    """Dropout whose mask depends on positions in the whole tensor; the second result, if requested, is the mask."""
 
     def __init__(self, probability: float, key: int, clock: RNGPosition, with_mask: bool) -> None:
         super().__init__()
         self.probability, self.key, self.clock, self.with_mask = probability, key, clock, with_mask
-        self._generator: torch.Generator | None = None
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Any:
         """Zero elements with the probability, scale the others up."""
-        if self._generator is None and not x.is_meta:
-            self._generator = torch.Generator(device=x.device)
-        if self._generator is not None:
-            self._generator.manual_seed(self.clock.derive(self.key))
-        keep = 1.0 - self.probability
-        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(keep, generator=self._generator)
-        y = x * mask  # saves the mask for the backward, a byte per element; the scale saves nothing
-        if keep > 0:
-            y = y.mul_(1 / keep)
+        y, mask = _dropped(x, self.probability, self.clock.of_step(self.key), rows, columns)
         return (y, mask) if self.with_mask else y
+
+
+def _dropped(x: Tensor, probability: float, seed: int, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensor after dropout, and the mask."""
+    keep = 1.0 - probability
+    if type(rows) is Tensor and not x.is_meta:
+        mask = keep_mask(seed, keep, rows, columns).view(x.shape)
+    else:  # without data
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    y = x * mask  # saves the mask for the backward, a byte per element; the scale saves nothing
+    return y.mul_(1 / keep) if keep > 0 else y, mask
 
 
 class SeededCall(nn.Module):
@@ -85,6 +191,49 @@ class SeededCall(nn.Module):
             return self.target(*args, **kwargs)
         finally:
             generator.set_state(state)
+
+
+class SeededAttention(SeededCall):
+    """Attention whose dropout mask depends on positions in the whole tensor.
+
+    On a CPU torch computes attention with dropout in steps, as this does. GPUs have a kernel for it, which draws by
+    itself: it is seeded as any other random operator.
+    """
+
+    def __init__(self, target: Callable[..., Any], key: int, key_of_all: int, clock: RNGPosition) -> None:
+        super().__init__(target, key, clock)
+        self.key_of_all = key_of_all
+
+    def forward(
+        self,
+        rows: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Compute ``scaled_dot_product_attention``; *rows* are the numbers of the output's rows."""
+        if query.is_cuda:
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            found: Tensor = super().forward(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return found
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = torch.ops.aten._safe_softmax.default(scores, -1)
+        columns = column_numbers((((0, key.shape[-2]),),), scores.device)
+        return _dropped(weights, dropout_p, self.clock.of_step(self.key_of_all), rows, columns)[0] @ value
 
 
 def _generator_of(device: torch.device | None) -> torch.Generator:

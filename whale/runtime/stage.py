@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.runtime.collectives import CollectiveModule, Group
-from whale.runtime.random import RNGPosition
+from whale.runtime.random import RNGPosition, column_numbers, row_numbers
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
 """For each dim of a tensor, half-open ranges in order."""
 
 Source = tuple[str, Any]
 """Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
-intervals)), ("received", position), or (level, position) for an earlier graph's output."""
+intervals)), ("received", position), (level, position) for an earlier graph's output, or ("rows" | "columns",
+(intervals, shape)) for numbers of a part's elements in a whole tensor of this shape."""
 
 
 @dataclass(eq=False)
@@ -127,6 +128,12 @@ def _with_groups(module: nn.Module, group_of: Callable[[str, tuple[int, ...]], G
     return bare
 
 
+def element_numbers(kind: str, what: tuple[Intervals, tuple[int, ...]], device: torch.device) -> Tensor:
+    """The tensor of a source of kind ``rows`` or ``columns``."""
+    intervals, shape = what
+    return row_numbers(intervals, shape, device) if kind == "rows" else column_numbers(intervals, device)
+
+
 def part(x: Tensor, intervals: Intervals) -> Tensor:
     """The part of a tensor that lies in these stretches of each dim; a view where it can be."""
     for dim, stretches in enumerate(intervals):
@@ -187,6 +194,7 @@ class LocalStage:
         self._constants: dict[int, tuple[Tensor, ...]] = {}
         self._steps: dict[int, tuple[Tensor, ...]] = {}
         self._known: dict[int, tuple[list[Any], list[tuple[int, str, Any]]]] = {}
+        self._numbers: dict[tuple[str, Any], Tensor] = {}
         self._batch: Mapping[str, Any] = {}
         self._changed: dict[str, Tensor] = {}
         self._taken: dict[tuple[int, int], Tensor] = {}
@@ -259,9 +267,17 @@ class LocalStage:
                 changing.append((position, kind, what))
             elif kind == "constant" and isinstance(what, int):
                 fixed[position] = self._constant(program)[what]
+            elif kind in ("rows", "columns"):
+                fixed[position] = self._numbers_of(kind, what)
             else:
                 fixed[position] = self._tensors[kind, what]
         return fixed, changing
+
+    def _numbers_of(self, kind: str, what: tuple[Intervals, tuple[int, ...]]) -> Tensor:
+        """The numbers of rows or columns, once for all operators on parts of this kind."""
+        if (kind, what) not in self._numbers:
+            self._numbers[kind, what] = element_numbers(kind, what, next(iter(self._tensors.values())).device)
+        return self._numbers[kind, what]
 
     def _constant(self, program: LocalProgram) -> tuple[Tensor, ...]:
         key = id(program.constant.code)
