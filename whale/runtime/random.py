@@ -226,12 +226,17 @@ class SeededAttention(SeededCall):
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(
+                1
+            )
+        elif attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, -torch.inf)
         elif attn_mask is not None:
             scores = scores + attn_mask
-        weights = torch.ops.aten._safe_softmax.default(scores, -1)
+        if attn_mask is None:
+            weights = scores.softmax(-1)
+        else:  # a row may have no column
+            weights = torch.ops.aten._safe_softmax.default(scores, -1)
         columns = column_numbers((((0, key.shape[-2]),),), scores.device)
         return _dropped(weights, dropout_p, self.clock.of_step(self.key_of_all), rows, columns)[0] @ value
 
