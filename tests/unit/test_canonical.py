@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import whale
 from whale.graph.capture import capture
 
 aten = torch.ops.aten
@@ -64,3 +66,26 @@ def test_values_and_gradients_stay(case: str) -> None:
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(loss, [model.scale])[0] for loss in (found, expected)]
     torch.testing.assert_close(*gradients)
+
+
+class Shifted(nn.Module):
+    """A loss to which numbers are added, as constant terms of formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        likelihood = 1.5 - self.layer(x).square().mean()
+        return torch.sub(2 * (likelihood + 0.25), 3, alpha=0.5) - 1
+
+
+def test_numbers_added_to_a_loss_are_terms_that_one_micro_batch_has() -> None:
+    torch.manual_seed(0)
+    local, x = Shifted().double(), torch.randn(8, 3, dtype=torch.float64)
+    parallel = whale.parallelize(copy.deepcopy(local), x, micro_batches=4, device="cpu")
+    expected = local(x)
+    expected.backward()
+    torch.testing.assert_close(parallel.train_step(x), expected)
+    for name, gradient in parallel.full_gradients().items():
+        torch.testing.assert_close(gradient, local.get_parameter(name).grad)

@@ -37,16 +37,17 @@ def emit(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], /, *args: A
     """Insert a call with its fake value, scopes and source line taken over from *like*."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("custom", "stack_trace", "nn_module_stack")}
-    node.meta["val"] = _evaluate(node)
+    node.meta["val"] = _evaluate(node, like)
     return node
 
 
-def _evaluate(node: fx.Node) -> Any:
+def _evaluate(node: fx.Node, *like: fx.Node) -> Any:
+    """The fake value of a call, in the mode of its inputs or of *like*."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     mode = next(
         (
             leaf.fake_mode
-            for n in node.all_input_nodes
+            for n in (*node.all_input_nodes, *like)
             for leaf in _leaves(n.meta["val"])
             if isinstance(leaf, torch._subclasses.FakeTensor)
         ),
@@ -321,6 +322,25 @@ def _counts(node: fx.Node, length: int) -> bool:
     return node.target is aten.arange.start and tuple(node.args[:2]) == (0, length)
 
 
+def _number_of_sum(graph: fx.Graph, node: fx.Node) -> None:
+    """Express a number that is added to a scalar, as to a loss, as a tensor: a term that one part of a sum has, and the
+    others have not. In half precision the number would be rounded."""
+    bound = _bound(node)
+    val, number = node.meta["val"], bound["other"]
+    if val.dim() or val.dtype not in (torch.float32, torch.float64) or isinstance(number, fx.Node):
+        return
+    tensor, alpha = bound["self"], bound["alpha"]
+    with graph.inserting_before(node):
+        if node.target is aten.rsub.Scalar:
+            term = emit(graph, node, aten.full.default, [], number, dtype=val.dtype, device=val.device)
+            found = emit(graph, node, aten.sub.Tensor, term, tensor, alpha=alpha)
+        else:
+            target = aten.add.Tensor if node.target in (aten.add.Tensor, aten.add.Scalar) else aten.sub.Tensor
+            term = emit(graph, node, aten.full.default, [], number * alpha, dtype=val.dtype, device=val.device)
+            found = emit(graph, node, target, tensor, term)
+    _replace(graph, node, found)
+
+
 _MEAN, _NONE, _SUM = 1, 0, 2
 
 
@@ -485,6 +505,11 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.concat.default: _cat,
     aten.concatenate.default: _cat,
     aten.index.Tensor: _index,
+    aten.add.Tensor: _number_of_sum,
+    aten.add.Scalar: _number_of_sum,
+    aten.sub.Tensor: _number_of_sum,
+    aten.sub.Scalar: _number_of_sum,
+    aten.rsub.Scalar: _number_of_sum,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _cross_entropy,
     aten.nll_loss_nd.default: _cross_entropy,

@@ -28,7 +28,6 @@ from whale.errors import CaptureError, UsageError
 from whale.graph.canonical import canonicalize
 from whale.graph.capture_checks import (
     SourceLine,
-    capture_error,
     check_autocast,
     check_batch,
     check_hooks,
@@ -38,6 +37,7 @@ from whale.graph.capture_checks import (
     place_of_node,
     refusing,
 )
+from whale.graph.capture_errors import capture_error
 from whale.graph.copies import model_copy
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.numbers import numbers_to_tensors

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from traceback import StackSummary
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,12 @@ from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from whale.errors import CaptureError, UsageError, WhaleError
+from whale.errors import CaptureError, UsageError
 from whale.graph.row_wise import capturing, is_row_wise, operator_of, whole_positions
 
 __all__ = [
+    "DATA_DEPENDENT",
     "SourceLine",
-    "capture_error",
     "check_autocast",
     "check_batch",
     "check_hooks",
@@ -76,51 +76,6 @@ def is_model(file: str) -> bool:
         inside = file.rpartition("site-packages")[2].lstrip("/\\").replace("\\", "/")
         return not inside.startswith((*(f"{name}/" for name in _PACKAGES), "torch/"))
     return not os.path.abspath(file).startswith(_NOT_THE_MODEL)
-
-
-def _place_of_traceback(traceback: TracebackType | None) -> SourceLine | None:
-    found = None
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if is_model(file):
-            found = SourceLine(file, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return found
-
-
-def _function_of_traceback(traceback: TracebackType | None) -> str:
-    """The public function or module of torch that the model's last line called, in which an error was raised."""
-    found = ""
-    while traceback is not None:
-        frame = traceback.tb_frame
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        if is_model(frame.f_code.co_filename):
-            found = ""
-        elif not found and name == "__torch_function__":
-            found = getattr(frame.f_locals.get("func"), "__name__", "")
-        elif _is_of_torch(frame.f_code.co_filename) and (name == "forward" or (not found and _is_public(name))):
-            found = name if owner is None else type(owner).__name__
-        traceback = traceback.tb_next
-    return "" if found.startswith("_") or found == "item" else found
-
-
-def _is_public(name: str) -> bool:
-    return name == "__init__" or not name.startswith("_")
-
-
-def _is_of_torch(file: str) -> bool:
-    """Whether a source file has functions or modules of torch that a model calls, unlike those that capture it."""
-    inside = file.partition(os.path.dirname(torch.__file__) + os.sep)[2]
-    return inside.startswith(("nn", "distributions", "functional", "_tensor"))
-
-
-def _packs(traceback: TracebackType | None) -> bool:
-    """Whether an error was raised in a function that has a packed sequence."""
-    while traceback is not None:
-        if any(isinstance(x, nn.utils.rnn.PackedSequence) for x in traceback.tb_frame.f_locals.values()):
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 def place_of_frame(frame: FrameType | None) -> SourceLine | None:
@@ -589,7 +544,7 @@ def check_static(graph: fx.Graph, name: str) -> None:
             if isinstance(value, torch.Tensor):
                 dynamic = any(isinstance(size, torch.SymInt) for size in value.shape)
             if dynamic:
-                raise located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
+                raise located(f"{name} cannot be captured: {DATA_DEPENDENT}", place_of_node(node))
         if getattr(node.target, "__name__", "") in _TRANSFORMS:
             raise located(_NO_TRANSFORMS, place_of_node(node))
         if node.kwargs.get("generator") is not None or isinstance(node.meta.get("val"), torch.Generator):
@@ -626,50 +581,7 @@ def check_autocast(graphs: Iterable[fx.Graph]) -> None:
 _ONE_DTYPE = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default)
 """Operators that refuse tensors of different dtypes when they run, but not when they are captured."""
 
-_DATA = (
+DATA_DEPENDENT = (
     "control flow, a number or a shape depends on a tensor's values (`if`, `.item()`, `.tolist()`, `nonzero`, a mask "
     "as an index); use torch.where, or multiply with the mask, in place of it"
 )
-
-
-def capture_error(error: Exception, model: nn.Module) -> WhaleError:
-    """Explain in the user's words why a model cannot be captured, with the place in the user's source."""
-    place = _place_of_traceback(error.__traceback__)
-    if isinstance(error, UsageError):  # an annotation inside forward
-        return type(error)(f"{place.file}:{place.line}: {error}" if place else str(error))
-    if isinstance(error, CaptureError):
-        if error.file is not None:
-            return error
-        return located(error.message, place or place_of_forward(model))
-    text = str(error)
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    name, kind = type(model).__name__, type(error).__name__
-    if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind:
-        function = _function_of_traceback(error.__traceback__)
-        return located(f"{name} cannot be captured: {f'in {function}, ' if function else ''}{_DATA}", place)
-    if "is mutated in the forward" in text:
-        return located(
-            f"{name} cannot be captured: the forward or loss_fn writes to a tensor that is no buffer of the model, as "
-            "of a loss's module; register it as a buffer of the model (register_buffer), and put a loss with a state "
-            "inside the model",
-            place or place_of_forward(model),
-        )
-    if ".numpy()" in text or "__array__" in text:
-        return located(
-            f"{name} cannot be captured: numpy reads a tensor's values, which a captured model does not have; use "
-            "torch's operators in place of numpy's",
-            place,
-        )
-    if _packs(error.__traceback__):
-        return located(
-            f"{name} cannot be captured: shapes of a packed sequence depend on the lengths' values; leave "
-            "pack_padded_sequence out, give the recurrent layer padded sequences, and take of its outputs those of the "
-            "last real step with gather, or multiply with a mask",
-            place,
-        )
-    reason = f"{kind}: {first}" if first else kind
-    return located(
-        f"{name} cannot be captured: its forward raised {reason}; check that model(**batch) runs on one device with "
-        "this batch, and keep what is no computation on tensors out of forward",
-        place,
-    )
