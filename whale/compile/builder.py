@@ -38,6 +38,7 @@ from whale.runtime.module import ParallelModule, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
+from whale.runtime.refusals import Refusals
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["CHECKED_RANKS", "Builder", "clock_of", "warn_of"]
@@ -158,7 +159,7 @@ class Builder:
             purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
             everyone = tuple(range(world.size))
             self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
-        shares = row_shares(compilation)
+        shares, refusals = row_shares(compilation), Refusals(world)
         engine = Engine(
             world=world,
             source=self.compile,
@@ -169,7 +170,8 @@ class Builder:
             clock=self.clock,
             loss_group=self.all_ranks["loss"] if self.all_ranks else None,
             shares=shares,
-            local=self._local_batches(compilation, shares) if bring != "global" else None,
+            refusals=refusals,
+            local=self._local_batches(compilation, shares, refusals) if bring != "global" else None,
         )
         data = self._rank_step(compilation)
         step = self._assemble(data, held)
@@ -205,7 +207,7 @@ class Builder:
         self.groups |= groups(bridged - self.groups.keys(), seconds)
         self.reduce_groups |= groups(reduced - self.reduce_groups.keys(), seconds)
 
-    def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
+    def _local_batches(self, compilation: Compilation, shares: RowShares, refusals: Refusals) -> LocalBatches:
         host = self.all_ranks.get("loss")
         if host is not None and self.world.device.type != "cpu":
             timeout = timedelta(seconds=self.world.failures.timeout_seconds)
@@ -213,6 +215,7 @@ class Builder:
         return LocalBatches(
             world=self.world,
             shares=shares,
+            refusals=refusals,
             leaves=batch_leaf_names(compilation),
             host_group=host,
             group=self.all_ranks.get("loss"),

@@ -27,6 +27,7 @@ from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.random import RNGPosition
+from whale.runtime.refusals import Refusals
 from whale.runtime.stage import Intervals, LocalStage, part
 
 __all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Result", "Shard", "StepSource"]
@@ -105,6 +106,7 @@ class Engine:
         tensors: this rank's parts, by first name.
         clock: the position of random operators.
         shares: the rows of a batch that each rank computes on.
+        refusals: of steps, by any rank.
         loss_group: of all ranks, for the loss and the comparison of batches.
         steps: compiled ones, by signature, modes, changed attributes and what they return.
         compared: how many batches of a signature there were.
@@ -122,6 +124,7 @@ class Engine:
     tensors: Mapping[str, Tensor]
     clock: RNGPosition
     shares: RowShares
+    refusals: Refusals
     loss_group: dist.ProcessGroup | None = None
     steps: CompiledSteps[CompiledStep] = field(init=False)
     compared: dict[Signature, int] = field(default_factory=dict)
@@ -139,6 +142,15 @@ class Engine:
         """Use an already compiled step for equal batches."""
         self.floats |= {name: value for name, value in batch.items() if isinstance(value, float)}
         self.steps.add(StepKey(signature(batch), modes), step)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the ranks that begin a step with this one that it does not take part."""
+        if self.world.size > 1:
+            self.refusals.tell(error)
+            if self.local is None:
+                LikeBatches(self.world, self.loss_group, self.refusals, None)
+            else:
+                self.local.refuse()
 
     def run(
         self,
@@ -161,7 +173,7 @@ class Engine:
             returns: what is returned; the model's output is whole on every rank, or on rank *to* alone.
 
         Raises:
-            UsageError: there is nothing to train, or the ranks were given other batches.
+            UsageError: there is nothing to train, the ranks were given other batches, or one refused the step.
             WorkerError: a rank failed, or did not come within the timeout.
         """
         if train and not changes.key and not any(shard.trainable for shard in self.shards.values()):
@@ -236,7 +248,7 @@ class Engine:
         looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
         given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
-        alike = LikeBatches(self.world, self.loss_group, given, values)
+        alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values)
         if not seen or self.world.device.type != "cuda":  # looking is waiting for the device
             alike.check()
         self.compared[key] = seen + 1

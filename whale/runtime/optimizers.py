@@ -100,8 +100,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "after parallelize, from the parallel model's parameters"
             )
     owners = _owners(parameters)
-    if any(not engine.holds_all for engine, _ in owners.values()):
-        _check_elementwise(optimizer, owners)
+    engines = dict.fromkeys(engine for engine, _ in owners.values())
+    if any(not engine.holds_all for engine in engines):
+        try:
+            _check_elementwise(optimizer, owners)
+        except UsageError as error:
+            for engine in engines:  # other ranks, whose parts it updates well, wait in the next step
+                engine.refuse(error)
+            raise
     _checked[optimizer] = num
 
 
