@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whale.errors import UsageError
+from whale.runtime.checkpoints import attend_checkpoints
 from whale.runtime.engine import Engine, Shard
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.stage import part
@@ -70,6 +71,7 @@ def _install() -> None:
     _installed.append(register_optimizer_step_pre_hook(_before_step))
     Optimizer.add_param_group = _attending(Optimizer.add_param_group)  # type: ignore[method-assign]
     Optimizer.__init__ = _of_any_number(Optimizer.__init__)  # type: ignore[method-assign]
+    attend_checkpoints()
     total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
     if total_norm is not None:
         over_ranks = _over_ranks(total_norm)
