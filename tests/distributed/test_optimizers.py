@@ -277,3 +277,37 @@ def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: 
     for pairs in ranks.run(clip, kind, norm_type):
         for found, expected in pairs:
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+def clip_one_of_two(world: World, kind: str) -> tuple[list[tuple[float, float]], list[str]]:
+    """Norms of modules of two models that are alive, and refusals of gradients of both."""
+    models, locals_ = [parallel(kind) for _ in range(2)], [decoder(layers=2) for _ in range(2)]
+    for scale, model, local in zip((1.0, 3.0), models, locals_, strict=True):
+        model.train_step(**tokens(), scale=scale)
+        (scale * local(**tokens())).backward()
+    norms = []
+    for place in (1, 0, 1):
+        for path in ("layers.0", "layers.1", ""):
+            both = [list(each[place].get_submodule(path).parameters()) for each in (models, locals_)]
+            found, expected = (torch.nn.utils.clip_grad_norm_(parameters, 0.1) for parameters in both)
+            norms.append((found.item(), expected.item()))
+    norms.append((torch.nn.utils.clip_grad_norm_([], 1.0).item(), 0.0))
+    whole = models[1].full_gradients()
+    norms += [
+        (whole[n].norm().item(), p.grad.norm().item()) for n, p in locals_[1].named_parameters() if p.grad is not None
+    ]
+    others = models[world.rank].layers[world.rank].parameters()  # of a stage of this rank
+    together = refusal(lambda: torch.nn.utils.clip_grad_norm_([p for model in models for p in model.parameters()], 1.0))
+    apart = refusal(lambda: torch.nn.utils.clip_grad_norm_(others, 1.0)) if kind == "stages" else ""
+    return norms, [together, apart]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_one_of_two_models_is_clipped(ranks: Two, kind: str) -> None:
+    for pairs, (together, apart) in ranks.run(clip_one_of_two, kind):
+        for found, expected in pairs:
+            assert found == pytest.approx(expected, rel=1e-9)
+        if kind != "replicate":
+            assert "gradients of a parallel model together with others" in together
+        if kind == "stages":
+            assert "of one parallel model on a rank, and of another on another rank" in apart

@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -339,11 +338,8 @@ class Engine:
             names: of this rank's gradients, by default all.
 
         Raises:
-            UsageError: a rank gave the gradient of one parameter, and another rank that of another one.
             WorkerError: a rank did not come within the timeout.
         """
-        if names is not None and not self.has_all_parts:
-            self._check_single([*names])
         terms = [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         for name in self.shards if names is None else names:
             shard, tensor = self.shards[name], self.tensors.get(name)
@@ -359,22 +355,6 @@ class Engine:
             op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
             self._wait(dist.all_reduce(total, op=op, group=self.loss_group, async_op=True), "the norm of gradients")
         return total if norm_type == torch.inf else total ** (1.0 / norm_type)
-
-    def _check_single(self, names: Sequence[str]) -> None:
-        """Refuse norms of single parameters where ranks have others, as in a loop over ``model.parameters()``: what
-        they give at the same time does not belong together."""
-        own = sum(tensor.grad is not None for tensor in self.tensors.values())
-        is_single = len(names) == 1 < own
-        key = 2.0 + crc32(names[0].encode()) if is_single else float(bool(names))
-        mine = torch.tensor([key], dtype=torch.float64, device=self.world.device)
-        keys = [torch.empty_like(mine) for _ in range(self.world.size)]
-        self._wait(dist.all_gather(keys, mine, group=self.loss_group, async_op=True), "the names of gradients to clip")
-        if len({key.item() for key in keys if key.item()}) > 1:
-            raise UsageError(
-                f"clip_grad_norm_ was given {names[0] if is_single else f'{len(names)} gradients'} on rank "
-                f"{self.world.rank}, and another parameter on another rank, as stages have others: clip all of them "
-                "with model.clip_grad_norm_(max_norm), those of a module, or each by its norm in full_gradients()"
-            )
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
         assert work is not None
