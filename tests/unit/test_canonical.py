@@ -39,6 +39,12 @@ def rewritten(x: Tensor) -> Tensor:
     return y
 
 
+def strided(x: Tensor) -> Tensor:
+    y = x * 2
+    y.as_strided((2, 2), (6, 2), 7).copy_(x[1:3, 4:])
+    return y
+
+
 CASES = {
     "every second element": (lambda x: x[:, 1::2] * x[:, ::2], {aten.slice.Tensor}),
     "every third from the last": (lambda x: x[:, 2::3], {aten.slice.Tensor}),
@@ -48,6 +54,10 @@ CASES = {
     "broadcast together": (lambda x: sum(torch.broadcast_tensors(x, x[:, :1], x[0])), {aten.broadcast_tensors.default}),
     "a tensor filled in pieces": (written, {aten.slice_scatter.default, aten.new_empty.default}),
     "pieces over pieces": (rewritten, {aten.slice_scatter.default}),
+    "a filled diagonal": (lambda x: (x.T @ x).fill_diagonal_(0), {aten.as_strided_scatter.default}),
+    "a filled diagonal of columns": (lambda x: (x[:, :4].T * 2).fill_diagonal_(1), {aten.as_strided_scatter.default}),
+    "a write to a strided view": (strided, {aten.as_strided_scatter.default}),
+    "one position of each row": (lambda x: x[torch.arange(len(x)), torch.arange(4) % 3], {aten.index.Tensor}),
     "joined by another name": (lambda x: torch.concat([x, x], 1), {aten.concat.default}),
 }
 
