@@ -1,20 +1,10 @@
-"""How the planner says that something does not fit: in GiB, and with what would help. It knows only text."""
+"""How the planner says that something does not fit: with what would help. It knows only text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 
-__all__ = ["advised", "gib"]
-
-
-def gib(size: float) -> str:
-    """Bytes for people.
-
-    >>> gib(16 * 2**30), gib(float("inf"))
-    ('16.0 GiB', 'unlimited memory')
-    """
-    return f"{size / 2**30:.1f} GiB" if isfinite(size) else "unlimited memory"
+__all__ = ["advised"]
 
 
 def advised(problem: str, weighed: Sequence[tuple[bool, str]], *, otherwise: str) -> str:

@@ -400,10 +400,16 @@ def _coupled_message(analysis: Analysis, time: Mapping[fx.Node, Choice], node: f
     rows += [dim for index, _ in enumerate(output_shapes(node)) for dim in analysis.dims[node, index]]
     if not any(analysis.factors.count(dim, analysis.batch_factor) for dim in rows):
         terms = any(v[0] in time and time[v[0]].outputs[v[1]] == PARTIAL for v in analysis.ops[node].operands)
+        what = (
+            "needs the whole sum over the rows of the batch, but a micro-batch has only terms of the loss, which are "
+            "added up"
+            if terms
+            else "computes the loss from no rows that could be divided among micro-batches, as where a part of the "
+            "batch is taken before the first layer (x[:n])"
+        )
         return (
-            f"{operator} needs {'the whole sum over the rows of the batch' if terms else 'no row of the batch'}, but a "
-            "micro-batch has only terms of the loss, which are added up; use micro_batches=1, or let the loss be a sum "
-            "or a mean over rows, with weights that depend on no other rows"
+            f"{operator} {what}; use micro_batches=1, or let the loss be a sum or a mean over rows, with weights that "
+            "depend on no other rows"
         )
     return (
         f"{operator} computes a row of the batch from other rows, so "

@@ -21,7 +21,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from whale.errors import InfeasibleError, UsageError
-from whale.planner.advice import advised, gib
+from whale.ir.units import bytes_text
+from whale.planner.advice import advised
 from whale.planner.schedules.in_flight import in_flight
 
 __all__ = [
@@ -426,15 +427,15 @@ def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -
     group = evenest.groups[stage]
     text = (
         f"no cut into {len(problem.groups)} stages fits. Even in the one that fills memory most evenly, stage {stage} "
-        f"on {group.name} needs {gib(need)} and has {gib(group.capacity_bytes)}, {gib(need - group.capacity_bytes)} "
-        "too little"
+        f"on {group.name} needs {bytes_text(need)} and has {bytes_text(group.capacity_bytes)}, "
+        f"{bytes_text(need - group.capacity_bytes)} too little"
     )
     weighed = []
     for change, changed in remedies:
         cut = evenest_cut(changed)
         stage, need = _fullest(cut)
-        capacity = gib(cut.groups[stage].capacity_bytes)
-        weighed.append((cut.fits, f"{change} ({gib(need)} of {capacity} on stage {stage})"))
+        capacity = bytes_text(cut.groups[stage].capacity_bytes)
+        weighed.append((cut.fits, f"{change} ({bytes_text(need)} of {capacity} on stage {stage})"))
     return advised(text, weighed, otherwise="use more stages, or devices with more memory")
 
 

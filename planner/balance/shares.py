@@ -22,7 +22,8 @@ from math import ceil, inf
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.profile import Affine
-from whale.planner.advice import advised, gib
+from whale.ir.units import bytes_text
+from whale.planner.advice import advised
 
 __all__ = ["Move", "Remedy", "Shares", "Worker", "fastest_shares", "memory_between"]
 
@@ -236,7 +237,7 @@ def _moves(before: Sequence[int], after: Sequence[int], workers: Sequence[Worker
 
 
 def _reason(worker: Worker, limit: int, unit: str) -> str:
-    return f"the {gib(worker.capacity_bytes)} of {worker.name} hold {limit} {unit}"
+    return f"the {bytes_text(worker.capacity_bytes)} of {worker.name} hold {limit} {unit}"
 
 
 # --- what does not fit
@@ -276,8 +277,8 @@ def _shortage(
     worker = workers[index]
     what = f"for {wanted[index]} {unit}" if wanted[index] else f"for what it holds without any {unit}"
     problem += (
-        f". {worker.name} has {gib(worker.capacity_bytes)} and would need {gib(need)} {what}, "
-        f"{gib(need - worker.capacity_bytes)} more"
+        f". {worker.name} has {bytes_text(worker.capacity_bytes)} and would need {bytes_text(need)} {what}, "
+        f"{bytes_text(need - worker.capacity_bytes)} more"
     )
     weighed = [_weigh(remedy, minimum) for remedy in remedies]
     if min(limits) >= minimum and held:
@@ -299,7 +300,7 @@ def _weigh(remedy: Remedy, minimum: int) -> tuple[bool, str]:
     units = _first_done(remedy.total, remedy.workers, limits if fitting else [remedy.total] * len(limits), minimum)
     need, index = _fullest(remedy.workers, units)
     worker = remedy.workers[index]
-    return fitting, f"{remedy.change} ({gib(need)} of {gib(worker.capacity_bytes)} on {worker.name})"
+    return fitting, f"{remedy.change} ({bytes_text(need)} of {bytes_text(worker.capacity_bytes)} on {worker.name})"
 
 
 def _fullest(workers: Sequence[Worker], units: Sequence[int]) -> tuple[float, int]:

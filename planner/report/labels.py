@@ -9,9 +9,7 @@ from whale.ir.plan import Plan
 from whale.ir.ranks import write_ranks
 from whale.planner.report.markup import short
 
-__all__ = ["bytes_text", "ranks_text", "stages_of", "stages_text", "type_of_name", "types_of"]
-
-_GIB = 2**30
+__all__ = ["ranks_text", "stages_of", "stages_text", "type_of_name", "types_of"]
 
 
 def types_of(plan: Plan, cluster: Cluster | None) -> Mapping[int, str]:
@@ -66,14 +64,3 @@ def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
     """
     word = "rank " if len(ranks) == 1 else "ranks "
     return word + short(", ".join(map(str, write_ranks(sorted(ranks)))), most)
-
-
-def bytes_text(size: float) -> str:
-    """Format bytes in GiB, or in MiB below a hundredth of a GiB.
-
-    >>> bytes_text(61.25 * 2**30), bytes_text(2**29), bytes_text(3 * 2**20)
-    ('61.2 GiB', '0.50 GiB', '3.0 MiB')
-    """
-    if 0 < size < 0.01 * _GIB:
-        return f"{size / 2**20:.1f} MiB"
-    return f"{size / _GIB:.1f} GiB" if size >= 10 * _GIB else f"{size / _GIB:.2f} GiB"

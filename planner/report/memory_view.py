@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
 from whale.planner.report.alike import Alike, alike
 from whale.planner.report.axis import ticks
 from whale.planner.report.colours import PAINT, stage_colour, text_on
-from whale.planner.report.labels import bytes_text, ranks_text, stages_text, type_of_name
+from whale.planner.report.labels import ranks_text, stages_text, type_of_name
 from whale.planner.report.markup import Markup, element, picture, short
 
 __all__ = ["LEGEND", "fullness", "memory_view"]

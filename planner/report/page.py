@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.search_record import SearchRecord
+from whale.ir.units import bytes_text
 from whale.planner.explain import Explanation
 from whale.planner.report import map_view, memory_view, reasons_view, search_view, timeline_view
-from whale.planner.report.labels import bytes_text, stages_of, types_of
+from whale.planner.report.labels import stages_of, types_of
 from whale.planner.report.markup import Markup, element, short
 from whale.planner.report.style import STYLE
 from whale.planner.simulation.gantt import milliseconds

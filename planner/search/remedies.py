@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from whale.ir.cluster import DeviceType
-from whale.planner.advice import advised, gib
+from whale.ir.units import bytes_text
+from whale.planner.advice import advised
 from whale.planner.cost.stage import CostModel
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan
@@ -44,9 +45,10 @@ def shortage(meshes: CostTable, nearest: PartialPlan, batch: int, weighed: Itera
     worst = max(memory, key=lambda one: one.total / one.capacity)
     state = worst.parameters + worst.gradients + worst.optimizer
     problem = (
-        f"no plan fits in memory. The one that comes nearest, {nearest.label}, needs {gib(worst.total)} on "
-        f"{worst.device}, which has {gib(worst.capacity)}, {gib(max(0, worst.total - worst.capacity))} too little: "
-        f"{gib(state)} are weights, gradients and optimizer states, {gib(worst.activations)} activations"
+        f"no plan fits in memory. The one that comes nearest, {nearest.label}, needs {bytes_text(worst.total)} on "
+        f"{worst.device}, which has {bytes_text(worst.capacity)}, "
+        f"{bytes_text(max(0, worst.total - worst.capacity))} too little: "
+        f"{bytes_text(state)} are weights, gradients and optimizer states, {bytes_text(worst.activations)} activations"
     )
     return advised(problem, list(weighed), otherwise="use devices with more memory, or a smaller model")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,6 +285,30 @@ def parallelize_twice(world: World, kind: str) -> float:
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_model_is_parallelized_again(ranks: Two, kind: str) -> None:
     assert max(ranks.run(parallelize_twice, kind)) < 1e-12
+
+
+def parallelize_often(world: World, kind: str) -> list[int]:
+    """Threads after each of several models in turn; ranks collect them at other times."""
+    gc.disable()
+    try:
+        found = []
+        for turn in range(5):
+            model = parallel(kind)
+            model.train_step(**tokens())
+            del model
+            if turn % 2 == world.rank or turn >= 3:
+                gc.collect()
+            found.append(len(os.listdir("/proc/self/task")))
+        return found
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads where Linux lists them")
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_groups_of_models_that_are_gone_are_destroyed(ranks: Two, kind: str) -> None:
+    for threads in ranks.run(parallelize_often, kind):
+        assert threads[-1] <= threads[0]
 
 
 class Sparse(nn.Module):

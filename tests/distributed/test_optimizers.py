@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
@@ -163,6 +169,9 @@ def states_of_an_optimizer(world: World, kind: str) -> tuple[list[float], list[s
         for state in lies["state"].values():
             state["exp_avg"] = getattr(state["exp_avg"], "local", state["exp_avg"])
         messages.append(refusal(lambda: torch.optim.AdamW(module.parameters()).load_state_dict(lies)))
+        gathered = StateDictOptions(full_state_dict=True)
+        messages.append(refusal(lambda: get_optimizer_state_dict(module, pairs[1][1], options=gathered)))
+        messages.append(refusal(lambda: get_model_state_dict(module, options=gathered)))
     kept = copy.deepcopy(pairs[1][1].state_dict())
     pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
     pairs[1][1].load_state_dict(kept)
@@ -179,16 +188,26 @@ def states_of_an_optimizer(world: World, kind: str) -> tuple[list[float], list[s
     )
     errors.append(step())
 
+    def by_layer(lr: float) -> torch.optim.AdamW:  # a rank has no parameter of another stage's layer
+        later = [p for n, p in module.named_parameters() if n.startswith("layers.1")]
+        rest = [p for n, p in module.named_parameters() if not n.startswith("layers.1")]
+        return torch.optim.AdamW([{"params": rest}, {"params": later}], lr=lr)
+
     options = StateDictOptions(flatten_optimizer_state_dict=True)  # by name, because ranks of stages have others
     with TemporaryDirectory() as folder:
         shared = [folder]
         torch.distributed.broadcast_object_list(shared)
         dcp.save({"optimizer": get_optimizer_state_dict(module, pairs[1][1], options=options)}, checkpoint_id=shared[0])
-        pairs[1] = module, torch.optim.AdamW(module.parameters(), lr=1.0)
+        pairs[1] = module, by_layer(1.0)
         state = {"optimizer": get_optimizer_state_dict(module, pairs[1][1], options=options)}
         dcp.load(state, checkpoint_id=shared[0])
         set_optimizer_state_dict(module, pairs[1][1], state["optimizer"], options=options)
         torch.distributed.barrier()
+        if world.rank == 0:
+            dcp_to_torch_save(folder, f"{folder}/whole.pt")
+            known = {n: pairs[0][1].state[p]["exp_avg"] for n, p in local.named_parameters()}
+            whole = torch.load(f"{folder}/whole.pt")["optimizer"]
+            errors += [float((whole[f"state.{n}.exp_avg"] - x).abs().max()) for n, x in known.items()]
     errors.append(step())
     return errors, messages
 
@@ -200,6 +219,7 @@ def test_states_of_optimizers_are_saved_and_loaded(ranks: Two, kind: str) -> Non
         if messages:
             assert "torch.save would write it as if it were the model's" in messages[0]
             assert "which is neither whole" in messages[1] and "nor this rank's part" in messages[1]
+            assert all("full_state_dict=True) does not gather the parts" in text for text in messages[2:])
 
 
 def clip(world: World, kind: str, norm_type: float) -> list[tuple[float, float]]:
@@ -257,3 +277,37 @@ def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: 
     for pairs in ranks.run(clip, kind, norm_type):
         for found, expected in pairs:
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+def clip_one_of_two(world: World, kind: str) -> tuple[list[tuple[float, float]], list[str]]:
+    """Norms of modules of two models that are alive, and refusals of gradients of both."""
+    models, locals_ = [parallel(kind) for _ in range(2)], [decoder(layers=2) for _ in range(2)]
+    for scale, model, local in zip((1.0, 3.0), models, locals_, strict=True):
+        model.train_step(**tokens(), scale=scale)
+        (scale * local(**tokens())).backward()
+    norms = []
+    for place in (1, 0, 1):
+        for path in ("layers.0", "layers.1", ""):
+            both = [list(each[place].get_submodule(path).parameters()) for each in (models, locals_)]
+            found, expected = (torch.nn.utils.clip_grad_norm_(parameters, 0.1) for parameters in both)
+            norms.append((found.item(), expected.item()))
+    norms.append((torch.nn.utils.clip_grad_norm_([], 1.0).item(), 0.0))
+    whole = models[1].full_gradients()
+    norms += [
+        (whole[n].norm().item(), p.grad.norm().item()) for n, p in locals_[1].named_parameters() if p.grad is not None
+    ]
+    others = models[world.rank].layers[world.rank].parameters()  # of a stage of this rank
+    together = refusal(lambda: torch.nn.utils.clip_grad_norm_([p for model in models for p in model.parameters()], 1.0))
+    apart = refusal(lambda: torch.nn.utils.clip_grad_norm_(others, 1.0)) if kind == "stages" else ""
+    return norms, [together, apart]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_one_of_two_models_is_clipped(ranks: Two, kind: str) -> None:
+    for pairs, (together, apart) in ranks.run(clip_one_of_two, kind):
+        for found, expected in pairs:
+            assert found == pytest.approx(expected, rel=1e-9)
+        if kind != "replicate":
+            assert "gradients of a parallel model together with others" in together
+        if kind == "stages":
+            assert "of one parallel model on a rank, and of another on another rank" in apart

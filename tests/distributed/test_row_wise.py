@@ -76,6 +76,7 @@ class Times(torch.autograd.Function):
 
 
 TWO, THREE = Factor(2.0), Factor(3.0)
+times = Times.apply
 
 
 class Model(nn.Module):
@@ -94,7 +95,7 @@ class Model(nn.Module):
         y, nothing, sums = Scaled.apply(self.first(x), self.weight)
         assert nothing is None
         y = Straight.apply(y, 0.25) + sums.unsqueeze(-1)
-        y = Times.apply(y, TWO) + Times.apply(y.tanh(), THREE)
+        y = Times.apply(y, TWO) + times(y.tanh(), THREE)
         return (self.last(y) - x).square().mean()
 
 

@@ -130,8 +130,8 @@ def test_what_is_not_even_enough_is_said_when_nothing_is() -> None:
     half = [worker(1, 4 * GIB, Affine(4.5 * GIB, GIB), "T4:0")]
     with pytest.raises(InfeasibleError) as raised:
         fastest_shares(8, tight, remedies=[Remedy(change="ZeRO 1", total=8, workers=half)])
-    assert "T4:0 has 4.0 GiB and would need 5.0 GiB for what it holds without any rows" in str(raised.value)
-    assert "Not even enough: ZeRO 1 (12.5 GiB of 4.0 GiB on T4:0)" in str(raised.value)
+    assert "T4:0 has 4.00 GiB and would need 5.00 GiB for what it holds without any rows" in str(raised.value)
+    assert "Not even enough: ZeRO 1 (12.5 GiB of 4.00 GiB on T4:0)" in str(raised.value)
     with pytest.raises(InfeasibleError) as alone:
         fastest_shares(8, tight)
     for beyond in ("for 0 rows", "shard the state", "recompute", "ZeRO"):  # the executor does neither

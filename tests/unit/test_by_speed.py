@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_balanced_by_speed_alone_in_an_estimate_which_says_
     small = cluster(8, 8)
     with pytest.raises(InfeasibleError) as raised:
         rows_by_speed(stages(configuration, small), (range(12),))
-    assert "48 samples do not fit" in str(raised.value) and "fast:0 has 8.0 GiB" in str(raised.value)
+    assert "48 samples do not fit" in str(raised.value) and "fast:0 has 8.00 GiB" in str(raised.value)
     found = estimate(profile(), small, configuration)
     assert list(found.rows) == [16, 16, 8, 8]
     assert not found.prediction.fits

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import whale
 from whale.graph.capture import capture
 
 aten = torch.ops.aten
@@ -37,6 +39,12 @@ def rewritten(x: Tensor) -> Tensor:
     return y
 
 
+def strided(x: Tensor) -> Tensor:
+    y = x * 2
+    y.as_strided((2, 2), (6, 2), 7).copy_(x[1:3, 4:])
+    return y
+
+
 CASES = {
     "every second element": (lambda x: x[:, 1::2] * x[:, ::2], {aten.slice.Tensor}),
     "every third from the last": (lambda x: x[:, 2::3], {aten.slice.Tensor}),
@@ -46,6 +54,10 @@ CASES = {
     "broadcast together": (lambda x: sum(torch.broadcast_tensors(x, x[:, :1], x[0])), {aten.broadcast_tensors.default}),
     "a tensor filled in pieces": (written, {aten.slice_scatter.default, aten.new_empty.default}),
     "pieces over pieces": (rewritten, {aten.slice_scatter.default}),
+    "a filled diagonal": (lambda x: (x.T @ x).fill_diagonal_(0), {aten.as_strided_scatter.default}),
+    "a filled diagonal of columns": (lambda x: (x[:, :4].T * 2).fill_diagonal_(1), {aten.as_strided_scatter.default}),
+    "a write to a strided view": (strided, {aten.as_strided_scatter.default}),
+    "one position of each row": (lambda x: x[torch.arange(len(x)), torch.arange(4) % 3], {aten.index.Tensor}),
     "joined by another name": (lambda x: torch.concat([x, x], 1), {aten.concat.default}),
 }
 
@@ -64,3 +76,26 @@ def test_values_and_gradients_stay(case: str) -> None:
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(loss, [model.scale])[0] for loss in (found, expected)]
     torch.testing.assert_close(*gradients)
+
+
+class Shifted(nn.Module):
+    """A loss to which numbers are added, as constant terms of formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        likelihood = 1.5 - self.layer(x).square().mean()
+        return torch.sub(2 * (likelihood + 0.25), 3, alpha=0.5) - 1
+
+
+def test_numbers_added_to_a_loss_are_terms_that_one_micro_batch_has() -> None:
+    torch.manual_seed(0)
+    local, x = Shifted().double(), torch.randn(8, 3, dtype=torch.float64)
+    parallel = whale.parallelize(copy.deepcopy(local), x, micro_batches=4, device="cpu")
+    expected = local(x)
+    expected.backward()
+    torch.testing.assert_close(parallel.train_step(x), expected)
+    for name, gradient in parallel.full_gradients().items():
+        torch.testing.assert_close(gradient, local.get_parameter(name).grad)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from whale.errors import CaptureError, UsageError
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 GLOBAL: Any = None
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
 
 
 def layers() -> Any:
@@ -113,9 +119,29 @@ def with_a_shared_store() -> nn.Module:
     return model
 
 
+def with_a_namespace() -> nn.Module:
+    model = layers()
+    held = SimpleNamespace(first=model[0], pair=Pair(model[0], model[2]))
+    model[1].register_forward_hook(lambda module, given, output: output * held.first.bias.sum() + held.pair.b.bias[0])
+    return model
+
+
+def with_a_cache() -> nn.Module:
+    model = layers()
+
+    @functools.lru_cache(maxsize=2)
+    def layer(number: int) -> Any:
+        return model[number]
+
+    model[1].register_forward_hook(lambda module, given, output: output * layer(0).bias.sum())
+    return model
+
+
 @pytest.mark.parametrize(
     "build",
     [
+        with_a_namespace,
+        with_a_cache,
         with_a_closure,
         with_an_adapter,
         with_a_partial,
@@ -215,11 +241,25 @@ def with_a_mixed_store() -> nn.Module:
     return model
 
 
+def with_a_generator() -> nn.Module:
+    model, numbers = layers(), (number for number in range(100))
+    model[0].register_forward_hook(lambda module, given, output: output * next(numbers))
+    return model
+
+
+def with_an_ended_iterator() -> nn.Module:
+    model, numbers = layers(), iter([2.0])
+    model[0].register_forward_hook(lambda module, given, output: output * next(numbers))
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (with_a_flag, "in its first call, and computes something else then"),
         (with_a_counter, "from step to step, and computes something else then"),
+        (with_a_generator, "from step to step, and computes something else then"),
+        (with_an_ended_iterator, r"test_copies\.py:\d+: .* the next value of an iterator that has ended"),
         (with_a_handle, "the handle of a hook, which it could remove"),
         (with_a_mixed_store, "holds a dict with modules of the model and with other values"),
     ],

@@ -110,8 +110,8 @@ def test_what_does_not_fit_names_the_stage_and_what_it_lacks() -> None:
         )
     message = str(raised.value)
     assert "no cut into 2 stages fits" in message
-    assert "stage 0 on V100:0 needs 6.0 GiB and has 5.0 GiB, 1.0 GiB too little" in message
-    assert "It would fit with recompute='full' (3.4 GiB of 5.0 GiB on stage 1)" in message
+    assert "stage 0 on V100:0 needs 6.00 GiB and has 5.00 GiB, 1.00 GiB too little" in message
+    assert "It would fit with recompute='full' (3.38 GiB of 5.00 GiB on stage 1)" in message
     assert "selective" not in message
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from whale.cli.tables import text_table
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster, DeviceType, Link, Node
+from whale.ir.units import bytes_text
 from whale.planner.catalog import device_types, device_types_with, sources
 from whale.planner.network.communication import collective
 from whale.planner.network.links import LinkKind
@@ -152,7 +153,7 @@ def cluster_text(data: dict[str, Any]) -> str:
     types = [
         [
             entry["name"],
-            f"{entry['memory_bytes'] / 2**30:g} GiB",
+            bytes_text(entry["memory_bytes"]),
             f"{entry['memory_bandwidth'] / 1e9:g} GB/s",
             ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in sorted(entry["speed"].items())),
             entry["source"],

@@ -15,10 +15,10 @@ import whale
 from whale.cli.machine import device_links, network_adapters
 from whale.cli.options import verbosity_options
 from whale.errors import UsageError
+from whale.ir.units import bytes_text
 
 _PACKAGES = ("torch", "numpy", "networkx", "pydantic", "safetensors", "transformers")
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-_GIB = 2**30
 
 
 @click.command()
@@ -157,7 +157,7 @@ def _as_text(report: dict[str, Any]) -> str:
         (f"backend {name}", "available" if there else "not available") for name, there in report["backends"].items()
     ]
     rows += [
-        (f"device cuda:{device['index']}", f"{device['name']}, {device['memory_bytes'] / _GIB:.1f} GiB")
+        (f"device cuda:{device['index']}", f"{device['name']}, {bytes_text(device['memory_bytes'])}")
         for device in report["devices"]
     ]
     rows += [(f"link {first}-{second}", how) for (first, second), how in map(_link, report["links"])]
@@ -166,7 +166,7 @@ def _as_text(report: dict[str, Any]) -> str:
         rows.append(("devices", "no accelerator; the CPU is used"))
     rows.append(("cores", f"{cores['usable']} usable of {cores['present']}"))
     if memory["total"] is not None and memory["available"] is not None:
-        rows.append(("memory", f"{memory['total'] / _GIB:.1f} GiB, {memory['available'] / _GIB:.1f} GiB available"))
+        rows.append(("memory", f"{bytes_text(memory['total'])}, {bytes_text(memory['available'])} available"))
     rows += sorted(report["environment"].items())
     rows += [("problem", problem) for problem in report["problems"]]
     width = max(len(name) for name, _ in rows)

@@ -18,13 +18,12 @@ from whale.cli.assumptions import assumptions_text, is_given
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
 from whale.errors import UsageError
+from whale.ir.units import bytes_text
 
 if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
     from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import Estimate
-
-GIB = 2**30
 
 
 _AT_LEAST_1 = click.IntRange(min=1)
@@ -197,7 +196,7 @@ def as_text(found: Estimate, said: Sequence[str]) -> str:
         f"step     {_time(seconds)}  ({_time(low)} to {_time(high)}, {prediction.source})",
         f"speed    {_speed(found)}  {prediction.mfu:.1%} MFU  "
         f"{prediction.flops / seconds / len(found.layout.order) / 1e12:.1f} TFLOP/s per device",
-        f"memory   {fullest.total / GIB:.1f} of {fullest.capacity / GIB:.1f} GiB on {fullest.device} "
+        f"memory   {bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} on {fullest.device} "
         f"({fullest.total / fullest.capacity:.0%}): {'fits' if prediction.fits else 'DOES NOT FIT'}",
         "",
         "where the time goes",
@@ -208,7 +207,7 @@ def as_text(found: Estimate, said: Sequence[str]) -> str:
     lines += ["", f"memory of {fullest.device}"]
     for part, size in _parts(fullest).items():
         if size:
-            lines.append(f"  {part:<14} {size / GIB:>7.2f} GiB  {size / fullest.capacity:6.1%}")
+            lines.append(f"  {part:<14} {bytes_text(size):>11}  {size / fullest.capacity:6.1%}")
     beyond = not_run(found.layout.configuration)
     if beyond:
         lines += ["", "predicted only, since Whale does not run it yet:", *(f"  {what}" for what in beyond)]

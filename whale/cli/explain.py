@@ -14,6 +14,7 @@ import click
 
 from whale.cli.options import note, verbosity_options
 from whale.errors import InputFileError
+from whale.ir.units import bytes_text
 
 if TYPE_CHECKING:
     from whale.planner.explain import Change, Difference, Explanation
@@ -125,4 +126,4 @@ def _effect(name: str, value: float | None, *, named: bool = True) -> str:
         return f"{label}unknown"
     if name.endswith("_seconds"):
         return label + milliseconds(value)
-    return f"{label}{value / 2**30:.2f} GiB" if name.endswith("_bytes") else f"{label}{value:.1%}"
+    return f"{label}{bytes_text(value)}" if name.endswith("_bytes") else f"{label}{value:.1%}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whale.cli.tables import text_table
+from whale.ir.units import bytes_text
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from whale.ir.workload import DeviceMemory, Prediction, Workload
 
 __all__ = ["command", "fullest", "memory_text", "stage_table", "step_lines"]
-
-GIB = 2**30
 
 
 def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
@@ -90,7 +89,7 @@ def fullest(memory: list[DeviceMemory]) -> DeviceMemory:
 
 def memory_text(device: DeviceMemory) -> str:
     """Bytes of a device, and their fraction of its capacity."""
-    return f"{device.total / GIB:.2f} GiB ({device.total / device.capacity:.0%})"
+    return f"{bytes_text(device.total)} ({device.total / device.capacity:.0%})"
 
 
 def _counted(number: int, noun: str, ending: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from whale.ir.profile import Kernel, LayerKind, LayerVariant, ModelProfile
+from whale.ir.units import bytes_text
 
 __all__ = ["format_profile"]
 
@@ -48,7 +49,7 @@ def _row(kind: LayerKind, variant: LayerVariant, rows: int, width: int) -> tuple
     kept = sum(saved.size.total(rows, width) for saved in variant.saved)
     calls = []
     for found in (variant.forward_communications, variant.backward_communications):
-        named = [f"{c.count} {c.kind} {_size(c.size.total(rows, width))}" for c in found]
+        named = [f"{c.count} {c.kind} {bytes_text(c.size.total(rows, width))}" for c in found]
         calls.append(", ".join(named) or "none")
     return (
         kind.name,
@@ -56,8 +57,8 @@ def _row(kind: LayerKind, variant: LayerVariant, rows: int, width: int) -> tuple
         f"{variant.parameters:,.0f}",
         f"{_gflop(variant.forward, rows):,.3f}",
         f"{_gflop(variant.backward, rows):,.3f}",
-        _size(kept),
-        _size(kind.output.total(rows, width)),
+        bytes_text(kept),
+        bytes_text(kind.output.total(rows, width)),
         " | ".join(calls),
     )
 
@@ -72,23 +73,10 @@ def _kernels(kind: LayerKind, variant: LayerVariant, rows: int, width: int) -> I
         for kernel in getattr(variant, name):
             dims = " x ".join(f"{size(rows):g}" for size in kernel.dims)
             marks = [mark for mark in ("split", "expert", "attention", "causal") if getattr(kernel, mark)]
-            moved = [_size(x.total(rows, width)) for x in (kernel.read, kernel.written)]
+            moved = [bytes_text(x.total(rows, width)) for x in (kernel.read, kernel.written)]
             size = f"{dims:28} reads {moved[0]:>10}, writes {moved[1]:>10}"
             yield f"  {kernel.name:45} {size}  {' '.join(marks)}".rstrip()
     yield f"\n{kind.name}, degree {variant.tensor_degree}, kept:"
     for saved in variant.saved:
         marks = [mark for mark in ("input", "split", "expert", "attention") if getattr(saved, mark)]
-        yield f"  {saved.origin:45} {_size(saved.size.total(rows, width)):>10}  {' '.join(marks)}".rstrip()
-
-
-def _size(count: float) -> str:
-    """Bytes in the unit in which they are best read.
-
-    >>> _size(0), _size(1536), _size(3 * 2**30)
-    ('0 B', '1.5 KiB', '3.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+        yield f"  {saved.origin:45} {bytes_text(saved.size.total(rows, width)):>10}  {' '.join(marks)}".rstrip()

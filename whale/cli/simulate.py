@@ -12,6 +12,7 @@ import click
 
 from whale.cli.options import note, verbosity_options
 from whale.errors import InputFileError, UsageError
+from whale.ir.units import bytes_text
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.simulation.gantt import LEGEND, breakdown_table, gantt, milliseconds
 from whale.planner.simulation.timeline import Event, Timeline
@@ -19,8 +20,6 @@ from whale.planner.simulation.trace import trace_of
 
 if TYPE_CHECKING:
     from whale.ir.workload import Workload
-
-_GIB = 2**30
 
 
 @click.command()
@@ -112,7 +111,7 @@ def as_data(timeline: Timeline) -> dict[str, Any]:
 def as_text(timeline: Timeline, workload: Workload, width: int) -> str:
     """The chart of the ranks, and where the time goes."""
     fullest = max(timeline.ranks, key=lambda rank: (timeline.peak_bytes(rank), -rank))
-    held = timeline.peak_bytes(fullest) / _GIB
+    held = timeline.peak_bytes(fullest)
     waits: dict[tuple[int, str], float] = {}
     for event in timeline.events:
         if event.kind == "idle" and event.rank == timeline.last_rank and event.peer >= 0:
@@ -134,7 +133,7 @@ def as_text(timeline: Timeline, workload: Workload, width: int) -> str:
                 + (f"its own {reason}" if peer == timeline.last_rank else f"rank {peer} ({reason})")
                 for (peer, reason), seconds in longest
             ),
-            f"activations: at most {held:.2f} GiB, on rank {fullest}; micro-batches in flight by stage: "
+            f"activations: at most {bytes_text(held)}, on rank {fullest}; micro-batches in flight by stage: "
             + " ".join(str(timeline.in_flight[stage]) for stage in sorted(timeline.in_flight)),
         ]
     )

@@ -23,6 +23,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
+from whale.ir.units import bytes_text
 from whale.planner.assignment.from_plan import axis_role
 from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.predict.costs import Costs
@@ -176,8 +177,8 @@ def _check_fits(found: Predicted, options: Options, rows: int) -> None:
         cures[:0] = [f"more micro-batches ({2 * options.micro_batches})"] if 2 * options.micro_batches <= rows else []
         cures[-1:] = ["more devices"]
     raise InfeasibleError(
-        f"{worst.device} (rank {worst.rank}) needs {worst.total / 2**30:.2f} GiB but has {worst.capacity / 2**30:.2f}"
-        f"{others}: {worst.activations / 2**30:.2f} GiB are activations, {state / 2**30:.2f} GiB parameters, gradients "
+        f"{worst.device} (rank {worst.rank}) needs {bytes_text(worst.total)} but has {bytes_text(worst.capacity)}"
+        f"{others}: {bytes_text(worst.activations)} are activations, {bytes_text(state)} parameters, gradients "
         f"and optimizer state; use {', '.join(cures[:-1])}, or {cures[-1]}"
     )
 

@@ -22,8 +22,9 @@ from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
+from whale.ir.units import bytes_text
 from whale.ir.workload import Prediction, Workload
-from whale.planner.advice import advised, gib
+from whale.planner.advice import advised
 from whale.planner.balance.by_speed import pipeline_by_speed
 from whale.planner.cost.precision import BY_DTYPE
 from whale.planner.cost.stage import CostModel
@@ -551,7 +552,7 @@ def _lacking(prediction: Prediction) -> str:
     worst = max(prediction.memory, key=lambda device: device.total - device.capacity)
     if prediction.fits:
         return ""
-    return f"needs {gib(worst.total)} on {worst.device}, which has {gib(worst.capacity)}"
+    return f"needs {bytes_text(worst.total)} on {worst.device}, which has {bytes_text(worst.capacity)}"
 
 
 def why_slower(best: Prediction, other: Prediction) -> str:

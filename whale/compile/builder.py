@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.compile.any_size import AnySize, PlacedStep, TracingAndPlacing
@@ -31,13 +29,15 @@ from whale.ir.program import Returns
 from whale.runtime.agreement import ints_of_all
 from whale.runtime.attributes import Changes, Sources
 from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
+from whale.runtime.groups import Groups
 from whale.runtime.initial_values import InitialValues
-from whale.runtime.launch import World, groups
+from whale.runtime.launch import World
 from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.module import ParallelModule, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
+from whale.runtime.refusals import Refusals
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["CHECKED_RANKS", "Builder", "clock_of", "warn_of"]
@@ -100,6 +100,7 @@ class Builder:
         self.initial = initial
         self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
         self.clock = clock
+        self.made = Groups(world)
         self.groups: dict[tuple[int, ...], Any] = {}
         self.reducers: WeakValueDictionary[Hashable, Reducer] = WeakValueDictionary()
         self.reduce_groups: dict[tuple[int, ...], Any] = {}
@@ -157,8 +158,8 @@ class Builder:
             # Operations that may wait for each other on a device's queue have separate groups.
             purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
             everyone = tuple(range(world.size))
-            self.all_ranks = {p: groups([everyone], world.failures.timeout_seconds)[everyone] for p in purposes}
-        shares = row_shares(compilation)
+            self.all_ranks = {purpose: self.made.make([everyone])[everyone] for purpose in purposes}
+        shares, refusals = row_shares(compilation), Refusals(world)
         engine = Engine(
             world=world,
             source=self.compile,
@@ -169,7 +170,8 @@ class Builder:
             clock=self.clock,
             loss_group=self.all_ranks["loss"] if self.all_ranks else None,
             shares=shares,
-            local=self._local_batches(compilation, shares) if bring != "global" else None,
+            refusals=refusals,
+            local=self._local_batches(compilation, shares, refusals) if bring != "global" else None,
         )
         data = self._rank_step(compilation)
         step = self._assemble(data, held)
@@ -201,18 +203,17 @@ class Builder:
         meshes = [stage.mesh for stage in compilation.stages]
         bridged = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
         reduced = {spec.ranks for spec in compilation.reduces}
-        seconds = self.world.failures.timeout_seconds
-        self.groups |= groups(bridged - self.groups.keys(), seconds)
-        self.reduce_groups |= groups(reduced - self.reduce_groups.keys(), seconds)
+        self.groups |= self.made.make(bridged - self.groups.keys())
+        self.reduce_groups |= self.made.make(reduced - self.reduce_groups.keys())
 
-    def _local_batches(self, compilation: Compilation, shares: RowShares) -> LocalBatches:
+    def _local_batches(self, compilation: Compilation, shares: RowShares, refusals: Refusals) -> LocalBatches:
         host = self.all_ranks.get("loss")
         if host is not None and self.world.device.type != "cpu":
-            timeout = timedelta(seconds=self.world.failures.timeout_seconds)
-            host = dist.new_group(timeout=timeout, backend="gloo")
+            host = self.made.of_hosts()
         return LocalBatches(
             world=self.world,
             shares=shares,
+            refusals=refusals,
             leaves=batch_leaf_names(compilation),
             host_group=host,
             group=self.all_ranks.get("loss"),

@@ -20,7 +20,7 @@ from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
 from whale.graph.partition import Partition, TaskGraph
-from whale.graph.values import Value, operands, resolve
+from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.cluster import Cluster
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.plan import Plan
@@ -35,7 +35,7 @@ from whale.runtime.engine import Shard
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.placing import Report, StageProblem, place_stage
+from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
 
 __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of"]
 
@@ -187,7 +187,12 @@ def rows_of(traced: Traced, options: Options, per_micro_batch: int | None) -> tu
         near = [n for n in range(1, units + 1) if units % n == 0]
         below, above = [n for n in near if n < count], [n for n in near if n > count]
         nearest = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
-        raise UsageError(f"micro_batches={count} does not divide the batch of {units} rows; use {nearest}")
+        traced.cut_in_time(count)  # it names what couples all rows
+        rows = value_shape((batch_placeholders(traced.captured)[0], 0))[0]
+        parts = f"batch of {rows} rows"
+        if rows != units:
+            parts = f"{units} parts of the {parts}: the model computes {rows // units} together, as by chunk or view"
+        raise UsageError(f"micro_batches={count} does not divide the {parts}; use {nearest}")
     return (units // count,) * count
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from whale.graph.capture_checks import located, place_of_node
+
 aten = torch.ops.aten
 
 
@@ -37,16 +39,17 @@ def emit(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], /, *args: A
     """Insert a call with its fake value, scopes and source line taken over from *like*."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("custom", "stack_trace", "nn_module_stack")}
-    node.meta["val"] = _evaluate(node)
+    node.meta["val"] = _evaluate(node, like)
     return node
 
 
-def _evaluate(node: fx.Node) -> Any:
+def _evaluate(node: fx.Node, *like: fx.Node) -> Any:
+    """The fake value of a call, in the mode of its inputs or of *like*."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     mode = next(
         (
             leaf.fake_mode
-            for n in node.all_input_nodes
+            for n in (*node.all_input_nodes, *like)
             for leaf in _leaves(n.meta["val"])
             if isinstance(leaf, torch._subclasses.FakeTensor)
         ),
@@ -245,6 +248,34 @@ def _slice_scatter(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, joined)
 
 
+def _as_strided_scatter(graph: fx.Graph, node: fx.Node) -> None:
+    """Express a write to a strided view, as that of ``fill_diagonal_``, as a scatter into the flat tensor: torch's
+    operator has a wrong derivative."""
+    bound = _bound(node)
+    source, val = bound["self"], bound["self"].meta["val"]
+    order = sorted(range(val.dim()), key=lambda dim: -val.stride(dim))
+    stored = val.permute(order)
+    if not stored.is_contiguous():
+        raise located(
+            "a forward writes to a strided view of a tensor that is no dense block of memory: take its contiguous()",
+            place_of_node(node),
+        )
+    offset = bound["storage_offset"] if bound["storage_offset"] is not None else val.storage_offset()
+    with graph.inserting_before(node):
+        flat = emit(graph, node, aten.permute.default, source, order)
+        flat = emit(graph, node, aten.reshape.default, flat, [val.numel()])
+        places = emit(graph, node, aten.arange.start_step, 0, val.numel(), 1, device=val.device, dtype=torch.int64)
+        places = emit(graph, node, aten.as_strided.default, places, bound["size"], bound["stride"], offset)
+        places, written = (
+            emit(graph, node, aten.reshape.default, x, [bound["src"].meta["val"].numel()])
+            for x in (places, bound["src"])
+        )
+        found = emit(graph, node, aten.scatter.src, flat, 0, places, written)
+        found = emit(graph, node, aten.reshape.default, found, list(stored.shape))
+        found = emit(graph, node, aten.permute.default, found, [order.index(dim) for dim in range(val.dim())])
+    _replace(graph, node, found)
+
+
 def _within(graph: fx.Graph, like: fx.Node, x: fx.Node, dim: int, first: int, stop: int) -> list[fx.Node]:
     """Express a slice of a concatenation as the concatenated parts that it covers."""
     parts: list[fx.Node] = []
@@ -316,9 +347,26 @@ def _counts(node: fx.Node, length: int) -> bool:
     """Whether a node is 0, 1, ..., length - 1."""
     while node.target in (aten.to.device, aten.to.dtype, aten._to_copy.default):
         node = node.args[0]  # type: ignore[assignment]
-    if node.target is aten.arange.default:
-        return node.args == (length,)
-    return node.target is aten.arange.start and tuple(node.args[:2]) == (0, length)
+    return node.target is aten.arange.start_step and node.args == (0, length, 1)  # as every arange is written
+
+
+def _number_of_sum(graph: fx.Graph, node: fx.Node) -> None:
+    """Express a number that is added to a scalar, as to a loss, as a tensor: a term that one part of a sum has, and the
+    others have not. In half precision the number would be rounded."""
+    bound = _bound(node)
+    val, number = node.meta["val"], bound["other"]
+    if val.dim() or val.dtype not in (torch.float32, torch.float64) or isinstance(number, fx.Node):
+        return
+    tensor, alpha = bound["self"], bound["alpha"]
+    with graph.inserting_before(node):
+        if node.target is aten.rsub.Scalar:
+            term = emit(graph, node, aten.full.default, [], number, dtype=val.dtype, device=val.device)
+            found = emit(graph, node, aten.sub.Tensor, term, tensor, alpha=alpha)
+        else:
+            target = aten.add.Tensor if node.target in (aten.add.Tensor, aten.add.Scalar) else aten.sub.Tensor
+            term = emit(graph, node, aten.full.default, [], number * alpha, dtype=val.dtype, device=val.device)
+            found = emit(graph, node, target, tensor, term)
+    _replace(graph, node, found)
 
 
 _MEAN, _NONE, _SUM = 1, 0, 2
@@ -485,6 +533,11 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.concat.default: _cat,
     aten.concatenate.default: _cat,
     aten.index.Tensor: _index,
+    aten.add.Tensor: _number_of_sum,
+    aten.add.Scalar: _number_of_sum,
+    aten.sub.Tensor: _number_of_sum,
+    aten.sub.Scalar: _number_of_sum,
+    aten.rsub.Scalar: _number_of_sum,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _cross_entropy,
     aten.nll_loss_nd.default: _cross_entropy,
@@ -507,6 +560,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.narrow.default: _narrow,
     aten.slice.Tensor: _slice,
     aten.slice_scatter.default: _slice_scatter,
+    aten.as_strided_scatter.default: _as_strided_scatter,
     aten.repeat.default: _repeat,
     aten.broadcast_tensors.default: _broadcast_tensors,
     aten.copy.default: _copy,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
@@ -28,9 +28,9 @@ from whale.errors import CaptureError, UsageError
 from whale.graph.canonical import canonicalize
 from whale.graph.capture_checks import (
     SourceLine,
-    capture_error,
     check_autocast,
     check_batch,
+    check_constant,
     check_hooks,
     check_static,
     located,
@@ -38,8 +38,11 @@ from whale.graph.capture_checks import (
     place_of_node,
     refusing,
 )
+from whale.graph.capture_errors import capture_error
 from whale.graph.copies import model_copy
+from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
+from whale.graph.losses import any_sum, pick_loss
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
@@ -159,10 +162,10 @@ class _Loss(nn.Module):
         if self.returns != "outputs":
             batch = kwargs if kwargs else tuple(args)
             output = output if self.loss_fn is None else _loss_of(self.loss_fn, output, batch)
-            loss = _pick_loss(output, required=self.returns == "loss" or self.training)
+            loss = pick_loss(output, required=self.returns == "loss" or self.training)
         self.found.has_loss = loss is not None
         if loss is None:
-            loss = _any_sum(tensors)
+            loss = any_sum(tensors)
         _write_replaced(held)
         for check in self.checks:
             check()
@@ -191,14 +194,6 @@ def _loss_of(loss_fn: Callable[..., Any], output: Any, batch: Any) -> Any:
         ) from error
 
 
-def _any_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of a tensor, in place of a loss, for a graph of outputs alone."""
-    if not tensors:
-        raise CaptureError("the model returns no tensor, so there is nothing to predict")
-    first = next((x for x in tensors if x.requires_grad), tensors[0])
-    return first.sum()
-
-
 def _write_replaced(held: Sequence[tuple[nn.Module, Mapping[str, torch.Tensor | None]]]) -> None:
     """Copy replaced buffers into the original ones: torch.export handles replacement in the root module only."""
     replaced = [
@@ -225,46 +220,6 @@ def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tup
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)
     return max(min(num_args - 1, len(positional)), min(required, num_args)), [k for k in kwargs if k in names]
-
-
-def _pick_loss(output: Any, *, required: bool) -> torch.Tensor | None:
-    """The scalar loss of a model's output: itself, its ``loss``, or the scalar among its elements; None where there is
-    none, unless it is *required*."""
-    loss = output
-    if not isinstance(loss, torch.Tensor):
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None and isinstance(output, (tuple, list)) and output:
-            loss = _only_scalar(output)
-    if not required and (not isinstance(loss, torch.Tensor) or loss.dim() != 0):
-        return None
-    if not isinstance(loss, torch.Tensor):
-        raise CaptureError(
-            f"the model returns {type(output).__name__}, which has no loss: return a scalar tensor, an output with "
-            "a `loss` (pass labels in the batch), or give parallelize a loss_fn(output, batch); for outputs without a "
-            "loss there is model.predict_step"
-        )
-    if loss.dim() != 0:
-        raise CaptureError(
-            f"the loss must be a scalar, but it has shape {tuple(loss.shape)}: reduce it, e.g. with .mean(), or give "
-            "parallelize a loss_fn(output, batch)"
-        )
-    return loss
-
-
-def _only_scalar(output: Sequence[Any]) -> Any:
-    """The one scalar of a tuple that has a gradient, or the first element where there is none."""
-    scalars = [
-        place
-        for place, x in enumerate(output)
-        if isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point() and x.requires_grad
-    ]
-    if len(scalars) > 1:
-        raise CaptureError(
-            f"the model returns a tuple with scalars at {' and '.join(map(str, scalars))}, and which is the loss is "
-            f"not known: return the loss alone or an output with `loss`, or give parallelize "
-            f"loss_fn=lambda output, batch: output[{scalars[-1]}]"
-        )
-    return output[scalars[0] if scalars else 0]
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
@@ -446,6 +401,7 @@ def _tracing() -> Iterator[tuple[Mapping[str, int], list[SourceLine | None]]]:
         recording() as entered,
         preserve_node_meta(),
         refusing() as checkpointed,
+        checking_functions(checkpointed),
         _use_lazy_graph_module(True),  # the graph changes thirty times, its code is not run
     ):
         warnings.simplefilter("ignore")
@@ -587,7 +543,7 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
             constant = program.constants[spec.target]
             if name in placeholders:
-                _check_constant(constant, placeholders[name], model)
+                check_constant(constant, placeholders[name], model)
             captured.constants[name] = constant.detach() if isinstance(constant, torch.Tensor) else constant
         else:
             leaf = next(user_inputs)
@@ -612,20 +568,6 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
     output = captured.graph.output_node()
     output.args = (tuple(output.args[0][i] for i in [loss, *mutated, *returned]),)  # type: ignore[index]
     return captured
-
-
-def _check_constant(constant: Any, node: fx.Node, model: nn.Module) -> None:
-    """Refuse a tensor that the forward reads and is not the model's, if a step would not have its values."""
-    if not isinstance(constant, FakeTensor):
-        return
-    place = next((found for user in node.users if (found := place_of_node(user))), None) or place_of_forward(model)
-    raise located(
-        f"the forward or loss_fn reads a tensor of shape {tuple(constant.shape)} that the model has not under a name, "
-        "or that an earlier forward computed and kept, so that it has no data while the model is captured: read a "
-        "parameter as its module's attribute (or from an nn.ParameterList), and keep a tensor in a buffer of the model "
-        "(register_buffer) and write to it with copy_; put a loss with a state inside the model",
-        place,
-    )
 
 
 def _merge_tied(captured: Captured) -> None:

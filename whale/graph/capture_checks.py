@@ -11,27 +11,27 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import StackSummary
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from whale.errors import CaptureError, UsageError, WhaleError
-from whale.graph.row_wise import capturing, is_row_wise, operator_of, whole_positions
+from whale.errors import CaptureError, UsageError
 
 __all__ = [
+    "DATA_DEPENDENT",
     "SourceLine",
-    "capture_error",
     "check_autocast",
     "check_batch",
+    "check_constant",
     "check_hooks",
     "check_modules",
     "check_static",
@@ -76,51 +76,6 @@ def is_model(file: str) -> bool:
         inside = file.rpartition("site-packages")[2].lstrip("/\\").replace("\\", "/")
         return not inside.startswith((*(f"{name}/" for name in _PACKAGES), "torch/"))
     return not os.path.abspath(file).startswith(_NOT_THE_MODEL)
-
-
-def _place_of_traceback(traceback: TracebackType | None) -> SourceLine | None:
-    found = None
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if is_model(file):
-            found = SourceLine(file, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return found
-
-
-def _function_of_traceback(traceback: TracebackType | None) -> str:
-    """The public function or module of torch that the model's last line called, in which an error was raised."""
-    found = ""
-    while traceback is not None:
-        frame = traceback.tb_frame
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        if is_model(frame.f_code.co_filename):
-            found = ""
-        elif not found and name == "__torch_function__":
-            found = getattr(frame.f_locals.get("func"), "__name__", "")
-        elif _is_of_torch(frame.f_code.co_filename) and (name == "forward" or (not found and _is_public(name))):
-            found = name if owner is None else type(owner).__name__
-        traceback = traceback.tb_next
-    return "" if found.startswith("_") or found == "item" else found
-
-
-def _is_public(name: str) -> bool:
-    return name == "__init__" or not name.startswith("_")
-
-
-def _is_of_torch(file: str) -> bool:
-    """Whether a source file has functions or modules of torch that a model calls, unlike those that capture it."""
-    inside = file.partition(os.path.dirname(torch.__file__) + os.sep)[2]
-    return inside.startswith(("nn", "distributions", "functional", "_tensor"))
-
-
-def _packs(traceback: TracebackType | None) -> bool:
-    """Whether an error was raised in a function that has a packed sequence."""
-    while traceback is not None:
-        if any(isinstance(x, nn.utils.rnn.PackedSequence) for x in traceback.tb_frame.f_locals.values()):
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 def place_of_frame(frame: FrameType | None) -> SourceLine | None:
@@ -321,7 +276,7 @@ class _Refuse(TorchFunctionMode):
         transform: Any = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap and _called_by_model():
             raise located(_NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
-        if func is torch.Tensor.backward and _called_by_model():
+        if func in (torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward) and _called_by_model():
             raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
         if name == "register_hook" and _called_by_model():
             raise located(
@@ -371,7 +326,7 @@ def _called_by_model() -> bool:
     return is_model(frame.f_code.co_filename)
 
 
-_DISPATCH = ("torch/_tensor.py", "torch/overrides.py", "torch/_tensor_str.py")
+_DISPATCH = ("torch/_tensor.py", "torch/overrides.py", "torch/_tensor_str.py", "torch/autograd/__init__.py")
 
 
 class _WithoutDumps:
@@ -396,158 +351,20 @@ def _lines_of_model(tracer: Any, summary: StackSummary) -> StackSummary:
     return StackSummary.from_list(frames)
 
 
-class _Context:
-    """The context passed to a custom function's forward when only its operators matter."""
-
-    needs_input_grad: tuple[bool, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
-def _sampler() -> Callable[..., Any]:
-    """Makes small tensors of random numbers in float64 in place of others."""
-    generator = torch.Generator().manual_seed(0)
-
-    def sample(value: Any, in_rows: bool = False) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = [5 if in_rows and not dim else min(size, 5) for dim, size in enumerate(value.shape)]
-        if not value.is_floating_point():
-            return torch.zeros(shape, dtype=value.dtype)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(value.requires_grad)
-
-    return sample
-
-
-def _computes_rows_apart(apply: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> bool:
-    """Whether a custom function gives rows the same values and gradients without others, and sums over rows as the
-    gradients of whole arguments, if it can be tried."""
-    whole, sample = whole_positions(cls), _sampler()
-
-    def of_rows(args: Sequence[Any], rows: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        given = [
-            x.detach()[rows if place not in whole and x.dim() else ...].requires_grad_(x.requires_grad)
-            if isinstance(x, torch.Tensor)
-            else x
-            for place, x in enumerate(args)
-        ]
-        results = apply(cls, *given)
-        outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if isinstance(y, torch.Tensor)]
-        weights = (torch.arange(5.0 * y[0].numel()).sin().view(5, *y.shape[1:])[rows] for y in outputs)
-        terms = [(y * weight).sum() for y, weight in zip(outputs, weights, strict=True) if y.requires_grad]
-        trained = {i: x for i, x in enumerate(given) if isinstance(x, torch.Tensor) and x.requires_grad}
-        found = torch.autograd.grad(terms, list(trained.values()), allow_unused=True) if trained and terms else ()
-        grads = {place: grad for place, grad in zip(trained, found, strict=False) if grad is not None}
-        own = [grad for place, grad in grads.items() if place not in whole]
-        return [*outputs, *own], [grad for place, grad in grads.items() if place in whole]
-
-    def agree() -> bool:
-        try:
-            with torch.enable_grad():
-                inputs = [sample(value, place not in whole) for place, value in enumerate(args)]
-                every, total = of_rows(inputs, slice(0, 5))
-                first, last = of_rows(inputs, slice(0, 3)), of_rows(inputs, slice(3, 5))
-                pairs = [(x, torch.cat(two)) for x, *two in zip(every, first[0], last[0], strict=True)]
-                pairs += [(x, a + b) for x, a, b in zip(total, first[1], last[1], strict=True)]
-                return all(a.shape == b.shape and torch.allclose(a.double(), b.double()) for a, b in pairs)
-        except Exception:  # small numbers of other sizes may not be what it takes: it is declared
-            return True
-
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(agree).result()
-
-
-def _derives_its_backward(original: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a custom backward is what autograd derives from the forward, tested on small random numbers in float64.
-
-    If so, the captured operators of the forward have the same gradients, up to constants that were rounded when the
-    backward was written by hand (hence the tolerance).
-    """
-    sample = _sampler()
-
-    def run(function: Callable[..., Any], inputs: list[Any]) -> list[torch.Tensor]:
-        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-        results = function(*inputs, **kwargs)
-        outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if isinstance(y, torch.Tensor)]
-        terms = [(y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outputs if y.requires_grad]
-        grads = torch.autograd.grad(terms, leaves, allow_unused=True) if leaves else ()
-        return [*outputs, *(torch.zeros(()) if g is None else g for g in grads)]
-
-    # A thread of its own: the modes of the capture, which would record the trial, belong to this one.
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(_agree, run, sample, original, cls, args).result()
-
-
-def _agree(
-    run: Callable[..., list[torch.Tensor]],
-    sample: Callable[[Any], Any],
-    original: Any,
-    cls: Any,
-    args: tuple[Any, ...],
-) -> bool:
-    forward = cls.forward if cls.setup_context is not torch.autograd.Function.setup_context else None
-    try:
-        with torch.enable_grad():
-            inputs = [sample(value) for value in args]
-            custom = run(lambda *a, **k: original.__func__(cls, *a, **k), inputs)
-            derived = run(forward or (lambda *a, **k: cls.forward(_Context(), *a, **k)), inputs)
-        return len(custom) == len(derived) and all(
-            a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6)
-            for a, b in zip(custom, derived, strict=True)
-        )
-    except Exception:  # a function that cannot be tested is not trusted
-        return False
-
-
 @contextmanager
 def refusing() -> Iterator[list[SourceLine | None]]:
     """Context for a capture: refuse calls that torch would record wrongly, record the model's lines on its operators,
     and silence torch's own dumps. Its value is filled with the places of ``torch.utils.checkpoint``, which is left out.
     """
-    original = torch.autograd.Function.__dict__["apply"]
     checkpointed: list[SourceLine | None] = []
 
     def frames(*args: Any, **kwargs: Any) -> Any:
         checkpointed.append(place_of_frame(sys._getframe(1)))
         return non_reentrant(*args, **kwargs)
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoint.CheckpointFunction:  # runs without gradients, so that a capture would not see any
-            checkpointed.append(place_of_frame(sys._getframe(1)))
-            function, _, *rest = args
-            return function(*rest)
-        if is_row_wise(cls) and not kwargs:
-            if not _computes_rows_apart(original.__func__, cls, args):
-                raise located(
-                    f"the custom autograd function {cls.__name__} is declared row-wise, but its rows depend on each "
-                    "other, or on how many there are, or gradients of whole arguments are no sums over rows; leave "
-                    "whale.row_wise out, or give the positions of arguments that are the same for all rows, as "
-                    "whale.row_wise(whole=(1,))",
-                    place_of_frame(sys._getframe(1)),
-                )
-            return operator_of(original.__func__, cls, args)(args)
-        if not cls.__module__.startswith("torch.") and not _derives_its_backward(original, cls, args, kwargs):
-            raise located(
-                f"the custom autograd function {cls.__name__} has a backward that is not its forward's derivative, "
-                "which a captured graph cannot keep; if each row of a batch is computed by itself, say so with "
-                "@whale.row_wise above the class; else write its forward with torch's operators and let autograd "
-                "derive the backward",
-                place_of_frame(sys._getframe(1)),
-            )
-        return original.__func__(cls, *args, **kwargs)
-
-    def gradients(*args: Any, **kwargs: Any) -> Any:
-        if is_model(sys._getframe(1).f_code.co_filename):
-            raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
-        return autograd_grad(*args, **kwargs)
-
-    autograd_grad = torch.autograd.grad
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     filter_frames = getattr(TracerBase, "_filter_traceback_frames", None)
     stderr = sys.stderr
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    torch.autograd.grad = gradients
     non_reentrant = checkpoint._checkpoint_without_reentrant_generator
     checkpoint._checkpoint_without_reentrant_generator = frames
     TracerBase._filter_traceback_frames = _lines_of_model  # type: ignore[assignment, method-assign]
@@ -555,12 +372,10 @@ def refusing() -> Iterator[list[SourceLine | None]]:
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        with _Refuse(), _refusing_seeds(), capturing():
+        with _Refuse(), _refusing_seeds():
             yield checkpointed
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-        torch.autograd.grad = autograd_grad
         if filter_frames is not None:
             TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign]
         sys.stderr = stderr
@@ -589,13 +404,19 @@ def check_static(graph: fx.Graph, name: str) -> None:
             if isinstance(value, torch.Tensor):
                 dynamic = any(isinstance(size, torch.SymInt) for size in value.shape)
             if dynamic:
-                raise located(f"{name} cannot be captured: {_DATA}", place_of_node(node))
+                raise located(f"{name} cannot be captured: {DATA_DEPENDENT}", place_of_node(node))
         if getattr(node.target, "__name__", "") in _TRANSFORMS:
             raise located(_NO_TRANSFORMS, place_of_node(node))
         if node.kwargs.get("generator") is not None or isinstance(node.meta.get("val"), torch.Generator):
             raise located(
                 "a random operator draws from a generator of its own, whose position a captured graph does not have; "
                 "leave generator= out (the step seeds its random operators), or give the step what is drawn",
+                place_of_node(node),
+            )
+        if node.target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+            raise located(
+                "instance_norm in training mode updates running statistics, which its operator does not say: make the "
+                "layer with track_running_stats=False, or call its eval() before parallelize",
                 place_of_node(node),
             )
         if node.target in _ONE_DTYPE:
@@ -626,50 +447,22 @@ def check_autocast(graphs: Iterable[fx.Graph]) -> None:
 _ONE_DTYPE = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default)
 """Operators that refuse tensors of different dtypes when they run, but not when they are captured."""
 
-_DATA = (
+
+def check_constant(constant: Any, node: fx.Node, model: nn.Module) -> None:
+    """Refuse a tensor that the forward reads and is not the model's, if a step would not have its values."""
+    if not isinstance(constant, FakeTensor):
+        return
+    place = next((found for user in node.users if (found := place_of_node(user))), None) or place_of_forward(model)
+    raise located(
+        f"the forward or loss_fn reads a tensor of shape {tuple(constant.shape)} that the model has not under a name, "
+        "or that an earlier forward computed and kept, so that it has no data while the model is captured: read a "
+        "parameter as its module's attribute (or from an nn.ParameterList), and keep a tensor in a buffer of the model "
+        "(register_buffer) and write to it with copy_; put a loss with a state inside the model",
+        place,
+    )
+
+
+DATA_DEPENDENT = (
     "control flow, a number or a shape depends on a tensor's values (`if`, `.item()`, `.tolist()`, `nonzero`, a mask "
     "as an index); use torch.where, or multiply with the mask, in place of it"
 )
-
-
-def capture_error(error: Exception, model: nn.Module) -> WhaleError:
-    """Explain in the user's words why a model cannot be captured, with the place in the user's source."""
-    place = _place_of_traceback(error.__traceback__)
-    if isinstance(error, UsageError):  # an annotation inside forward
-        return type(error)(f"{place.file}:{place.line}: {error}" if place else str(error))
-    if isinstance(error, CaptureError):
-        if error.file is not None:
-            return error
-        return located(error.message, place or place_of_forward(model))
-    text = str(error)
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    name, kind = type(model).__name__, type(error).__name__
-    if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind:
-        function = _function_of_traceback(error.__traceback__)
-        return located(f"{name} cannot be captured: {f'in {function}, ' if function else ''}{_DATA}", place)
-    if "is mutated in the forward" in text:
-        return located(
-            f"{name} cannot be captured: the forward or loss_fn writes to a tensor that is no buffer of the model, as "
-            "of a loss's module; register it as a buffer of the model (register_buffer), and put a loss with a state "
-            "inside the model",
-            place or place_of_forward(model),
-        )
-    if ".numpy()" in text or "__array__" in text:
-        return located(
-            f"{name} cannot be captured: numpy reads a tensor's values, which a captured model does not have; use "
-            "torch's operators in place of numpy's",
-            place,
-        )
-    if _packs(error.__traceback__):
-        return located(
-            f"{name} cannot be captured: shapes of a packed sequence depend on the lengths' values; leave "
-            "pack_padded_sequence out, give the recurrent layer padded sequences, and take of its outputs those of the "
-            "last real step with gather, or multiply with a mask",
-            place,
-        )
-    reason = f"{kind}: {first}" if first else kind
-    return located(
-        f"{name} cannot be captured: its forward raised {reason}; check that model(**batch) runs on one device with "
-        "this batch, and keep what is no computation on tensors out of forward",
-        place,
-    )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,8 +91,11 @@ class _Rebinding:
         if isinstance(x, MethodType):
             owner = self.of(x.__self__)
             return x if owner is x.__self__ else MethodType(x.__func__, owner)
-        if type(x) in (list, tuple, dict):
+        if type(x) in (list, tuple, dict, OrderedDict, SimpleNamespace) or _is_named(x):
             return self._of_container(x)
+        if isinstance(x, functools._lru_cache_wrapper):
+            function = self.of(x.__wrapped__)
+            return x if function is x.__wrapped__ else functools.lru_cache(**x.cache_parameters())(function)
         if isinstance(x, functools.partial):
             function, args, keywords = self.of(x.func), self.of(x.args), self.of(x.keywords)
             changed = function is not x.func or args is not x.args or keywords is not x.keywords
@@ -108,7 +112,8 @@ class _Rebinding:
         return x
 
     def _of_container(self, x: Any) -> Any:
-        parts = [*x.values()] if isinstance(x, dict) else [*x]
+        names = vars(x) if isinstance(x, SimpleNamespace) else x if isinstance(x, dict) else None
+        parts = [*x] if names is None else [*names.values()]
         made = [self.of(part) for part in parts]
         same = [a is b for a, b in zip(made, parts, strict=True)]
         if all(same):
@@ -119,7 +124,10 @@ class _Rebinding:
                 "model and with other values: the parallel model has other modules, and changes of this one could not "
                 "be seen; hold the modules in a variable of their own"
             )
-        return dict(zip(x, made, strict=True)) if isinstance(x, dict) else type(x)(made)
+        if names is not None:
+            pairs = dict(zip(names, made, strict=True))
+            return SimpleNamespace(**pairs) if isinstance(x, SimpleNamespace) else type(x)(pairs)
+        return x._make(made) if _is_named(x) else type(x)(made)
 
     def _of_function(self, x: FunctionType) -> FunctionType:
         """A function with copies in its variables; the others it shares with *x*."""
@@ -155,6 +163,10 @@ class _Rebinding:
         for function in (made, found):
             function.__qualname__, function.__module__, function.__doc__ = x.__qualname__, x.__module__, x.__doc__
         return found
+
+
+def _is_named(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_make")
 
 
 def _differ(one: CellType, other: CellType) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from operator import length_hint
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +152,9 @@ class _All(Reach):
     def _hidden(self, x: Any) -> Hashable:
         if isinstance(x, count):
             return repr(x)
+        if isinstance(x, GeneratorType):
+            frame = x.gi_frame  # None once it has ended
+            return Same(x), frame and (frame.f_lasti, tuple(map(self.token, frame.f_locals.values())))
         return Same(x), length_hint(x, -1) if isinstance(x, Iterator) else None
 
 

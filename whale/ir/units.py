@@ -1,4 +1,4 @@
-"""Quantities with units, such as ``"16 GiB"`` or ``"100 Gbit/s"``, as plain numbers in base units.
+"""Quantities with units, such as ``"16 GiB"`` or ``"100 Gbit/s"``, as plain numbers in base units, and bytes as text.
 
 A quantity always has its unit; ``GB`` is 10**9 bytes and ``GiB`` 2**30. Bits are spelt ``bit``, because ``Gb`` and
 ``GB`` look too similar.
@@ -11,7 +11,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Literal
 
-__all__ = ["PATTERNS", "Quantity", "parse_quantity"]
+__all__ = ["PATTERNS", "Quantity", "bytes_text", "parse_quantity"]
 
 Quantity = Literal["memory", "bandwidth", "latency", "speed"]
 """Read as bytes, bytes per second, seconds and FLOP per second."""
@@ -76,6 +76,23 @@ def parse_quantity(given: object, quantity: Quantity) -> float:
     if value == 0 and quantity != "latency":
         raise ValueError(f"a {quantity} of {_short(given)} is useless; it must be positive")
     return value
+
+
+def bytes_text(size: float) -> str:
+    """Bytes for people, in the unit in which they are best read.
+
+    >>> bytes_text(61.25 * 2**30), bytes_text(2**29), bytes_text(3 * 2**20), bytes_text(1536), bytes_text(0)
+    ('61.2 GiB', '0.50 GiB', '3.0 MiB', '1.5 KiB', '0 B')
+    >>> bytes_text(float("inf"))
+    'unlimited memory'
+    """
+    if not isfinite(size):
+        return "unlimited memory"
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        count = size / 2**power
+        if count >= 0.1:
+            return f"{count:.2f} {unit}" if unit == "GiB" and count < 10 else f"{count:.1f} {unit}"
+    return f"{size:.0f} B"
 
 
 def _short(text: str) -> str:

@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.random import RNGPosition
+from whale.runtime.refusals import Refusals
 from whale.runtime.stage import Intervals, LocalStage, part
 
 __all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Result", "Shard", "StepSource"]
@@ -105,6 +105,7 @@ class Engine:
         tensors: this rank's parts, by first name.
         clock: the position of random operators.
         shares: the rows of a batch that each rank computes on.
+        refusals: of steps, by any rank.
         loss_group: of all ranks, for the loss and the comparison of batches.
         steps: compiled ones, by signature, modes, changed attributes and what they return.
         compared: how many batches of a signature there were.
@@ -122,6 +123,7 @@ class Engine:
     tensors: Mapping[str, Tensor]
     clock: RNGPosition
     shares: RowShares
+    refusals: Refusals
     loss_group: dist.ProcessGroup | None = None
     steps: CompiledSteps[CompiledStep] = field(init=False)
     compared: dict[Signature, int] = field(default_factory=dict)
@@ -139,6 +141,15 @@ class Engine:
         """Use an already compiled step for equal batches."""
         self.floats |= {name: value for name, value in batch.items() if isinstance(value, float)}
         self.steps.add(StepKey(signature(batch), modes), step)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the ranks that begin a step with this one that it does not take part."""
+        if self.world.size > 1:
+            self.refusals.tell(error)
+            if self.local is None:
+                LikeBatches(self.world, self.loss_group, self.refusals, None)
+            else:
+                self.local.refuse()
 
     def run(
         self,
@@ -161,7 +172,7 @@ class Engine:
             returns: what is returned; the model's output is whole on every rank, or on rank *to* alone.
 
         Raises:
-            UsageError: there is nothing to train, or the ranks were given other batches.
+            UsageError: there is nothing to train, the ranks were given other batches, or one refused the step.
             WorkerError: a rank failed, or did not come within the timeout.
         """
         if train and not changes.key and not any(shard.trainable for shard in self.shards.values()):
@@ -236,7 +247,7 @@ class Engine:
         looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
         given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
-        alike = LikeBatches(self.world, self.loss_group, given, values)
+        alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values)
         if not seen or self.world.device.type != "cuda":  # looking is waiting for the device
             alike.check()
         self.compared[key] = seen + 1
@@ -327,11 +338,8 @@ class Engine:
             names: of this rank's gradients, by default all.
 
         Raises:
-            UsageError: a rank gave the gradient of one parameter, and another rank that of another one.
             WorkerError: a rank did not come within the timeout.
         """
-        if names is not None and not self.has_all_parts:
-            self._check_single([*names])
         terms = [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         for name in self.shards if names is None else names:
             shard, tensor = self.shards[name], self.tensors.get(name)
@@ -347,22 +355,6 @@ class Engine:
             op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
             self._wait(dist.all_reduce(total, op=op, group=self.loss_group, async_op=True), "the norm of gradients")
         return total if norm_type == torch.inf else total ** (1.0 / norm_type)
-
-    def _check_single(self, names: Sequence[str]) -> None:
-        """Refuse norms of single parameters where ranks have others, as in a loop over ``model.parameters()``: what
-        they give at the same time does not belong together."""
-        own = sum(tensor.grad is not None for tensor in self.tensors.values())
-        is_single = len(names) == 1 < own
-        key = 2.0 + crc32(names[0].encode()) if is_single else float(bool(names))
-        mine = torch.tensor([key], dtype=torch.float64, device=self.world.device)
-        keys = [torch.empty_like(mine) for _ in range(self.world.size)]
-        self._wait(dist.all_gather(keys, mine, group=self.loss_group, async_op=True), "the names of gradients to clip")
-        if len({key.item() for key in keys if key.item()}) > 1:
-            raise UsageError(
-                f"clip_grad_norm_ was given {names[0] if is_single else f'{len(names)} gradients'} on rank "
-                f"{self.world.rank}, and another parameter on another rank, as stages have others: clip all of them "
-                "with model.clip_grad_norm_(max_norm), those of a module, or each by its norm in full_gradients()"
-            )
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
         assert work is not None

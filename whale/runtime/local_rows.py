@@ -24,12 +24,16 @@ from whale.ir.shares import shares_on_axis
 from whale.runtime.launch import World
 from whale.runtime.loss import ROUNDING, look_at
 from whale.runtime.outputs import put
+from whale.runtime.refusals import Refusals
 from whale.runtime.stage import Intervals, LocalStage, part
 
 __all__ = ["LocalBatches", "LocalRows", "RowShares"]
 
 Stretches = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order, that do not touch."""
+
+_OTHER_SAMPLES, _REFUSED = -2, -3
+"""In place of a number of rows: samples have other sizes than their parts, or the rank refuses the step."""
 
 Cuts = tuple[tuple[tuple[float, ...], int], ...]
 """How rows are divided, the outermost division first: the weights of the parts, and which part it is."""
@@ -130,6 +134,7 @@ class LocalBatches:
     Attributes:
         world: all ranks.
         shares: the rows that each brings.
+        refusals: of steps.
         leaves: names of the leaves whose first dim is the batch.
         host_group: of all ranks, for tensors on the CPU.
         group: of all ranks, for tensors on the ranks' devices.
@@ -140,6 +145,7 @@ class LocalBatches:
 
     world: World
     shares: RowShares
+    refusals: Refusals
     leaves: frozenset[str]
     host_group: dist.ProcessGroup | None
     group: dist.ProcessGroup | None
@@ -155,7 +161,8 @@ class LocalBatches:
         A rank without rows may bring nothing, or any batch without rows.
 
         Raises:
-            UsageError: on every rank, if one brought other rows than its share, or leaves of other shapes.
+            UsageError: on every rank, if one refuses the step, or brought other rows than its share, or leaves of other
+                shapes.
             WorkerError: a rank did not come within the timeout.
         """
         own = self._of_rows(batch)
@@ -163,10 +170,10 @@ class LocalBatches:
         rows = 0 if not lengths else lengths.pop() if len(lengths) == 1 else -1
         rank = self.world.rank
         if rows > 0 and any(tuple(x.shape[1:]) != self._sizes(rank, n) for n, x in own.items() if n in self.samples):
-            rows = -2
+            rows = _OTHER_SAMPLES
         looks = self._steps < self.compared_first or self._steps % self.compared_each == 0
         self._steps += 1
-        told = self._all_told(batch, rows, f"{self._in_words(batch)} for {purpose}", looks)
+        told = self._all_told(self._told(batch, rows, f"{self._in_words(batch)} for {purpose}", looks))
         counts = [int(n) for n, *_ in told]
         total = sum(counts[rank] for rank in self.shares.first_stage)
         self._check(counts, total, batch)
@@ -247,19 +254,32 @@ class LocalBatches:
 
     # What ranks tell each other
 
-    def _all_told(self, batch: Mapping[str, Any], rows: int, given: str, looks: bool) -> list[list[float]]:
-        """For each rank the number of its rows, a label of names and shapes, and samples of rows and other leaves."""
+    def _told(self, batch: Mapping[str, Any], rows: int, given: str, looks: bool) -> Tensor:
+        """The number of this rank's rows, a label of names and shapes, and samples of rows and other leaves."""
         zero = torch.zeros((), dtype=torch.float64)
         tensors = {name: x for name, x in batch.items() if looks and isinstance(x, Tensor)}
         own = sum((look_at(x).cpu() for name, x in tensors.items() if name in self.leaves), zero)
         shared = sum((look_at(x).cpu() for name, x in tensors.items() if name not in self.leaves), zero)
-        mine = torch.tensor([rows, crc32(given.encode()), float(own), float(shared)], dtype=torch.float64)
+        return torch.tensor([rows, crc32(given.encode()), float(own), float(shared)], dtype=torch.float64)
+
+    def _all_told(self, mine: Tensor) -> list[list[float]]:
+        """What each rank tells."""
         if self.world.size == 1:
             return [mine.tolist()]
-        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
-        work = dist.all_gather(gathered, mine, group=self.host_group, async_op=True)
+        gathered, work = self._tell(mine)
         self.world.failures.wait(work, "the rows that all ranks brought", range(self.world.size))
         return [x.tolist() for x in gathered]
+
+    def _tell(self, mine: Tensor) -> tuple[list[Tensor], dist.Work]:
+        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
+        work = dist.all_gather(gathered, mine, group=self.host_group, async_op=True)
+        assert work is not None
+        self.refusals.joined += 1
+        return gathered, work
+
+    def refuse(self) -> None:
+        """Take part in the first collective of a step that this rank refuses."""
+        self._tell(torch.tensor([_REFUSED, 0, 0, 0], dtype=torch.float64))
 
     def _objects(self, mine: Any) -> list[Any]:
         found = [mine] * self.world.size
@@ -268,8 +288,10 @@ class LocalBatches:
         return found
 
     def _check(self, counts: Sequence[int], total: int, batch: Mapping[str, Any]) -> None:
+        if _REFUSED in counts:
+            raise self.refusals.found()
         for rank, count in enumerate(counts):
-            if count == -2:
+            if count == _OTHER_SAMPLES:
                 parts = ", ".join(
                     f"{name} (rows, {', '.join(map(str, self._sizes(rank, name)))})" for name in self.samples
                 )

@@ -5,6 +5,7 @@ Knows ranks and numbers; no stages and no schedules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -17,6 +18,7 @@ from whale.ir import range_names
 from whale.runtime.agreement import fingerprint
 from whale.runtime.launch import World
 from whale.runtime.ranges import named
+from whale.runtime.refusals import Refusals
 
 __all__ = ["ROUNDING", "GlobalLoss", "LikeBatches", "look_at"]
 
@@ -52,32 +54,41 @@ class LikeBatches:
     Args:
         world: all ranks.
         group: of all of them, for this and the loss alone.
-        given: a text for this rank's batch, equal on all ranks if names, shapes and types are.
+        refusals: this is the first collective of a step, in which a rank that refuses it has not-a-numbers.
+        given: a text for this rank's batch, equal on all ranks if names, shapes and types are; None if it refuses.
         values: tensors of the batch whose values are to be compared, by a sample.
     """
 
     def __init__(
-        self, world: World, group: dist.ProcessGroup | None, given: str, values: Sequence[Tensor] = ()
+        self,
+        world: World,
+        group: dist.ProcessGroup | None,
+        refusals: Refusals,
+        given: str | None,
+        values: Sequence[Tensor] = (),
     ) -> None:
-        self._world, self._given, self._num_values = world, given, len(values)
+        self._world, self._refusals, self._given, self._num_values = world, refusals, given, len(values)
         # All labels are equal if n times the squares' sum is the sum's square, for up to 1024 ranks.
-        label = float(crc32(given.encode()) % 2**16)
+        label = math.nan if given is None else float(crc32(given.encode()) % 2**16)
         if world.size > 1:
             look = sum((look_at(x) for x in values), torch.zeros((), dtype=torch.float64))
             terms = (label, label * label, look, look * look)
             self._sum = _Sum(world, group, "what all ranks were given", range_names.COMPARISON_SUM, *terms)
+            refusals.joined += 1
 
     def check(self) -> None:
         """Wait for all ranks.
 
         Raises:
-            UsageError: the batches differ.
+            UsageError: the batches differ, or a rank refuses the step.
             WorkerError: a rank did not come within the timeout.
         """
         size = self._world.size
         if size == 1:
             return
         labels, squares, looks, squared_looks = self._sum.wait().tolist()
+        if math.isnan(labels):
+            raise self._refusals.found()
         if size * squares != labels * labels:
             raise UsageError(
                 f"rank {self._world.rank} was given a batch of {self._given}, and another rank one of other names, "

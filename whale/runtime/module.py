@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,26 @@ from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
 
 __all__ = ["ParallelModule", "check_autocast", "parallel_module"]
+
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def _told(step: _Step) -> _Step:
+    """A step of which all ranks are told if one refuses it."""
+
+    @functools.wraps(step)
+    def told(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        engine = self._whale.engine
+        joined = engine.refusals.joined
+        try:
+            return step(self, *args, **kwargs)
+        except Exception as error:
+            if engine.refusals.joined == joined:  # the others wait
+                engine.refuse(error)
+            raise
+
+    return cast(_Step, told)
 
 
 class ParallelModule(nn.Module):
@@ -83,6 +103,7 @@ class ParallelModule(nn.Module):
         local = self._whale.engine.local
         return {} if local is None or local.parts is None else dict(local.parts[self.rank if rank is None else rank])
 
+    @_told
     def train_step(self, *args: Any, outputs: Any = False, scale: Any = 1.0, **kwargs: Any) -> Any:
         """Forward and backward of the global batch; returns the global loss, the same on every rank.
 
@@ -95,7 +116,8 @@ class ParallelModule(nn.Module):
             scale: a factor of the gradients, the same on every rank; the loss is returned without it.
 
         Raises:
-            UsageError: the modules were changed in a way that steps do not see, or the ranks were given other batches.
+            UsageError: the modules were changed in a way that steps do not see, the ranks were given other batches, or
+                another rank refused the step.
         """
         self._check_names(kwargs, outputs=outputs is not False, scale=not isinstance(scale, float) or scale != 1.0)
         if not torch.is_grad_enabled():
@@ -111,6 +133,7 @@ class ParallelModule(nn.Module):
         loss = _Done.apply(result.loss.requires_grad_(), trained)
         return result._replace(loss=loss) if outputs else loss
 
+    @_told
     def eval_step(self, *args: Any, outputs: Any = False, **kwargs: Any) -> Any:
         """Forward of the global batch in evaluation mode, without gradients; returns the global loss on every rank.
 
@@ -122,6 +145,7 @@ class ParallelModule(nn.Module):
         result = self._run(self._whale.leaves(*args, **kwargs), False, "both" if outputs else "loss", where)
         return result if outputs else result.loss
 
+    @_told
     def predict_step(self, *args: Any, to: Any = "all", **kwargs: Any) -> Any:
         """Forward of the global batch in evaluation mode, without gradients; returns the local model's output, as that
         returns it, with whole tensors.

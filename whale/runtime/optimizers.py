@@ -14,16 +14,21 @@ import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whale.errors import UsageError
+from whale.runtime.checkpoints import attend_checkpoints
 from whale.runtime.engine import Engine, Shard
+from whale.runtime.launch import World
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.stage import part
 
@@ -39,7 +44,9 @@ SAME = 1e-4
 """By how much updates of a whole tensor and of its parts differ at most if each element counts alone, as a part of the
 largest."""
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+"""Engines, numbered in one order on all ranks."""
+_numbers = count(1)
 _local: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -55,7 +62,7 @@ def attend(engine: Engine, local: Mapping[str, Tensor]) -> None:
     """
     if not _engines:
         _install()
-    _engines.add(engine)
+    _engines[engine] = next(_numbers)
     for name, tensor in local.items():
         if name in engine.tensors and engine.tensors[name] is not tensor:
             _local[id(tensor)] = weakref.ref(tensor), name
@@ -70,6 +77,7 @@ def _install() -> None:
     _installed.append(register_optimizer_step_pre_hook(_before_step))
     Optimizer.add_param_group = _attending(Optimizer.add_param_group)  # type: ignore[method-assign]
     Optimizer.__init__ = _of_any_number(Optimizer.__init__)  # type: ignore[method-assign]
+    attend_checkpoints()
     total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
     if total_norm is not None:
         over_ranks = _over_ranks(total_norm)
@@ -100,8 +108,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "after parallelize, from the parallel model's parameters"
             )
     owners = _owners(parameters)
-    if any(not engine.holds_all for engine, _ in owners.values()):
-        _check_elementwise(optimizer, owners)
+    engines = dict.fromkeys(engine for engine, _ in owners.values())
+    if any(not engine.holds_all for engine in engines):
+        try:
+            _check_elementwise(optimizer, owners)
+        except UsageError as error:
+            for engine in engines:  # other ranks, whose parts it updates well, wait in the next step
+                engine.refuse(error)
+            raise
     _checked[optimizer] = num
 
 
@@ -294,27 +308,22 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         asked = {id(tensor) for tensor in given}
-        names: dict[Engine, list[str]] = {}
-        for engine in [engine for engine in _engines if not engine.holds_all]:
-            own = [n for n, t in engine.tensors.items() if t.grad is not None and id(t.grad) in asked]
-            if own:
-                names[engine] = own
-        if not given:  # this rank has none of what the others clip
-            cut = [engine for engine in _engines if not engine.has_all_parts]
-            if len(cut) > 1:
-                raise UsageError(
-                    "clip_grad_norm_ was given no gradients on this rank, and it is not known of which of "
-                    f"{len(cut)} parallel models with stages the others clip some: use model.clip_grad_norm_(max_norm)"
-                )
-            names = {engine: [] for engine in cut}
-        if not names:
+        names: dict[Engine, Sequence[str]] = {}
+        for one in [engine for engine in _engines if not engine.holds_all]:
+            if found := [n for n, t in one.tensors.items() if t.grad is not None and id(t.grad) in asked]:
+                names[one] = found
+        is_mixed = len(names) > 1 or (bool(names) and len(given) > sum(map(len, names.values())))
+        cut = [engine for engine in _engines if not engine.has_all_parts]
+        engine: Engine | None
+        own: Sequence[str]
+        if cut and (not given or not names.keys().isdisjoint(cut)):
+            engine, own = _of_all_ranks(cut[0].world, names, is_mixed)
+        elif is_mixed:
+            raise UsageError(_MIXED)
+        else:
+            engine, own = next(iter(names.items()), (None, ()))
+        if engine is None:
             return total_norm(given, norm_type, error_if_nonfinite, foreach)
-        if len(names) > 1 or len(given) > sum(map(len, names.values())):
-            raise UsageError(
-                "clip_grad_norm_ was given gradients of a parallel model together with others; clip those of each "
-                "model alone, as model.clip_grad_norm_(max_norm) does"
-            )
-        ((engine, own),) = names.items()
         norm = engine.gradient_norm(float(norm_type), own)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(
@@ -323,3 +332,49 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return norm.to(given[0].dtype) if given else norm
 
     return over_ranks
+
+
+_MIXED = (
+    "clip_grad_norm_ was given gradients of a parallel model together with others; clip those of each model alone, as "
+    "model.clip_grad_norm_(max_norm) does"
+)
+_IS_MIXED = -1
+
+
+def _of_all_ranks(
+    world: World, own: Mapping[Engine, Sequence[str]], is_mixed: bool
+) -> tuple[Engine | None, Sequence[str]]:
+    """The one model with stages of which ranks give gradients, and the names of this rank's; None if no rank gives any.
+    All ranks must call it, because a rank without the stages has none to know the model by.
+
+    Norms of single parameters are refused where ranks have others, as in a loop over ``model.parameters()``: what they
+    give at the same time does not belong together.
+
+    Raises:
+        UsageError: on every rank, if one gave gradients of several models, or another model or parameter than another.
+    """
+    engine, names = next(iter(own.items()), (None, ()))
+    is_single = engine is not None and len(names) == 1 < sum(t.grad is not None for t in engine.tensors.values())
+    key = crc32(names[0].encode()) if is_single else 0
+    mine = torch.tensor(
+        [0 if engine is None else _IS_MIXED if is_mixed else _engines[engine], key], device=world.device
+    )
+    told = [torch.empty_like(mine) for _ in range(world.size)]
+    work = dist.all_gather(told, mine, async_op=True)
+    world.failures.wait(work, "the names of gradients to clip", range(world.size))
+    kinds = {(number, key) for number, key in torch.stack(told).tolist() if number}
+    given = {number for number, _ in kinds}
+    if _IS_MIXED in given:
+        raise UsageError(_MIXED)
+    if len(given) > 1:
+        raise UsageError(
+            "clip_grad_norm_ was given gradients of one parallel model on a rank, and of another on another rank; "
+            "clip those of each model alone, as model.clip_grad_norm_(max_norm) does"
+        )
+    if len(kinds) > 1:
+        raise UsageError(
+            f"clip_grad_norm_ was given {names[0] if is_single else f'{len(names)} gradients'} on rank {world.rank}, "
+            "and another parameter on another rank, as stages have others: clip all of them with "
+            "model.clip_grad_norm_(max_norm), those of a module, or each by its norm in full_gradients()"
+        )
+    return next((one for one, own_number in _engines.items() if own_number in given), None), names

@@ -109,6 +109,35 @@ def test_a_loss_that_is_no_sum_over_rows_is_not_said_to_mix_them() -> None:
     refused(UsageError, parts, Root(), torch.randn(4, 8), micro_batches=2)
 
 
+class Halves(nn.Module):
+    """A loss of a part of the batch, or of rows that are far apart."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = len(x) // 2
+        if self.kind == "first":
+            return self.linear(x[:half]).square().mean()
+        if self.kind == "pairs":
+            return self.linear(x).view(half, 2, 8).cumsum(1).square().mean()
+        y = self.linear(x)
+        return (y[:half] - y[half:]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("first", ["computes the loss from no rows that could be divided", "x[:n]"]),
+        ("pairs", ["does not divide the 4 parts of the batch of 8 rows", "computes 2 together", "use 4"]),
+        ("far", ["aten.slice", "computes a row of the batch from other rows"]),
+    ],
+)
+def test_rows_that_are_computed_together_are_told_from_rows(kind: str, parts: list[str]) -> None:
+    refused(UsageError, ["micro_batches=8", *parts], Halves(kind), torch.randn(8, 8), micro_batches=8)
+
+
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import whale
 from tests.refusals import refused
 from tests.small_models import decoder, tokens
 from whale import api
@@ -81,6 +82,9 @@ class WholeMean(torch.autograd.Function):
         return gradient * weight, (gradient * x).mean(0)
 
 
+wrong, grad = Wrong.apply, torch.autograd.grad
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -139,6 +143,9 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("print('value', x)", ["printed", "remove it from forward"]),
         ("print(f'{x.mean():.3f}')", ["printed", "remove it from forward"]),
         ("x = Wrong.apply(x)", ["custom autograd function Wrong", "@whale.row_wise"]),
+        ("x = wrong(x)", ["custom autograd function Wrong", "@whale.row_wise"]),
+        ("x, = grad(x.square().sum(), x)", ["gradients are computed inside forward"]),
+        ("x, = grad(x.square().sum(), x, create_graph=True)", ["gradients are computed inside forward"]),
         ("x = MeanFree.apply(x)", ["MeanFree is declared row-wise", "its rows depend on each other"]),
         ("x = FreeBackward.apply(x)", ["FreeBackward is declared row-wise", "its rows depend on each other"]),
         ("x = Positions.apply(x)", ["Positions is declared row-wise", "or on how many there are"]),
@@ -147,6 +154,7 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = torch.vmap(self.first)(x)", ["torch.vmap and other transforms of torch.func", "torch.einsum"]),
         ("x = torch.func.grad(lambda y: self.first(y).sum())(x)", ["transforms of torch.func inside forward"]),
         ("x, = torch.autograd.grad(x.square().sum(), x)", ["gradients are computed inside forward"]),
+        ("torch.autograd.backward(x.sum())", ["gradients are computed inside forward"]),
         ("x.sum().backward()", ["gradients are computed inside forward"]),
         ("x.register_hook(lambda gradient: 2 * gradient)", ["register_hook", "hook on a gradient"]),
         ("raise ValueError('my own trouble')", ["its forward raised ValueError: my own trouble", "one device"]),
@@ -293,3 +301,20 @@ def test_control_flow_of_a_module_of_torch_names_its_class() -> None:
 
 def test_a_model_that_torch_has_made_parallel_is_refused_for_the_module_inside() -> None:
     refused(CaptureError, ["DataParallel", "give the module inside of it, model.module"], nn.DataParallel(decoder()))
+
+
+def test_statistics_that_an_operator_writes_silently_are_refused() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(8, 8), nn.InstanceNorm1d(4, track_running_stats=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.norm(self.first(x)).square().mean()
+            return found
+
+    refused(CaptureError, ["running statistics", "track_running_stats=False"], Normed(), torch.randn(2, 4, 8))
+    model = Normed()
+    model.norm.eval()
+    parallel: Any = whale.parallelize(model, torch.randn(2, 4, 8), device="cpu")
+    assert parallel.train_step(torch.randn(2, 4, 8)).isfinite()

@@ -1,0 +1,143 @@
+"""A step that one rank refuses is refused on all, at once and with its reason, and the next step runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from tests.distributed.parity import Worlds
+from tests.distributed.two_ranks import LAYOUTS, Two, parallel, refusal
+from tests.small_models import tokens
+from whale.runtime.launch import World
+
+AT_ONCE = 8.0
+"""Seconds, of a timeout of 20."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Two]:
+    worlds = Worlds()
+    yield Two(worlds)
+    worlds.close()
+
+
+class Coupled(torch.optim.SGD):
+    """It divides gradients of matrices by the sum of all."""
+
+    def step(self, closure: Any = None) -> Any:
+        matrices = [p for group in self.param_groups for p in group["params"] if p.dim() > 1]
+        total = sum(p.grad.abs().sum() for p in matrices)
+        for p in matrices:
+            p.grad = p.grad / total
+        return super().step(closure)
+
+
+def frozen(model: Any) -> Callable[[], None]:
+    weight = dict(model.named_parameters()).get("layers.1.up.weight")
+    if weight is None:
+        return lambda: None
+    weight.requires_grad_(False)
+
+    def undo() -> None:
+        weight.requires_grad_(True)
+
+    return undo
+
+
+def hooked(model: Any) -> Callable[[], None]:
+    weight = dict(model.named_parameters()).get("layers.0.up.weight")
+    return (lambda: None) if weight is None else weight.register_hook(lambda gradient: gradient).remove
+
+
+def refuse_on_one(world: World, change: Callable[[Any], Callable[[], None]], bring: str) -> tuple[str, float, float]:
+    """The refusal, the seconds that it took, and the loss of the next step."""
+    model = parallel("stages", batch=bring)
+    model.train_step(**tokens())
+    undo = change(model)
+    begin = time.monotonic()
+    message = refusal(lambda: model.train_step(**tokens()))
+    seconds = time.monotonic() - begin
+    undo()
+    return message, seconds, model.train_step(**tokens()).item()
+
+
+@pytest.mark.parametrize("bring", ["global", "local"])
+@pytest.mark.parametrize(
+    ("change", "rank", "words"), [(frozen, 1, "was frozen after"), (hooked, 0, "a hook was added")]
+)
+def test_a_change_that_one_stage_sees_is_told_to_the_others(
+    ranks: Two, change: Callable[[Any], Callable[[], None]], rank: int, words: str, bring: str
+) -> None:
+    found = ranks.run(refuse_on_one, change, bring)
+    assert words in found[rank][0]
+    assert f"rank {rank} refused the step: {found[rank][0]}" == found[1 - rank][0]
+    assert max(seconds for _, seconds, _ in found) < AT_ONCE
+    assert found[0][2] == found[1][2]
+
+
+def refuse_arguments(world: World, kind: str) -> tuple[list[str], float]:
+    """Refusals of calls that rank 1 makes wrongly, and the loss of a step after them."""
+    model = parallel(kind)
+    mine = world.rank == 1
+
+    def without_gradients() -> None:
+        with torch.set_grad_enabled(not mine):
+            model.train_step(**tokens())
+
+    def of_another_option() -> None:
+        model.predict_step(**tokens(), to="rank7" if mine else "all")
+
+    def in_autocast() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mine):
+            model.eval_step(**tokens())
+
+    messages = [refusal(call) for call in (without_gradients, of_another_option, in_autocast)]
+    return messages, model.train_step(**tokens()).item()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_call_that_one_rank_makes_wrongly_is_told_to_the_others(ranks: Two, kind: str) -> None:
+    (told, loss), (own, same) = ranks.run(refuse_arguments, kind)
+    assert all(told) and [f"rank 1 refused the step: {message}" for message in own] == told
+    assert loss == same
+
+
+class Halves(nn.Module):
+    """A matrix in its first stage, and vectors in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(self.a(x)).square().sum()
+        return found
+
+
+def refuse_an_optimizer(world: World) -> tuple[str, float]:
+    torch.manual_seed(0)
+    model = Halves()
+    whale.annotate(model, {"a": whale.stage(), "b": whale.stage()})
+    made: Any = whale.parallelize(model, torch.ones(4, 4), device="cpu", timeout_seconds=20)
+    optimizer = Coupled(made.parameters(), lr=0.1)
+    made.train_step(torch.ones(4, 4))
+    begin = time.monotonic()
+
+    def update() -> None:
+        optimizer.step()
+        made.train_step(torch.ones(4, 4))
+
+    return refusal(update), time.monotonic() - begin
+
+
+def test_an_optimizer_that_one_rank_refuses_is_told_to_the_others(ranks: Two) -> None:
+    (own, _), (told, seconds) = ranks.run(refuse_an_optimizer)
+    assert own.startswith("Coupled updates an element by others")
+    assert told == f"rank 0 refused the step: {own}"
+    assert seconds < AT_ONCE

@@ -1,0 +1,63 @@
+"""``torch.distributed.checkpoint.state_dict`` on parallel models: it knows no parts of tensors but torch's own, and
+expects parameters in every group of an optimizer. Knows state dicts; no engines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict as torch_states
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from whale.errors import UsageError
+from whale.runtime.shard_tensor import ShardTensor
+
+__all__ = ["attend_checkpoints"]
+
+States = dict[str, Any]
+
+
+def attend_checkpoints() -> None:
+    """Look at the state dicts that torch makes and loads from now on."""
+    for name, around in (
+        ("_maybe_full_or_cpu_state_dict", _refusing_parts),
+        ("_unflatten_optim_state_dict", _without_empty_groups),
+    ):
+        if hasattr(torch_states, name):
+            setattr(torch_states, name, around(getattr(torch_states, name)))
+
+
+def _refusing_parts(gather: Callable[[States, Any], States]) -> Callable[[States, Any], States]:
+    """The function that makes tensors whole if it is asked to."""
+
+    @functools.wraps(gather)
+    def refusing_parts(state_dict: States, info: Any) -> States:
+        if info.full_state_dict and any(isinstance(x, ShardTensor) for x in pytree.tree_leaves(state_dict)):
+            raise UsageError(
+                "StateDictOptions(full_state_dict=True) does not gather the parts of a parallel model: take "
+                "model.full_state_dict() for the model; for an optimizer leave it out, save the parts with "
+                "torch.distributed.checkpoint, and make one file of them with its dcp_to_torch_save"
+            )
+        return gather(state_dict, info)
+
+    return refusing_parts
+
+
+def _without_empty_groups(unflatten: Callable[..., States]) -> Callable[..., States]:
+    """The function that sorts states by name into an optimizer's groups, which reads the first parameter of each."""
+
+    @functools.wraps(unflatten)
+    def without_empty_groups(optim: Optimizer, *args: Any, **kwargs: Any) -> States:
+        groups = optim.param_groups
+        optim.param_groups = [group for group in groups if group["params"]]
+        try:
+            found = unflatten(optim, *args, **kwargs)
+        finally:
+            optim.param_groups = groups
+        filled = iter(found["param_groups"])
+        return {**found, "param_groups": [next(filled) if group["params"] else group for group in groups]}
+
+    return without_empty_groups

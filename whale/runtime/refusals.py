@@ -1,0 +1,37 @@
+"""Refusals of steps: a rank that refuses a step tells those that wait for it there.
+
+Every step begins with one collective, in which ranks compare their batches. A rank that refuses joins it with a mark in
+place of its batch, and has written why; the others find the mark and raise an error that names the rank. It costs
+nothing in a step that no rank refuses. Knows ranks and texts; no batches.
+"""
+
+from __future__ import annotations
+
+from whale.errors import UsageError, WhaleError
+from whale.runtime.launch import World
+from whale.runtime.store import Board
+
+__all__ = ["Refusals"]
+
+
+class Refusals:
+    """The refusals of steps whose first collectives are of one process group; all ranks make one in one order.
+
+    Attributes:
+        joined: how many first collectives this rank has joined.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._board = Board(world, "refusals", world.failures.timeout_seconds)
+        self.joined = 0
+
+    def tell(self, error: Exception) -> None:
+        """Write why this rank refuses the step, before it joins the first collective with a mark."""
+        text = str(error) if isinstance(error, WhaleError) else f"{type(error).__name__}: {error}"
+        self._board.put(str(self.joined + 1), [self._world.rank, text])
+
+    def found(self) -> UsageError:
+        """The error on a rank that finds a mark in the collective that it joined last."""
+        rank, text = self._board.get(str(self.joined))
+        return UsageError(f"rank {rank} refused the step: {text}")
