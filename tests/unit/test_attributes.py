@@ -135,6 +135,27 @@ def test_an_attribute_that_no_forward_names_is_the_script_s() -> None:
     assert len(model._whale.engine.steps) == 1
 
 
+def test_what_functions_that_a_module_holds_read_acts_at_the_next_step() -> None:
+    factor = [1.0]
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gain = nn.Linear(3, 3), 1.0
+            self.head = lambda model, x: x * model.gain
+            self.others = {"last": lambda x: x * factor[0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.others["last"](self.head(self, self.layer(x))).sum()
+
+    model: Any = whale.parallelize(Holds().double(), X, device="cpu")
+    first = model.train_step(X).item()
+    model.gain = 2.0
+    assert model.train_step(X).item() == pytest.approx(2 * first)
+    factor[0] = 3.0
+    assert model.train_step(X).item() == pytest.approx(6 * first)
+
+
 MORE = {"by": 1.0}
 
 

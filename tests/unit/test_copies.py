@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -247,6 +248,28 @@ def with_a_generator() -> nn.Module:
     return model
 
 
+def with_a_cycle() -> nn.Module:
+    model, numbers = layers(), itertools.cycle([1.0, 2.0])
+    model[0].register_forward_hook(lambda module, given, output: output * next(numbers))
+    return model
+
+
+def with_an_iterator_of_its_own() -> nn.Module:
+    class Numbers:
+        last = 0
+
+        def __iter__(self) -> Numbers:
+            return self
+
+        def __next__(self) -> int:
+            self.last += 1
+            return self.last
+
+    model, numbers = layers(), Numbers()
+    model[0].register_forward_hook(lambda module, given, output: output * next(numbers))
+    return model
+
+
 def with_an_ended_iterator() -> nn.Module:
     model, numbers = layers(), iter([2.0])
     model[0].register_forward_hook(lambda module, given, output: output * next(numbers))
@@ -259,6 +282,8 @@ def with_an_ended_iterator() -> nn.Module:
         (with_a_flag, "in its first call, and computes something else then"),
         (with_a_counter, "from step to step, and computes something else then"),
         (with_a_generator, "from step to step, and computes something else then"),
+        (with_a_cycle, "from step to step, and computes something else then"),
+        (with_an_iterator_of_its_own, "from step to step, and computes something else then"),
         (with_an_ended_iterator, r"test_copies\.py:\d+: .* the next value of an iterator that has ended"),
         (with_a_handle, "the handle of a hook, which it could remove"),
         (with_a_mixed_store, "holds a dict with modules of the model and with other values"),

@@ -278,6 +278,12 @@ class _Refuse(TorchFunctionMode):
             raise located(_NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
         if func in (torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward) and _called_by_model():
             raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
+        if _writes(name) and _called_by_model() and _is_unrecorded(args[0]):
+            raise located(
+                "a tensor that has a gradient is written to through detach(), .data or under torch.no_grad(), which "
+                "autograd does not see and a captured graph does: write to a clone() of it, or compute another tensor",
+                place_of_frame(sys._getframe(1)),
+            )
         if name == "register_hook" and _called_by_model():
             raise located(
                 "register_hook on a tensor inside forward: a captured graph cannot keep a hook on a gradient; remove "
@@ -285,7 +291,9 @@ class _Refuse(TorchFunctionMode):
                 place_of_frame(sys._getframe(1)),
             )
         if name == "__get__" and func == _DATA_ATTRIBUTE.__get__:
-            return args[0].detach()  # .data is no operator, and what is written to it would be lost
+            return _detached(args[0])  # .data is no operator, and what is written to it would be lost
+        if func is torch.Tensor.detach or func is torch.detach:
+            return _detached(*args, **(kwargs or {}))
         if name == "__set__" and func == _DATA_ATTRIBUTE.__set__ and _called_by_model():
             raise located(
                 "a tensor's .data is replaced in forward, which leaves no operator in a captured graph; compute with "
@@ -298,6 +306,27 @@ class _Refuse(TorchFunctionMode):
                     if type(tensor) in _PLAIN and tensor.requires_grad and tensor.is_leaf:
                         raise located(_no_name(tensor), place_of_frame(sys._getframe(1)))
         return func(*args, **(kwargs or {}))
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    in_place = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+    return in_place or name == "__setitem__"
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """``x.detach()``, of which it is known whether it shares the memory of a tensor with a gradient."""
+    found = x.detach()
+    if x.requires_grad and not x.is_leaf:
+        found._whale_shares = True  # type: ignore[attr-defined]
+    return found
+
+
+def _is_unrecorded(x: Any) -> bool:
+    """Whether autograd records no write to a tensor, though the memory is that of one with a gradient."""
+    if getattr(x, "_whale_shares", False):
+        return True
+    return isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf and not torch.is_grad_enabled()
 
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)

@@ -1,4 +1,4 @@
-"""Errors of a capture in the user's words: what torch says of its own functions, told of a line of the model.
+"""Errors of a capture in the user's words: what torch says of its own functions, with a line of the model.
 
 This module knows tracebacks and the texts of torch's errors, not how a model is captured.
 """

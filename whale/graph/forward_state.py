@@ -13,9 +13,9 @@ import functools
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import count
+from contextlib import contextmanager, suppress
 from operator import length_hint
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
-from whale.graph.reach import WATCHES, Reach, Same, hooks_of, untraced
+from whale.graph.reach import REACHED, WATCHES, Reach, Same, hooks_of, untraced
 
 __all__ = ["Listing", "Steadiness", "graph_listing"]
 
@@ -150,12 +150,18 @@ class _All(Reach):
         return ()
 
     def _hidden(self, x: Any) -> Hashable:
-        if isinstance(x, count):
-            return repr(x)
+        if len(self._seen) > REACHED or not isinstance(x, Iterator):
+            return Same(x), None
+        self._seen[id(x)] = len(self._seen), x
         if isinstance(x, GeneratorType):
             frame = x.gi_frame  # None once it has ended
             return Same(x), frame and (frame.f_lasti, tuple(map(self.token, frame.f_locals.values())))
-        return Same(x), length_hint(x, -1) if isinstance(x, Iterator) else None
+        if type(x).__module__ not in ("builtins", "itertools"):
+            return Same(x), tuple(map(self.token, self._parts(x)))
+        with suppress(TypeError, AttributeError), warnings.catch_warnings():  # later versions of Python do not say
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return Same(x), self.token(x.__reduce__()[1:])
+        return Same(x), length_hint(x, -1)
 
 
 class Steadiness:

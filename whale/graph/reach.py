@@ -25,14 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.graph.copies import Bound
 
-__all__ = ["PLAIN", "WATCHES", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
+__all__ = ["PLAIN", "REACHED", "WATCHES", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
 
 WATCHES = "_whale_watches"
 """Attribute of functions and classes of a capture that stand in for a script's, which is their ``__wrapped__``."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
-_REACHED = 10_000
+REACHED = 10_000
 """Limit on the objects that a layer may reach and still be compared; a layer that reaches more is traced."""
 
 _STATELESS = ("torch", "whale", "logging", *sys.stdlib_module_names)
@@ -93,7 +93,7 @@ class Reach:
         if id(x) in self._seen:
             return self._again(x)
         around = isinstance(x, nn.Module) and any(inner is self._module for inner in x.modules())
-        if around or isinstance(x, Iterator) or len(self._seen) > _REACHED:
+        if around or isinstance(x, Iterator) or len(self._seen) > REACHED:
             return self._hidden(x)  # a module around finds the layer's place in it; an iterator hides its own
         self._seen[id(x)] = len(self._seen), x
         if isinstance(x, Mapping):
@@ -229,6 +229,9 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
         if _package(base) not in _STATELESS:
             for name, x in vars(base).items():
                 by_name.setdefault(name, []).append(x)
+    for module in modules:
+        for name, x in module.__dict__.items():
+            by_name.setdefault(name, []).extend(_functions(x))
     names = {"forward"}
     tables: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
     cells: dict[int, tuple[str, CellType]] = {}
@@ -295,6 +298,12 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
         tuple(objects),
         frozenset(pieces),
     )
+
+
+def _functions(x: Any) -> list[Any]:
+    """The functions that an attribute is or holds, which a forward may call by the attribute's name."""
+    held = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (x,)
+    return [one for one in held if isinstance(one, (FunctionType, MethodType, functools.partial, Bound))]
 
 
 @functools.cache

@@ -263,7 +263,7 @@ class LocalBatches:
         return torch.tensor([rows, crc32(given.encode()), float(own), float(shared)], dtype=torch.float64)
 
     def _all_told(self, mine: Tensor) -> list[list[float]]:
-        """What each rank tells."""
+        """The same of every rank, by rank."""
         if self.world.size == 1:
             return [mine.tolist()]
         gathered, work = self._tell(mine)

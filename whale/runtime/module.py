@@ -31,7 +31,7 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
 def _told(step: _Step) -> _Step:
-    """A step of which all ranks are told if one refuses it."""
+    """A step that is refused on all ranks if one refuses it."""
 
     @functools.wraps(step)
     def told(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
