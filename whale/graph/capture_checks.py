@@ -324,9 +324,12 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
 
 def _is_unrecorded(x: Any) -> bool:
     """Whether autograd records no write to a tensor, though the memory is that of one with a gradient."""
-    if getattr(x, "_whale_shares", False):
+    if not isinstance(x, torch.Tensor):
+        return False
+    held = [x] if x._base is None else [x, x._base]
+    if any(getattr(tensor, "_whale_shares", False) for tensor in held):
         return True
-    return isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf and not torch.is_grad_enabled()
+    return not torch.is_grad_enabled() and any(tensor.requires_grad and not tensor.is_leaf for tensor in held)
 
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)

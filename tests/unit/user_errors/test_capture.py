@@ -157,6 +157,8 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("torch.autograd.backward(x.sum())", ["gradients are computed inside forward"]),
         ("x.detach().mul_(2)", ["is written to through detach()", "a clone()"]),
         ("x.data[:, 0] = 0", ["is written to through detach()", "a clone()"]),
+        ("x.detach()[:, 1].zero_()", ["is written to through detach()", "a clone()"]),
+        ("x.detach().view(-1)[::2] = 0", ["is written to through detach()", "a clone()"]),
         ("torch.set_grad_enabled(False); x.mul_(2); torch.set_grad_enabled(True)", ["or under torch.no_grad()"]),
         ("x.sum().backward()", ["gradients are computed inside forward"]),
         ("x.register_hook(lambda gradient: 2 * gradient)", ["register_hook", "hook on a gradient"]),
