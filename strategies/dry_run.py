@@ -168,6 +168,11 @@ class WithoutData(TorchDispatchMode):
     because it reads values of gradients.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether each call is shielded from Dynamo, which costs more than a call: nothing is compiled here."""
+        return False
+
     def __enter__(self) -> Any:
         self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         torch.autograd.set_detect_anomaly(False)

@@ -50,7 +50,8 @@ class PlacedStage:
     ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
     placements in which values leave the micro-batch graph; ``returned`` are the tensors of the model's output, each
     with its number. ``omitted`` operators are not computed; only their floating operands are derived
-    (:mod:`whale.strategies.folding`).
+    (:mod:`whale.strategies.folding`). ``origin`` identifies the search that found the placements: stages with the same
+    one differ only in their index, their ranks and what is omitted.
     """
 
     index: int
@@ -66,6 +67,7 @@ class PlacedStage:
     mutated: Mapping[str, Value] = field(default_factory=dict)
     returned: tuple[tuple[int, Value, Placements], ...] = ()
     omitted: frozenset[fx.Node] = frozenset()
+    origin: object = field(default_factory=object, compare=False)
 
 
 def lower(
