@@ -61,8 +61,9 @@ MOST_UNSURE, UNSURE_SECONDS = 8, 1.0
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
 the seconds that this takes."""
 
-WORTH_SHARING = 1.0
-"""Seconds of compiling that are shared with other processes; a fork, and what only it keeps in memory, cost some."""
+WORTH_SHARING = 4096
+"""Operators of all candidates together, about a second of compiling, that are shared with other processes; a fork, and
+what each finds that the others know, cost some."""
 
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
@@ -79,6 +80,7 @@ class Trial(Protocol):
 
     identity: ModelIdentity
     dtype: str
+    num_operators: int
 
     def uncut(self, micro_batches: int) -> str:
         """Reason why the batch cannot be divided into a number of micro-batches; empty if it can."""
@@ -203,13 +205,13 @@ def search_plans(
     tried = _Tried(writer, trial, base, begin + settings.time_limit, stop, processes)
     wanted = replace(settings, top=settings.top + RESERVE)
     found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
-    tried.best_of(found, simple_plans(profile, cluster, batch=batch, settings=settings, known=known), settings.top)
+    simple = partial(simple_plans, profile, batch=batch, settings=settings)
+    tried.best_of(found, partial(simple, cluster, known=known), settings.top)
     while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
         with suppress(InfeasibleError):
             again = search(profile, room, batch=batch, settings=left, progress=told, stop=over)
-            simple = simple_plans(profile, room, batch=batch, settings=settings)
-            tried.best_of(again, simple, settings.top)
+            tried.best_of(again, partial(simple, room), settings.top)
             continue
         break
     for candidate in _reordered(tried.choices, [schedule for schedule in settings.unpriced if schedule != base]):
@@ -265,14 +267,14 @@ class _Tried:
         """Whether there is one that can be run, and no time to compile another."""
         return self.stopped() or (bool(self.choices) and time.monotonic() + self.longest > self.until)
 
-    def best_of(self, found: Found, simple: Sequence[Candidate], top: int) -> None:
+    def best_of(self, found: Found, simple: Callable[[], Sequence[Candidate]], top: int) -> None:
         """Compile the best that a search found, then each of the *simple* plans that could be better, then the others
         of the *top*; as long as none of these can be run, the next ones; and at last those that would be better than
         the best so far if compiling made them as much faster as any of these."""
         first, *others = found.candidates[:top]
-        self.compile(first, self.schedule)
         with self._shared(others) as shared:
-            for candidate in simple:
+            self.compile(first, self.schedule)
+            for candidate in simple():
                 best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
                 if least_after_compiling(candidate) < best and not self.late():
                     self.compile(candidate, self.schedule)
@@ -293,7 +295,7 @@ class _Tried:
 
     def _shared(self, candidates: Sequence[Candidate]) -> Shared[_Timed]:
         """Some candidates, compiled by several processes where that takes long enough."""
-        much = self.longest * len(candidates) > WORTH_SHARING and not self.late()
+        much = self.trial.num_operators * len(candidates) > WORTH_SHARING and not self.late()
         return Shared(
             lambda number: self._compiled(self._scheduled(candidates[number], self.schedule)),
             len(candidates),
