@@ -496,7 +496,7 @@ class _Lowering:
             )
             count = prod(shape[d] for d in dims) if dims else prod(shape)
             return emitter.graph.call_function(aten.div.Scalar, (total, count))
-        if is_random(op.node) and self.clock is not None:
+        if self.clock is not None and is_random(op.node):
             part = tuple((a, self.coordinates[a]) for a in range(1, len(choices)) if outputs[0][a].kind == "S")
             key = position_key(self.order[op.node], part)
             if op.node.target in (aten.dropout.default, aten.native_dropout.default):

@@ -181,6 +181,7 @@ class _Solver:
         self.priced = cache(self._priced)
         self.bridges: dict[tuple, float] = {}
         self.emulations: dict[tuple, float] = {}
+        self.steps: dict[tuple[int, tuple[int, ...]], tuple[_SegmentPrices, list[_Step]]] = {}
         split = {v for n in problem.nodes if problem.along[n] is None for v in analysis.ops[n].operands}
         self.whole = problem.parameters - split
         self.weights = self._weights()
@@ -373,11 +374,10 @@ class _Solver:
     def _beam(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
         """The best ways through a segment from the placements in *start*: those that they end with, the price, and the
         number of each operator's choice. Sets of placements are numbers here, and what a step costs is found once."""
-        prices = _SegmentPrices(self, segment)
-        beam: dict[Any, tuple[float, tuple]] = {tuple([prices.number(p) for _, p in start]): (0.0, ())}
         live = [value for value, _ in start]
-        for position in range(len(segment.steps)):
-            step = _Step(segment, position, live, prices)
+        prices, steps = self._steps(segment, live)
+        beam: dict[Any, tuple[float, tuple]] = {tuple([prices.number(p) for _, p in start]): (0.0, ())}
+        for step in steps:
             found: dict[Any, tuple[float, tuple]] = {}
             for state, (cost, path) in beam.items():
                 have = [*state, *step.unread]
@@ -402,6 +402,16 @@ class _Solver:
             placed = tuple([(v, prices.sets[n]) for v, n in zip(live, state, strict=True)])
             ends.append((placed, cost, tuple(reversed(decisions))))
         return ends
+
+    def _steps(self, segment: _Segment, live: Sequence[int]) -> tuple[_SegmentPrices, list[_Step]]:
+        """The operators of a segment after values that are *live*, for all ways to place these, and their prices."""
+        key = (segment.number, tuple(live))
+        if key not in self.steps:
+            prices, steps = _SegmentPrices(self, segment), list[_Step]()
+            for position in range(len(segment.steps)):
+                steps.append(_Step(segment, position, steps[-1].live if steps else live, prices))
+            self.steps[key] = prices, steps
+        return self.steps[key]
 
     def _solution(self, choices: dict[fx.Node, Choice], cost: float) -> AxisSolution:
         """Replay the choices to see how parameters and received values are stored."""
