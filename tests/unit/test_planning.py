@@ -326,4 +326,5 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
             assert told == alone
             for index, calls in told.calls.items():
                 assert {other for call in (*calls.forward, *calls.backward) for other in call.ranks} <= stages[index]
-    assert len(known.runs) <= 2 * 3 * 2  # of each number of rows and place along the axis: the first, the last, the others
+    # Of each number of rows and place along the axis: the first, the last, the others.
+    assert len(known.runs) <= 2 * 3 * 2

@@ -9,6 +9,7 @@ count. This module does not import torch: `whale.commands.candidates` compiles p
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -276,7 +277,8 @@ class _Tried:
             self.compile(first, self.schedule)
             for candidate in simple():
                 best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
-                if least_after_compiling(candidate) < best and not self.late():
+                least = max(least_after_compiling(candidate), _least_with_sums(candidate.workload))
+                if least < best and not self.late():
                     self.compile(candidate, self.schedule)
             for number, candidate in enumerate(others):
                 self.compile(candidate, self.schedule, partial(shared.result, number))
@@ -350,6 +352,29 @@ class _Tried:
                 if said and said / real < self.room.get(type_, 1.0):
                     self.room[type_], tighter = said / real, True
         return _with_memory(cluster, self.room) if tighter else None
+
+
+def _least_with_sums(workload: Workload) -> float:
+    """Least seconds of a step in which a stage sums its gradients: it computes all its micro-batches, and the sums
+    begin with the backward of the last at the earliest.
+
+    >>> from whale.ir.workload import Reduction, StageWork
+    >>> stage = StageWork(ranks=(0, 1), forward=(1, 1), backward=(2, 2), weights=(1, 1), kept_bytes=(0, 0))
+    >>> sums = tuple(Reduction(ranks=(0, 1), stages=(0,), bytes=8, seconds=seconds) for seconds in (2, 3))
+    >>> _least_with_sums(Workload(world_size=2, micro_batches=3, stages=(stage,), reductions=sums))
+    12.0
+    """
+    sums = defaultdict[tuple[tuple[int, ...], tuple[int, ...]], float](float)
+    for reduction in workload.reductions:
+        sums[reduction.stages, reduction.ranks] += reduction.seconds
+    full = workload.micro_batches - 1
+    least = 0.0
+    for (stages, _), seconds in sums.items():
+        for stage in (workload.stages[index] for index in stages):
+            times = zip(stage.forward, stage.backward, strict=True)
+            before = min(full * (ahead + back) + workload.last_share * ahead for ahead, back in times)
+            least = max(least, before + seconds)
+    return least
 
 
 def _seconds(choice: Choice) -> float:
