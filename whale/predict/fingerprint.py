@@ -85,7 +85,7 @@ def sketch(compilation: Compilation, rank: int, program: Program, clock: RNGPosi
         known.number("stage", stage.index)
         lines = [tuple(sorted(stage.mesh.group(axis, rank))) for axis in range(len(stage.mesh.axes))]
         computed.append((stage.origin, stage.mesh.coordinates(rank), *(known.number("ranks", line) for line in lines)))
-    return _fingerprint(compilation, rank, program, known, (sketch, tuple(computed), compilation.rows, clock))
+    return _fingerprint(compilation, rank, program, known, (tuple(computed), compilation.rows, clock))
 
 
 def _stages(compilation: Compilation, rank: int) -> list[PlacedStage]:
