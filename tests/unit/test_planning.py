@@ -326,5 +326,5 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
             assert told == alone
             for index, calls in told.calls.items():
                 assert {other for call in (*calls.forward, *calls.backward) for other in call.ranks} <= stages[index]
-    # Of each number of rows and place along the axis: the first, the last, the others.
+    # The first, the last and the others, for each number of rows and place along the axis.
     assert len(known.runs) <= 2 * 3 * 2
