@@ -14,7 +14,7 @@ of them runs dry. Each rank also dry-runs its own program, and the ranks compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ __all__ = [
     "like_ranks",
     "noting_calls",
     "stage_calls",
+    "tensors_in",
 ]
 
 
@@ -219,6 +220,11 @@ class WithoutData(TorchDispatchMode):
     because it reads values of gradients.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether each call is shielded from Dynamo, which costs more than a call: nothing is compiled here."""
+        return False
+
     def __enter__(self) -> Any:
         self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         torch.autograd.set_detect_anomaly(False)
@@ -322,6 +328,15 @@ def _returns_its_own(func: Any) -> bool:
 @cache
 def _takes_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, and in their lists, in order."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from tensors_in(x)
 
 
 def _have_data(values: Iterable[Any]) -> bool:

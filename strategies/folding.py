@@ -52,10 +52,11 @@ class Fold:
 
 class Kinds:
     """Numbers of operators, equal for those with equal arguments, shapes and axis factors up to their names; for all
-    plans of one captured graph."""
+    plans of one captured graph, with the cached ``folds`` of their stages."""
 
     def __init__(self, captured: Captured, analysis: Analysis) -> None:
         self.captured, self.analysis = captured, analysis
+        self.folds: dict[object, tuple[frozenset[fx.Node], dict[fx.Node, Op], tuple[Fold, ...]]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._known: dict[fx.Node, tuple[int, tuple[int, ...]]] = {}
 
@@ -132,12 +133,15 @@ def folded(kinds: Kinds, stage: PlacedStage) -> tuple[PlacedStage, dict[fx.Node,
     Returns the stage with the omitted operators, the operators that read another value instead, and the runs that were
     folded, in order.
     """
-    numbers = np.array([kinds.placed(stage, node) for node in stage.nodes])
-    search = _Search(kinds, stage, numbers)
-    runs = search.runs(0, len(stage.nodes))
-    changed = {node: op for run in runs for node, op in search.rewired(run).items()}
-    omitted = frozenset(node for run in runs for node in stage.nodes[run.at(1) : run.at(run.count - 3)])
-    return replace(stage, omitted=omitted), changed, tuple(map(search.fold, runs))
+    if stage.origin not in kinds.folds:
+        numbers = np.array([kinds.placed(stage, node) for node in stage.nodes])
+        search = _Search(kinds, stage, numbers)
+        runs = search.runs(0, len(stage.nodes))
+        changed = {node: op for run in runs for node, op in search.rewired(run).items()}
+        omitted = frozenset(node for run in runs for node in stage.nodes[run.at(1) : run.at(run.count - 3)])
+        kinds.folds[stage.origin] = omitted, changed, tuple(map(search.fold, runs))
+    omitted, changed, folds = kinds.folds[stage.origin]
+    return replace(stage, omitted=omitted), changed, folds
 
 
 @dataclass(frozen=True, kw_only=True)

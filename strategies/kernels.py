@@ -24,7 +24,7 @@ from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
 from whale.runtime.collectives import Bridge
 from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
-from whale.strategies.dry_run import WithoutData, forward_without_data, noting_calls
+from whale.strategies.dry_run import WithoutData, forward_without_data, noting_calls, tensors_in
 from whale.strategies.fused import FUSED, Traffic
 from whale.strategies.lowering import PlacedStage
 
@@ -168,16 +168,15 @@ class _Recorder(WithoutData):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.count(x)
+        outputs = list(tensors_in((result,)))
+        for x in outputs:
+            self.count(x)
         if self.on:
-            self._note(func, args, kwargs or {}, result)
+            self._note(func, args, kwargs or {}, result, outputs)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, outputs: Sequence[Tensor]) -> None:
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         for x in outputs:
             self.made.setdefault(self.number(x), self.node)
         packet = func._overloadpacket

@@ -50,6 +50,12 @@ def unit_shares(length: int, axis: LayoutAxis) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
+def largest_part(length: int, axis: LayoutAxis) -> float:
+    """The largest share of *length* units of a rank of the axis, as a part of all."""
+    return max(unit_shares(length, axis)) / length
+
+
+@lru_cache(maxsize=65536)
 def _unit_starts(length: int, axis: LayoutAxis) -> tuple[int, ...]:
     """The first of the units of each rank."""
     return tuple(accumulate(unit_shares(length, axis), initial=0))

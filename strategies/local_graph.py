@@ -18,7 +18,7 @@ from whale.runtime.collectives import Bridge
 from whale.runtime.experts import group, grouped_product, product_of_groups
 from whale.runtime.stage import LocalCode, LocalGraph, Source
 from whale.strategies.layout import Placements
-from whale.strategies.rules.registry import Op
+from whale.strategies.rules.registry import Op, arguments_of
 
 __all__ = ["Emitter", "arguments", "emit", "group_once", "mark_reusable", "substitute"]
 
@@ -82,25 +82,26 @@ def substitute(op: Op, args: Sequence[fx.Node | None]) -> dict[str, Any]:
 
     bound = dict(op.args)
     for name in op.tensor_names:
-        bound[name] = pytree.tree_map(replace, op.args.get(name), is_leaf=lambda x: x is None)
+        given = op.args.get(name)
+        one = given is None or isinstance(given, fx.Node)
+        bound[name] = replace(given) if one else pytree.tree_map(replace, given, is_leaf=lambda x: x is None)
     return bound
 
 
 def arguments(op: Op, bound: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, positional and by name, without those equal to their schema defaults."""
-    schema = getattr(op.target, "_schema", None)
-    if schema is None:
+    if getattr(op.target, "_schema", None) is None:
         positional = tuple(bound[str(i)] for i in range(len(op.node.args)))
         return positional, {k: bound[k] for k in op.node.kwargs}
-    positional_args = [bound[a.name] for a in schema.arguments if not a.kwarg_only]
-    given = [a for a in schema.arguments if not a.kwarg_only]
-    while given and given[-1].has_default_value() and positional_args[-1] == given[-1].default_value:
+    given = [a for a in arguments_of(op.target) if not a.kwarg_only]
+    positional_args = [bound[a.name] for a in given]
+    while given and given[-1].has_default and positional_args[-1] == given[-1].default:
         given.pop()
         positional_args.pop()
     keyword = {
         a.name: bound[a.name]
-        for a in schema.arguments
-        if a.kwarg_only and not (a.has_default_value() and bound[a.name] == a.default_value)
+        for a in arguments_of(op.target)
+        if a.kwarg_only and not (a.has_default and bound[a.name] == a.default)
     }
     return tuple(positional_args), keyword
 

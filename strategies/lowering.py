@@ -50,7 +50,8 @@ class PlacedStage:
     ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
     placements in which values leave the micro-batch graph; ``returned`` are the tensors of the model's output, each
     with its number. ``omitted`` operators are not computed; only their floating operands are derived
-    (:mod:`whale.strategies.folding`).
+    (:mod:`whale.strategies.folding`). ``origin`` identifies the search that found the placements: stages with the same
+    one differ only in their index, their ranks and what is omitted.
     """
 
     index: int
@@ -66,6 +67,7 @@ class PlacedStage:
     mutated: Mapping[str, Value] = field(default_factory=dict)
     returned: tuple[tuple[int, Value, Placements], ...] = ()
     omitted: frozenset[fx.Node] = frozenset()
+    origin: object = field(default_factory=object, compare=False)
 
 
 def lower(
@@ -494,7 +496,7 @@ class _Lowering:
             )
             count = prod(shape[d] for d in dims) if dims else prod(shape)
             return emitter.graph.call_function(aten.div.Scalar, (total, count))
-        if is_random(op.node) and self.clock is not None:
+        if self.clock is not None and is_random(op.node):
             part = tuple((a, self.coordinates[a]) for a in range(1, len(choices)) if outputs[0][a].kind == "S")
             key, of_all = (position_key(self.order[op.node], where) for where in (part, ()))
             where = ((op.node, 0), self._normal((op.node, 0), outputs[0]))

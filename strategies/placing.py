@@ -6,7 +6,7 @@ cut into micro-batches. Then the mesh axes, outermost first, each solved with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -21,12 +21,12 @@ from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
-from whale.ir.strategy import RegionRole, divides_batch, shards_operators
+from whale.ir.strategy import Along, RegionRole, divides_batch, shards_operators
 from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
-from whale.strategies.layout import Layout, LayoutAxis, Placements, unit_shares
+from whale.strategies.layout import Layout, LayoutAxis, Placements, largest_part
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.sharding import AxisProblem, solve_axis, solve_time
 
@@ -39,6 +39,12 @@ class Report:
     whole: list[fx.Node] = field(default_factory=list)
     uncut: list[fx.Node] = field(default_factory=list)
     gathered: list[Value] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Add the warnings about another stage."""
+        self.whole += other.whole
+        self.uncut += other.uncut
+        self.gathered += [value for value in other.gathered if value not in self.gathered]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,17 @@ class StageProblem:
     shared: frozenset[Value] = frozenset()
     sent: Literal["any", "whole"] = "any"
     leaving: Mapping[Value, Placements] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for problems of one graph, divided into micro-batches in one way, that have equal solutions; None where
+        a role refers to annotations."""
+        graph, roles = self.task_graph, tuple([self.roles[node] for node in self.task_graph.nodes])
+        if any(isinstance(role, Along) for own in set(roles) for role in own):
+            return None
+        tables = (self.mutated, self.returned, self.fixed, self.leaving)
+        placed = (self.loss, self.shared, self.sent, *(tuple(table.items()) for table in tables))
+        return graph.nodes, graph.received, graph.sent, roles, tuple(layout_axes(self.mesh, self.rows)), placed
 
 
 def batch_placeholders(captured: Captured) -> list[fx.Node]:
@@ -108,17 +125,16 @@ def place_stage(
         def local_bytes(value: Value) -> int:
             """Size of the largest shard, as earlier axes have cut it."""
             tensor = value_tensor(value)
-            nbytes = float(tensor.numel() * tensor.element_size())
+            nbytes = float(tensor.nbytes)
             for layout_axis, placement in zip(layout.axes, _placed(chosen, stored, value), strict=False):
                 if placement.kind == "S" and (length := analysis.factors.size(placement.factor)):
-                    nbytes *= max(unit_shares(length, layout_axis)) / length
+                    nbytes *= largest_part(length, layout_axis)
             return max(int(nbytes), 1)
 
         @cache
         def left_units(factor: int, cut: tuple[bool, ...]) -> float:
             length = analysis.factors.size(factor)
-            shares = [max(unit_shares(length, one)) / length for one, own in zip(layout.axes, cut, strict=False) if own]
-            return length * prod(shares)
+            return length * prod(largest_part(length, one) for one, own in zip(layout.axes, cut, strict=False) if own)
 
         def units(node: fx.Node, factor: int) -> float:
             """Size of the largest shard, as earlier axes have cut it."""

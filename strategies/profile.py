@@ -411,7 +411,8 @@ class _KindCosts:
 
     def _law(self, values: Sequence[int]) -> Affine:
         (first, second), (low, high) = self.counted[:2], values[:2]
-        slope = Fraction(high - low, second - first)
+        rise, run = high - low, second - first
+        slope = Fraction(rise, run) if rise % run else rise // run  # whole numbers are faster
         fixed = low - first * slope
         if any(value != fixed + rows * slope for rows, value in zip(self.counted, values, strict=False)):
             raise _NoLaw(
@@ -492,7 +493,7 @@ class _KindCosts:
         return _most_of([_without_all(self._amount(same), kept) for same in dict.fromkeys(zip(*runs, strict=True))])
 
 
-def _number(value: Fraction) -> float:
+def _number(value: Fraction | int) -> float:
     """Whole numbers as such."""
     return int(value) if value.denominator == 1 else float(value)
 

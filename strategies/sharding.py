@@ -123,38 +123,36 @@ class _Segment:
         self.nodes = nodes
         self.values: dict[Value, int] = {}
         self.factors: dict[int, int] = {-1: -1}
-        self.factors_by_id: list[int] = []
         self.steps: list[tuple[tuple[int, ...], tuple[int, ...], Priced, tuple[int, ...], bool]] = []
-        self.dead: list[list[int]] = []
+        self.dead: list[tuple[int, ...]] = []
         key: list[object] = []
-        problem = solver.problem
+        problem, analysis, values, factors = solver.problem, solver.analysis, self.values, self.factors
         for position, node in enumerate(nodes, offset):
-            op, form, priced = solver.analysis.ops[node], solver.analysis.form(node), solver.priced(node)
-            operands = tuple([self._value(v) if v not in problem.free else -1 for v in op.operands])
+            read, form, priced = analysis.ops[node].operands, analysis.form(node), solver.priced(node)
             results = [(node, i) for i in range(form.num_outputs)]
-            outputs = tuple([self._value(v) for v in results])
-            factors = tuple([self._factor(factor) for factor in form.factors])
+            operands = tuple([-1 if v in problem.free else values.setdefault(v, len(values)) for v in read])
+            outputs = tuple([values.setdefault(v, len(values)) for v in results])
+            own = tuple([factors.setdefault(factor, len(factors) - 1) for factor in form.factors])
             dead = {
-                self.values[v]
-                for v in (*op.operands, *results)
-                if v in self.values and last.get(v, -1) <= position and v not in problem.outputs
+                values[v]
+                for v in (*read, *results)
+                if last.get(v, -1) <= position and v in values and v not in problem.outputs
             }
             split = problem.along[node] is None
-            self.steps.append((operands, outputs, priced, factors, split))
-            self.dead.append(sorted(dead))
-            key.append((operands, outputs, priced.number, factors, split, tuple(self.dead[-1])))
+            self.steps.append((operands, outputs, priced, own, split))
+            self.dead.append(tuple(sorted(dead)))
+            key.append((operands, outputs, priced.number, own, split, self.dead[-1]))
+        self.factors_by_id = list(factors)[1:]
         self.info = [
             (
                 *solver.describe(v),
                 None if (p := problem.fixed.get(v)) is None else self.numbered(canonical(p), solver.needs_grad(v)),
             )
-            for v in self.values
+            for v in values
         ]
         self.number = solver.known.segments.setdefault((tuple(key), tuple(self.info)), len(solver.known.segments))
-        self.values_by_id = list(self.values)
-
-    def _value(self, value: Value) -> int:
-        return self.values.setdefault(value, len(self.values))
+        self.values_by_id = list(values)
+        self.concrete = cache(self._concrete)
 
     def _factor(self, factor: int) -> int:
         if factor not in self.factors:
@@ -168,10 +166,9 @@ class _Segment:
         kind, dim, factor = placement
         return with_gradient(kind, grad), dim, self._factor(factor)
 
-    def concrete(self, placement: Canonical) -> Canonical:
-        """The inverse of :meth:`numbered`."""
-        kind, dim, factor = placement
-        return kind, dim, -1 if factor < 0 else self.factors_by_id[factor]
+    def _concrete(self, placed: frozenset[Canonical]) -> frozenset[Canonical]:
+        """The inverse of :meth:`numbered`, for a set of placements."""
+        return frozenset([(kind, dim, -1 if f < 0 else self.factors_by_id[f]) for kind, dim, f in placed])
 
 
 class _Solver:
@@ -181,14 +178,16 @@ class _Solver:
         self.known: Known = analysis.solved.setdefault((problem.size, problem.prices), Known())
         self.needs_grad = cache(needs_grad)
         self.describe = cache(self._describe)
+        self.priced = cache(self._priced)
         self.bridges: dict[tuple, float] = {}
         self.emulations: dict[tuple, float] = {}
+        self.steps: dict[tuple[int, tuple[int, ...]], tuple[_SegmentPrices, list[_Step]]] = {}
         split = {v for n in problem.nodes if problem.along[n] is None for v in analysis.ops[n].operands}
         self.whole = problem.parameters - split
         self.weights = self._weights()
         self.small = self._small()
 
-    def priced(self, node: fx.Node) -> Priced:
+    def _priced(self, node: fx.Node) -> Priced:
         """The choices of an operator with their prices."""
         problem, form, rule = self.problem, self.analysis.form(node), self.analysis.rules[node]
         along, size = problem.along[node], problem.size
@@ -304,7 +303,7 @@ class _Solver:
                 inside = [(v, p) for v, p in zip(live, state, strict=True) if v in segment.values]
                 start = tuple(sorted((segment.values[v], frozenset(map(segment.numbered, p))) for v, p in inside))
                 for end, extra, picked in self._run(segment, start):
-                    placed = outside | {segment.values_by_id[i]: frozenset(map(segment.concrete, p)) for i, p in end}
+                    placed = outside | {segment.values_by_id[i]: segment.concrete(p) for i, p in end}
                     after = after or sorted(placed, key=lambda value: (value[0].name, value[1]))
                     key = tuple([placed[value] for value in after])
                     total = cost + extra
@@ -375,11 +374,10 @@ class _Solver:
     def _beam(self, segment: _Segment, start: State) -> list[tuple[State, float, tuple[int, ...]]]:
         """The best ways through a segment from the placements in *start*: those that they end with, the price, and the
         number of each operator's choice. Sets of placements are numbers here, and what a step costs is found once."""
-        prices = _SegmentPrices(self, segment)
-        beam: dict[Any, tuple[float, tuple]] = {tuple([prices.number(p) for _, p in start]): (0.0, ())}
         live = [value for value, _ in start]
-        for position in range(len(segment.steps)):
-            step = _Step(segment, position, live, prices)
+        prices, steps = self._steps(segment, live)
+        beam: dict[Any, tuple[float, tuple]] = {tuple([prices.number(p) for _, p in start]): (0.0, ())}
+        for step in steps:
             found: dict[Any, tuple[float, tuple]] = {}
             for state, (cost, path) in beam.items():
                 have = [*state, *step.unread]
@@ -404,6 +402,16 @@ class _Solver:
             placed = tuple([(v, prices.sets[n]) for v, n in zip(live, state, strict=True)])
             ends.append((placed, cost, tuple(reversed(decisions))))
         return ends
+
+    def _steps(self, segment: _Segment, live: Sequence[int]) -> tuple[_SegmentPrices, list[_Step]]:
+        """The operators of a segment after values that are *live*, for all ways to place these, and their prices."""
+        key = (segment.number, tuple(live))
+        if key not in self.steps:
+            prices, steps = _SegmentPrices(self, segment), list[_Step]()
+            for position in range(len(segment.steps)):
+                steps.append(_Step(segment, position, steps[-1].live if steps else live, prices))
+            self.steps[key] = prices, steps
+        return self.steps[key]
 
     def _solution(self, choices: dict[fx.Node, Choice], cost: float) -> AxisSolution:
         """Replay the choices to see how parameters and received values are stored."""

@@ -5,9 +5,11 @@ The records are also the mutable state of the engine, made for a single simulati
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from whale.errors import ScheduleError, UsageError
 from whale.ir.program import Compute, Copy, Edge, Free, Program, Receive, Reduce, Send, SumLoss
@@ -321,8 +323,9 @@ class _Pricing:
             return bucket
         for task in reversed(tasks):
             if task.kind in "BW" and task.stage in bucket.stages:
-                milestones = [*task.milestones, (bucket.ready, bucket)]
-                task.milestones = tuple(sorted(milestones, key=lambda milestone: milestone[0]))
+                milestones = list(task.milestones)
+                insort(milestones, (bucket.ready, bucket), key=itemgetter(0))
+                task.milestones = tuple(milestones)
                 return bucket
         raise UsageError(f"rank {rank} reduces bucket {index}, but runs no backward of its stages before")
 

@@ -19,7 +19,7 @@ algorithm is not needed here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,6 +87,12 @@ class _Colours:
         return [len(set(colours.values())) for colours in (self.ranks, self.links, self.resources, self.sums)]
 
 
+def _positions(sequence: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
+    """For each member in a sequence, also of others, its position among all members."""
+    position = {member: place for place, member in enumerate(members)}
+    return tuple([position[one] for one in sequence if one in position])
+
+
 class _Structure:
     """Adjacency of the ranks of a workload: messages, groups and reductions.
 
@@ -135,25 +141,22 @@ class _Structure:
         for reduction in workload.reductions:
             self.sums.setdefault(reduction.ranks, []).append(reduction)
         numbers = {ranks: number for number, ranks in enumerate(self.sums)}  # thousands of ranks are hashed once
-        places: dict[int, dict[int, int]] = {}
-        sequence: dict[int, list[int]] = {}
-        for reduction in workload.reductions:
-            number = numbers[reduction.ranks]
-            for rank in reduction.ranks:
-                sets = places.setdefault(rank, {})
-                sequence.setdefault(rank, []).append(sets.setdefault(number, len(sets)))
+        sequence = [numbers[reduction.ranks] for reduction in workload.reductions]
+        self.sets: dict[int, list[int]] = {}
+        for ranks, number in numbers.items():
+            for rank in ranks:
+                self.sets.setdefault(rank, []).append(number)
+        orders = {own: _positions(sequence, own) for own in set(map(tuple, self.sets.values()))}
         self.terms = [tuple(map(_term, reductions)) for reductions in self.sums.values()]
         self.place = [
             [
-                (rank, places[rank][number], tuple(r.slowdown[at] for r in reductions if r.slowdown))
+                (rank, self.sets[rank].index(number), tuple(r.slowdown[at] for r in reductions if r.slowdown))
                 for at, rank in enumerate(ranks)
             ]
             for number, (ranks, reductions) in enumerate(self.sums.items())
         ]
-        self.sets = {rank: list(found) for rank, found in places.items()}
-        order = {rank: tuple(found) for rank, found in sequence.items()}
         self.own = {
-            rank: (numbers, tuple(copied.get(rank, ())), order.get(rank, ()))
+            rank: (numbers, tuple(copied.get(rank, ())), orders.get(tuple(self.sets.get(rank, ())), ()))
             for rank, numbers in _numbers_of_ranks(workload).items()
         }
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -98,6 +99,25 @@ class LocalShapes:
     starts: tuple[int, ...] = ()
 
 
+class Argument(NamedTuple):
+    """An argument of an operator's schema, which torch makes anew at every access."""
+
+    name: str
+    kwarg_only: bool
+    of_tensors: bool
+    has_default: bool
+    default: Any
+
+
+@cache
+def arguments_of(target: Any) -> tuple[Argument, ...]:
+    """The arguments in the schema of an operator."""
+    return tuple(
+        Argument(a.name, a.kwarg_only, "Tensor" in str(a.type), a.has_default_value(), a.default_value)
+        for a in target._schema.arguments
+    )
+
+
 class Op:
     """One call of an operator, with its arguments by name and its tensor operands in order."""
 
@@ -106,23 +126,25 @@ class Op:
         self.target = node.target
         self.name = target_name(node)
         self.args: dict[str, Any] = {}
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None:
-            for position, argument in enumerate(schema.arguments):
+        if getattr(node.target, "_schema", None) is not None:
+            arguments = arguments_of(node.target)
+            for position, argument in enumerate(arguments):
                 if position < len(node.args):
                     self.args[argument.name] = node.args[position]
                 elif argument.name in node.kwargs:
                     self.args[argument.name] = node.kwargs[argument.name]
-                elif argument.has_default_value():
-                    self.args[argument.name] = argument.default_value
-            self.tensor_names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+                elif argument.has_default:
+                    self.args[argument.name] = argument.default
+            self.tensor_names = [argument.name for argument in arguments if argument.of_tensors]
         else:
             self.args = {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
             self.tensor_names = list(self.args)
         self.operands: list[Value] = []
         self.positions: dict[str, list[int | None]] = {}
         for name in self.tensor_names:
-            leaves = pytree.tree_leaves(self.args.get(name), is_leaf=lambda x: x is None)
+            given = self.args.get(name)
+            one = given is None or isinstance(given, fx.Node)
+            leaves = [given] if one else pytree.tree_leaves(given, is_leaf=lambda x: x is None)
             slots: list[int | None] = []
             for leaf in leaves:
                 if isinstance(leaf, fx.Node) and is_tensor(leaf):

@@ -315,7 +315,7 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
     whale.annotate(model, {f"layers.{layer}": [stage(), inner(2)] for layer in range(6)})
     machines, batch = cluster(*(1,) * 12), tokens(24, 32)
     traced = trace(model, batch, device="cpu", training=True)
-    known: Known = {}
+    known = Known()
     for count in (6, 2):  # with fewer micro-batches less is kept
         options = Options(micro_batches=count)
         compilation = compile_traced(traced, machines, options, device=device)
@@ -326,4 +326,5 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
             assert told == alone
             for index, calls in told.calls.items():
                 assert {other for call in (*calls.forward, *calls.backward) for other in call.ranks} <= stages[index]
-    assert len(known) <= 2 * 3 * 2  # of each number of rows and place along the axis: the first, the last, the others
+    # The first, the last and the others, for each number of rows and place along the axis.
+    assert len(known.runs) <= 2 * 3 * 2

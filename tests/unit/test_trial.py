@@ -147,7 +147,7 @@ def test_plans_compiled_by_forked_processes_are_the_same(monkeypatch: pytest.Mon
     settings = SearchSettings(time_limit=100)
     monkeypatch.setattr(searching, "UNSURE_SECONDS", 0.0)  # whose number depends on the time that a plan takes
     alone = search_plans(given, cluster, batch=16, settings=settings, trial=own)
-    monkeypatch.setattr(searching, "WORTH_SHARING", 0.0)
+    monkeypatch.setattr(searching, "WORTH_SHARING", 0)
     shared = search_plans(given, cluster, batch=16, settings=settings, trial=own, processes=2)
     assert len(alone.choices) > 2
     assert [choice.plan.dumps() for choice in shared.choices] == [choice.plan.dumps() for choice in alone.choices]

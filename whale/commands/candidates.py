@@ -73,7 +73,8 @@ class CandidateCompiler:
                 f"the forward of {name} enters annotations, which the search cannot keep as constraints; put them on "
                 "modules with whale.annotate, or let 'whale plan' divide the work of the model as it is annotated"
             )
-        self._known: Known = {}
+        self._known = Known()
+        self.num_operators = len(self.traced.flow.calls)
         self.identity, self.dtype = ModelIdentity(name=name, hash=self.traced.hash), self.traced.dtype
 
     @property

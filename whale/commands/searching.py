@@ -9,6 +9,7 @@ count. This module does not import torch: `whale.commands.candidates` compiles p
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -62,8 +63,9 @@ MOST_UNSURE, UNSURE_SECONDS = 8, 1.0
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
 the seconds that this takes."""
 
-WORTH_SHARING = 1.0
-"""Seconds of compiling that are shared with other processes; a fork, and what only it keeps in memory, cost some."""
+WORTH_SHARING = 4096
+"""Operators of all candidates together, about a second of compiling, that are shared with other processes; a fork, and
+what each finds that the others know, cost some."""
 
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
@@ -80,6 +82,7 @@ class Trial(Protocol):
 
     identity: ModelIdentity
     dtype: str
+    num_operators: int
 
     def uncut(self, micro_batches: int) -> str:
         """Reason why the batch cannot be divided into a number of micro-batches; empty if it can."""
@@ -204,13 +207,13 @@ def search_plans(
     tried = _Tried(writer, trial, base, begin + settings.time_limit, stop, processes)
     wanted = replace(settings, top=settings.top + RESERVE)
     found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
-    tried.best_of(found, simple_plans(profile, cluster, batch=batch, settings=settings, known=known), settings.top)
+    simple = partial(simple_plans, profile, batch=batch, settings=settings)
+    tried.best_of(found, partial(simple, cluster, known=known), settings.top)
     while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
         with suppress(InfeasibleError):
             again = search(profile, room, batch=batch, settings=left, progress=told, stop=over)
-            simple = simple_plans(profile, room, batch=batch, settings=settings)
-            tried.best_of(again, simple, settings.top)
+            tried.best_of(again, partial(simple, room), settings.top)
             continue
         break
     for candidate in _reordered(tried.choices, [schedule for schedule in settings.unpriced if schedule != base]):
@@ -266,16 +269,17 @@ class _Tried:
         """Whether there is one that can be run, and no time to compile another."""
         return self.stopped() or (bool(self.choices) and time.monotonic() + self.longest > self.until)
 
-    def best_of(self, found: Found, simple: Sequence[Candidate], top: int) -> None:
+    def best_of(self, found: Found, simple: Callable[[], Sequence[Candidate]], top: int) -> None:
         """Compile the best that a search found, then each of the *simple* plans that could be better, then the others
         of the *top*; as long as none of these can be run, the next ones; and at last those that would be better than
         the best so far if compiling made them as much faster as any of these."""
         first, *others = found.candidates[:top]
-        self.compile(first, self.schedule)
         with self._shared(others) as shared:
-            for candidate in simple:
+            self.compile(first, self.schedule)
+            for candidate in simple():
                 best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
-                if least_after_compiling(candidate) < best and not self.late():
+                least = max(least_after_compiling(candidate), _least_with_sums(candidate.workload))
+                if least < best and not self.late():
                     self.compile(candidate, self.schedule)
             for number, candidate in enumerate(others):
                 self.compile(candidate, self.schedule, partial(shared.result, number))
@@ -294,7 +298,7 @@ class _Tried:
 
     def _shared(self, candidates: Sequence[Candidate]) -> Shared[_Timed]:
         """Some candidates, compiled by several processes where that takes long enough."""
-        much = self.longest * len(candidates) > WORTH_SHARING and not self.late()
+        much = self.trial.num_operators * len(candidates) > WORTH_SHARING and not self.late()
         return Shared(
             lambda number: self._compiled(self._scheduled(candidates[number], self.schedule)),
             len(candidates),
@@ -349,6 +353,29 @@ class _Tried:
                 if said and said / real < self.room.get(type_, 1.0):
                     self.room[type_], tighter = said / real, True
         return _with_memory(cluster, self.room) if tighter else None
+
+
+def _least_with_sums(workload: Workload) -> float:
+    """Least seconds of a step in which a stage sums its gradients: it computes all its micro-batches, and the sums
+    begin with the backward of the last at the earliest.
+
+    >>> from whale.ir.workload import Reduction, StageWork
+    >>> stage = StageWork(ranks=(0, 1), forward=(1, 1), backward=(2, 2), weights=(1, 1), kept_bytes=(0, 0))
+    >>> sums = tuple(Reduction(ranks=(0, 1), stages=(0,), bytes=8, seconds=seconds) for seconds in (2, 3))
+    >>> _least_with_sums(Workload(world_size=2, micro_batches=3, stages=(stage,), reductions=sums))
+    12.0
+    """
+    sums = defaultdict[tuple[tuple[int, ...], tuple[int, ...]], float](float)
+    for reduction in workload.reductions:
+        sums[reduction.stages, reduction.ranks] += reduction.seconds
+    full = workload.micro_batches - 1
+    least = 0.0
+    for (stages, _), seconds in sums.items():
+        for stage in (workload.stages[index] for index in stages):
+            times = zip(stage.forward, stage.backward, strict=True)
+            before = min(full * (ahead + back) + workload.last_share * ahead for ahead, back in times)
+            least = max(least, before + seconds)
+    return least
 
 
 def _seconds(choice: Choice) -> float:

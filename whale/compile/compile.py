@@ -7,7 +7,7 @@ and the options, so all ranks agree without communication. Nothing here starts p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -249,11 +249,26 @@ def _place_stages(
             shared=frozenset(v for v in read if v in shared),
             returned=returned.get(graph.index, {}),
         )
-        placed = place_stage(captured, analysis, cut, problem, prices=prices, report=report)
+        placed = _place_stage(traced, cut, problem, prices, report)
         for value in read & set(shared):
             fixed_shared.setdefault(value, placed.stored[value])
         found.append(placed)
     return tuple(found)
+
+
+def _place_stage(traced: Traced, cut: Partition, problem: StageProblem, prices: Prices, report: Report) -> PlacedStage:
+    """Place a stage, or take the placements of an equal one of an earlier compilation."""
+    key = None if problem.key is None else (problem.key, prices)
+    if key is None or key not in traced.placed:
+        own = Report()
+        placed = place_stage(traced.captured, traced.analysis, cut, problem, prices=prices, report=own)
+        if key is not None:
+            traced.placed[key] = placed, own
+    else:
+        placed, own = traced.placed[key]
+        placed = replace(placed, index=problem.task_graph.index, mesh=problem.mesh)
+    report.add(own)
+    return placed
 
 
 def _returned_values(captured: Captured, cut: Partition, values: Sequence[Value]) -> dict[int, dict[int, Value]]:

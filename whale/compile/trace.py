@@ -6,7 +6,7 @@ nothing, and knows no device and no plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,8 @@ from whale.ir.strategy import ScopePath
 from whale.planner.cost.precision import BY_DTYPE
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.folding import Kinds
-from whale.strategies.placing import batch_placeholders, place_time
+from whale.strategies.lowering import PlacedStage
+from whale.strategies.placing import Report, batch_placeholders, place_time
 from whale.strategies.ungroup import ungroup
 
 __all__ = ["Traced", "main_dtype", "precision_of", "trace"]
@@ -65,6 +66,11 @@ class Traced:
     def kinds(self) -> Kinds:
         """Numbers of its operators, equal for those of equal layers."""
         return Kinds(self.captured, self.analysis)
+
+    @cached_property
+    def placed(self) -> dict[Hashable, tuple[PlacedStage, Report]]:
+        """Cached placements of stages, with the warnings about them; many plans have the same stages."""
+        return {}
 
     @cached_property
     def units(self) -> int:

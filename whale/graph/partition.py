@@ -74,13 +74,15 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataflow:
-    """Dataflow of a graph, independent of annotations: its calls, the pinned ones, and what these read; the rest is
-    floating."""
+    """Dataflow of a graph, independent of annotations: its calls, the pinned ones, what these read, by which calls they
+    are read, and on which the loss depends; the rest is floating."""
 
     calls: tuple[fx.Node, ...]
     pinned: tuple[fx.Node, ...]
     floating: frozenset[fx.Node]
     reads: dict[fx.Node, list[Value]]
+    users: dict[fx.Node, list[fx.Node]]
+    needed: frozenset[fx.Node]
 
 
 def dataflow(captured: Captured) -> Dataflow:
@@ -88,7 +90,15 @@ def dataflow(captured: Captured) -> Dataflow:
     calls = tuple(n for n in captured.graph.nodes if is_call(n))
     floating = floating_nodes(captured)
     pinned = tuple(n for n in calls if n not in floating)
-    return Dataflow(calls=calls, pinned=pinned, floating=floating, reads={node: operands(node) for node in pinned})
+    reads = {node: operands(node) for node in pinned}
+    return Dataflow(
+        calls=calls,
+        pinned=pinned,
+        floating=floating,
+        reads=reads,
+        users={node: _users(node) for node in pinned},
+        needed=_read_by_first(pinned, reads),
+    )
 
 
 def partition(captured: Captured, scopes: NodeScopes | None = None, flow: Dataflow | None = None) -> Partition:
@@ -113,7 +123,7 @@ def partition(captured: Captured, scopes: NodeScopes | None = None, flow: Datafl
             order.setdefault(scope.region, cuts[node])
     _check_not_empty(scopes.stage_regions, cuts, order)
     number = {region: i for i, region in enumerate(order)}
-    stage_of = _assign(flow.pinned, cuts, number, flow.reads)
+    stage_of = _assign(flow, cuts, number)
     return Partition(
         stages=_task_graphs(order, flow.pinned, cuts, stage_of, flow.reads),
         floating=flow.floating,
@@ -156,20 +166,18 @@ def _is_statistic(node: fx.Node) -> bool:
     return bool(value_tensor((node, 0)).is_floating_point())
 
 
-def _assign(
-    pinned: Sequence[fx.Node], cuts: dict[fx.Node, StageCut], number: dict[str, int], reads: dict[fx.Node, list[Value]]
-) -> dict[fx.Node, int]:
+def _assign(flow: Dataflow, cuts: dict[fx.Node, StageCut], number: dict[str, int]) -> dict[fx.Node, int]:
     """Stage of every pinned node: annotated; else, if the loss depends on it, the last stage that the model's code has
     entered before, but none after that of a user; else that of its inputs, as new values of buffers and metrics; else
     the first of its users."""
+    pinned, reads, needed = flow.pinned, flow.reads, flow.needed
     latest: dict[fx.Node, int] = {}
     for node in reversed(pinned):
         scope = cuts[node].stage
-        users = [latest[user] for user in _users(node) if user in latest]
+        users = [latest[user] for user in flow.users[node] if user in latest]
         latest[node] = number[scope.region] if scope is not None else min(users, default=len(number) - 1)
     stage_of: dict[fx.Node, int] = {}
     entered: int | None = None
-    needed = _read_by_first(pinned, reads)
     for node in pinned:
         inputs = [stage_of[source] for source, _ in reads[node] if source in stage_of]
         scope = cuts[node].stage
@@ -195,15 +203,15 @@ def _assign(
                 stage_of[node] = max(stage_of[other] for other in near)
     for node in reversed(pinned):
         if node not in stage_of:
-            users = [stage_of[u] for u in _users(node) if u in stage_of]
+            users = [stage_of[u] for u in flow.users[node] if u in stage_of]
             stage_of[node] = min(users, default=0)
     return stage_of
 
 
-def _read_by_first(pinned: Sequence[fx.Node], reads: dict[fx.Node, list[Value]]) -> set[fx.Node]:
+def _read_by_first(pinned: Sequence[fx.Node], reads: dict[fx.Node, list[Value]]) -> frozenset[fx.Node]:
     """The nodes on which the first output of the graph, the loss, depends."""
     if not pinned:
-        return set()
+        return frozenset()
     results: Sequence[fx.Node] = pinned[0].graph.output_node().args[0]  # type: ignore[assignment]
     stack, found = [resolve(results[0])[0]], set[fx.Node]()
     while stack:
@@ -211,7 +219,7 @@ def _read_by_first(pinned: Sequence[fx.Node], reads: dict[fx.Node, list[Value]])
         if node not in found:
             found.add(node)
             stack += [source for source, _ in reads.get(node, ())]
-    return found
+    return frozenset(found)
 
 
 def _users(node: fx.Node) -> list[fx.Node]:

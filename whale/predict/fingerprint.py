@@ -23,8 +23,9 @@ from whale.runtime.collectives import Bridge
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalGraph, LocalProgram
 from whale.strategies.folding import Fold
+from whale.strategies.lowering import PlacedStage
 
-__all__ = ["Fingerprint", "fingerprint"]
+__all__ = ["Fingerprint", "fingerprint", "sketch"]
 
 _PLAIN = (
     bool,
@@ -55,9 +56,7 @@ class Fingerprint:
 
 def fingerprint(compilation: Compilation, rank: int, program: Program, clock: RNGPosition | None) -> Fingerprint:
     """Return the fingerprint of *rank* when it runs *program*."""
-    known = _Numbers()
-    stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
-    own = {stage.index for stage in stages}
+    known, stages = _Numbers(), _stages(compilation, rank)
     for stage in stages:
         known.number("stage", stage.index)
     parameters = tuple(
@@ -75,6 +74,30 @@ def fingerprint(compilation: Compilation, rank: int, program: Program, clock: RN
         )
         for stage in stages
     )
+    return _fingerprint(compilation, rank, program, known, (parameters, computed))
+
+
+def sketch(compilation: Compilation, rank: int, program: Program, clock: RNGPosition | None) -> Fingerprint:
+    """Return a stricter fingerprint, which is found without lowering: equal only for ranks at the same place in the
+    mesh of the same stages, whose local programs are then equal up to names of ranks."""
+    known, computed = _NumbersAndNames(), []
+    for stage in _stages(compilation, rank):
+        known.number("stage", stage.index)
+        lines = [tuple(sorted(stage.mesh.group(axis, rank))) for axis in range(len(stage.mesh.axes))]
+        computed.append((stage.origin, stage.mesh.coordinates(rank), *(known.number("ranks", line) for line in lines)))
+    return _fingerprint(compilation, rank, program, known, (tuple(computed), compilation.rows, clock))
+
+
+def _stages(compilation: Compilation, rank: int) -> list[PlacedStage]:
+    return [stage for stage in compilation.stages if rank in stage.mesh.ranks]
+
+
+def _fingerprint(
+    compilation: Compilation, rank: int, program: Program, known: _Numbers, computed: Hashable
+) -> Fingerprint:
+    """The fingerprint of *rank* whose stages are described by *computed*."""
+    stages = tuple(stage.index for stage in _stages(compilation, rank))
+    own = set(stages)
     edges = tuple(
         (
             known.number("edge", edge.index),
@@ -110,9 +133,7 @@ def fingerprint(compilation: Compilation, rank: int, program: Program, clock: RN
         for one in program
     )
     return Fingerprint(
-        description=(parameters, computed, edges, buckets, instructions),
-        stages=tuple(stage.index for stage in stages),
-        groups=tuple(known.of_kind("ranks")),
+        description=(computed, edges, buckets, instructions), stages=stages, groups=tuple(known.of_kind("ranks"))
     )
 
 
@@ -133,7 +154,7 @@ class _Numbers:
     def __init__(self) -> None:
         self._known: dict[str, dict[Any, int]] = {}
 
-    def number(self, kind: str, name: Any) -> int:
+    def number(self, kind: str, name: Any) -> Any:
         """The number of a name."""
         known = self._known.setdefault(kind, {})
         return known.setdefault(name, len(known))
@@ -205,6 +226,13 @@ class _Numbers:
             return self._token(x, places)
 
         return tuple((name, token(name, x)) for name, x in values.items())
+
+
+class _NumbersAndNames(_Numbers):
+    """The same with parameters and values by their names: what is known of them has these names."""
+
+    def number(self, kind: str, name: Any) -> Any:
+        return name if kind in ("parameter", "value") else super().number(kind, name)
 
 
 @dataclass(frozen=True)

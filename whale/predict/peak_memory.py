@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.cost.memory import MESSAGES
 from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
-from whale.predict.fingerprint import Fingerprint, fingerprint
+from whale.predict.fingerprint import Fingerprint, fingerprint, sketch
 from whale.predict.replay import Event, Log, Replay, marked
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
@@ -129,21 +129,30 @@ def brief_peak_memory(
 
     Gradients exist when it begins, as in all micro-batches except the first. The saved activations of the other
     micro-batches in flight are added, and their messages are extrapolated from its own. *known* caches results for
-    compilations of the same captured model:
-    ranks with equal fingerprints run once.
+    compilations of the same captured model: ranks with equal fingerprints run once.
     """
-    first, known = compilation.of_first, {} if known is None else known
+    first, known = compilation.of_first, Known() if known is None else known
     program = first.program(rank)
-    splits = any(isinstance(one, Compute) and one.kind not in ("F", "B") for one in program)
-    short = first if splits else first.folded
-    like = fingerprint(short, rank, program, clock)
-    if (device, like.description) not in known:
-        known[device, like.description] = like, _brief((short, first), rank, device, clock, program)
-    found = _renamed(*known[device, like.description], like)
+    like = sketch(first, rank, program, clock)
+    if (device, like.description) not in known.sketched:
+        known.sketched[device, like.description] = like, _found(first, rank, device, clock, program, known)
+    found = _renamed(*known.sketched[device, like.description], like)
     most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
     return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages))
+
+
+def _found(
+    compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None, program: Program, known: Known
+) -> _Found:
+    """Result of a single micro-batch, unless a rank with an equal fingerprint is known."""
+    splits = any(isinstance(one, Compute) and one.kind not in ("F", "B") for one in program)
+    short = compilation if splits else compilation.folded
+    like = fingerprint(short, rank, program, clock)
+    if (device, like.description) not in known.runs:
+        known.runs[device, like.description] = like, _brief((short, compilation), rank, device, clock, program)
+    return _renamed(*known.runs[device, like.description], like)
 
 
 def _brief(
@@ -177,8 +186,15 @@ class _Found:
     calls: Mapping[int, TaskCalls]
 
 
-Known = dict[Hashable, tuple[Fingerprint, _Found]]
-"""Results of ranks, by their fingerprints."""
+_Results = dict[Hashable, tuple[Fingerprint, _Found]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """Results of ranks: of those that were run by their fingerprints, and of all by their sketches."""
+
+    runs: _Results = field(default_factory=dict)
+    sketched: _Results = field(default_factory=dict)
 
 
 def _renamed(one: Fingerprint, found: _Found, other: Fingerprint) -> _Found:
