@@ -189,9 +189,10 @@ class MeshCosts:
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
         """Cached `seconds` and `fullness` of parts [first, last)."""
         key = first, last, held
-        if key not in self._stages:
-            self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
-        return self._stages[key]
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
+        return found
 
     @cached_property
     def _lists(self) -> list[list[float]]:
@@ -206,6 +207,11 @@ class MeshCosts:
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:
+        return {}
+
+    @cached_property
+    def fitted(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:
+        """`stage` by what is in it, with rows that suit the stage."""
         return {}
 
     def fullness(self, first: int, last: int, held: int) -> float:
@@ -236,6 +242,12 @@ class MeshCosts:
             sums = self.forward / share + self.backward + self.once / micro_batches
             self._paces[key] = sums, sums + self.hop / share + self.message / micro_batches
         return self._paces[key]
+
+    def longest(self, micro_batches: int) -> float:
+        """The most seconds of `pace` that a stage could take, all of the chain and what it hands on."""
+        if micro_batches not in self._longest:
+            self._longest[micro_batches] = max(self.pace_lists(micro_batches)[1])
+        return self._longest[micro_batches]
 
     def reach_list(self, held: int) -> list[int]:
         """`reach` as a list."""
@@ -272,6 +284,10 @@ class MeshCosts:
             working_bytes=tuple(working.tolist()),
             capacity_bytes=1.0,
         )
+
+    @cached_property
+    def _longest(self) -> dict[int, float]:
+        return {}
 
     @cached_property
     def _groups(self) -> dict[int, StageGroup]:

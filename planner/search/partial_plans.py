@@ -142,8 +142,9 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
     parts = list(draft.stages(len(meshes.chain)))
+    costs = {mesh: meshes.costs(mesh, rows, count) for mesh in dict.fromkeys(draft.meshes)}
     stages = [
-        meshes.stage(mesh, rows, count, (first, last), in_flight(draft.schedule, depth, stage, count))
+        meshes.stage_on(costs[mesh], rows, count, (first, last), in_flight(draft.schedule, depth, stage, count))
         for stage, (mesh, first, last) in enumerate(parts)
     ]
     forward, backward, once, fullness = zip(*stages, strict=True)
@@ -313,7 +314,7 @@ def _cuts_within(
     depth, parts = len(sequence), len(meshes.chain)
     costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     paces = {mesh: own.pace_lists(micro_batches) for mesh, own in costs.items()}
-    most = min(within, max(float(own.pace(micro_batches)[1].max()) for own in costs.values()))
+    most = min(within, max(own.longest(micro_batches) for own in costs.values()))
     even = 1 / sum(1 / max(paces[mesh][0][-1], 1e-12) for mesh in sequence)  # about: layers may suit unlike meshes
     hardest: dict[Mesh, list[int]] = {}  # what the first stage on a mesh can reach, which has most in flight
     stages = []

@@ -69,7 +69,6 @@ class CostTable(MeshSpace):
     by_memory: bool = False
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
     _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
-    _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
     _firsts: dict[Any, int] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
@@ -88,9 +87,10 @@ class CostTable(MeshSpace):
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         """Costs of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
         key = (mesh, rows, self.prices.adding(micro_batches))
-        if key not in self._costs:
-            self._costs[key] = self._worked_out(mesh, rows, micro_batches)
-        return self._costs[key]
+        found = self._costs.get(key)
+        if found is None:
+            found = self._costs[key] = self._worked_out(mesh, rows, micro_batches)
+        return found
 
     def _worked_out(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         groups, data_group = self.sample(mesh)
@@ -133,21 +133,29 @@ class CostTable(MeshSpace):
         """Forward, backward and once-per-step seconds of the parts [first, last) on a mesh, and the fraction of memory
         that its fullest replica needs. Rows of mixed replicas are by speed for the whole chain, or those of the
         stage if these do not fit or its layers suit some types better."""
-        costs = self.costs(mesh, rows, micro_batches)
-        found = costs.stage(*part, held)
-        if len(costs.slices) > 1 and (found[-1] > 1 or costs.uneven(*part) > UNEVEN):
-            key = (mesh, rows, self.prices.adding(micro_batches), part, held)
-            if key not in self._stages:
-                self._stages[key] = self._within_memory(mesh, rows, micro_batches, part, held) or found
-            found = self._stages[key]
+        return self.stage_on(self.costs(mesh, rows, micro_batches), rows, micro_batches, part, held)
+
+    def stage_on(
+        self, costs: MeshCosts, rows: int, micro_batches: int, part: tuple[int, int], held: int
+    ) -> tuple[float, float, float, float]:
+        """`stage` where the costs of the mesh are at hand."""
+        if len(costs.slices) == 1:
+            return costs.stage(*part, held)
+        key = (*part, held)
+        found = costs.fitted.get(key)
+        if found is None:
+            found = costs.stage(*part, held)
+            if found[-1] > 1 or costs.uneven(*part) > UNEVEN:
+                found = self._within_memory(costs, rows, micro_batches, part, held) or found
+            costs.fitted[key] = found
         return found
 
     def _within_memory(
-        self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
+        self, costs: MeshCosts, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float] | None:
         """Costs like `stage`, with the fastest rows if each replica has at most as many as fit; None if not all rows
         fit."""
-        groups, _ = self.sample(mesh)
+        groups, _ = self.sample(costs.mesh)
 
         def of(group: TensorGroup, count: int) -> ReplicaCosts:
             return self.replica_costs(group, count, micro_batches)
@@ -155,7 +163,7 @@ class CostTable(MeshSpace):
         def seconds(group: TensorGroup, count: int) -> float:
             return sum(of(group, count).seconds(*part)) if count else 0.0
 
-        most = self._most_held(mesh, rows, micro_batches, part, held)
+        most = self._most_held(costs.mesh, rows, micro_batches, part, held)
         if sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
             return None
         low, high = 0.0, max(seconds(group, limit) for limit, (group, _) in zip(most, groups, strict=True))
@@ -172,7 +180,6 @@ class CostTable(MeshSpace):
                 shares, high = within, middle
         chosen = [of(group, count) for count, (group, _) in zip(shares, groups, strict=True)]
         ahead, back = max((one.seconds(*part) for one in chosen if one.rows), key=sum)
-        costs = self.costs(mesh, rows, micro_batches)
         once, met = costs.stage(*part, held)[2], costs.met_in(*part)
         return ahead + met[0], back + met[1], once, max(one.fullness(*part, held) for one in chosen)
 
@@ -316,29 +323,35 @@ class CostTable(MeshSpace):
         return self._slices[key]
 
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
-        """Forward, backward, update, kept, working and sending on (rows) of each kind of layer (columns), interpolated
-        between numbers of rows that are powers of two."""
-        rows = group.whole_rows(rows)
-        key = (group.kind, rows, self.prices.adding(micro_batches))
-        if key not in self._tables:
+        """Forward, backward, update, kept, working, sending on and what a later micro-batch's backward takes more
+        (rows) of each kind of layer (columns), interpolated between numbers of rows that are powers of two."""
+        rows, adding = group.whole_rows(rows), self.prices.adding(micro_batches)
+        key = (group.kind, rows, adding)
+        found = self._tables.get(key)
+        if found is None:
             own = rows // group.expert
             below = group.expert << (own.bit_length() - 1) if rows else 0
-            if own <= self.exact_rows or rows == below:
-                kinds = range(len(self.prices.profile.kinds))
-                priced = [self.prices.layer(kind, group, rows, key[-1]) for kind in kinds]
-                hops = [self._hop(kind, group, rows) for kind in kinds]
-                found = np.array(
-                    [
-                        (one.forward, one.backward, one.update, one.kept, one.working, hop)
-                        for one, hop in zip(priced, hops, strict=True)
-                    ]
-                ).T
-                found[3:5] *= self.prices.waste
+            if adding > 1 and self.prices.runs:  # linear in the share of micro-batches that add to gradients
+                found = self._table(group, rows, 1).copy()
+                found[1] += (1 - 1 / adding) * found[6]
+            elif own <= self.exact_rows or rows == below:
+                found = self._priced(group, rows, adding)
             else:
                 low, high = (self._table(group, count, micro_batches) for count in (below, 2 * below))
                 found = low + (rows - below) / below * (high - low)
             self._tables[key] = found
-        return self._tables[key]
+        return found
+
+    def _priced(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
+        """`_table` of a number of rows that is priced."""
+        kinds = range(len(self.prices.profile.kinds))
+        found = []
+        for kind in kinds:
+            one, hop = self.prices.layer(kind, group, rows, micro_batches), self._hop(kind, group, rows)
+            found.append((one.forward, one.backward, one.update, one.kept, one.working, hop, one.accumulation))
+        columns = np.array(found).T
+        columns[3:5] *= self.prices.waste
+        return columns
 
     def too_large(self, pool: int, division: Division, rows: int) -> bool:
         """Whether a single layer does not fit on devices of a pool with the given rows of a micro-batch."""
