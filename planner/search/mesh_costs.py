@@ -97,10 +97,10 @@ class ReplicaCosts:
             return np.zeros(num, dtype=np.int64)
         state, stepping = self.fixed + held * self.kept, self.fixed + self.step
         freed = np.maximum.accumulate(state - entering)  # that begins there or, after less, before
-        found = np.full(num, num, dtype=np.int64)
-        for most, after in self._amounts:
-            first = np.searchsorted(freed, state + leaving + most - self.room, side="left")
-            found = np.minimum(found, np.maximum(after, first))
+        most, after = self._amounts
+        wanted = state + leaving + most[:, None] - self.room
+        first = freed.searchsorted(wanted.ravel()).reshape(wanted.shape)
+        found = np.maximum(after, first).min(axis=0)
         return np.maximum(found, np.searchsorted(stepping, stepping - self.room, side="left"))
 
     @cached_property
@@ -108,13 +108,14 @@ class ReplicaCosts:
         return {}
 
     @cached_property
-    def _amounts(self) -> list[tuple[float, Integers]]:
-        """The amounts that parts work with, each with the first part after those that need more, for each end."""
-        after, nothing = np.arange(1, len(self.fixed)), np.zeros(1, dtype=np.int64)
-        return [
-            (float(most), np.concatenate([nothing, np.maximum.accumulate(after * (self.working > most))]))
-            for most in np.unique(self.working)
-        ]
+    def _amounts(self) -> tuple[Array, Integers]:
+        """The amounts that parts work with, and for each (first axis) and each end the first part after those that need
+        more."""
+        most = np.array(sorted(set(self.working.tolist())))
+        after = np.zeros((len(most), len(self.fixed)), dtype=np.int64)
+        larger = np.arange(1, len(self.fixed)) * (self.working > most[:, None])
+        np.maximum.accumulate(larger, axis=1, out=after[:, 1:])
+        return most, after
 
 
 def added_by_sums(sums: Array, backward: Array, beside: Beside) -> Array:
