@@ -144,11 +144,16 @@ class LayerCosts:
         """The number of micro-batches for which those of tables are priced: a power of two, and at most
         `MOST_ADDING`, as more of them accumulate gradients in nearly the same part; 1 if no layer's time depends on
         it."""
-        return min(MOST_ADDING, 1 << (micro_batches - 1).bit_length()) if self._adds else 1
+        found = self._adding.get(micro_batches)
+        if found is None:
+            adds = any(self._accumulates)
+            found = min(MOST_ADDING, 1 << (micro_batches - 1).bit_length()) if adds else 1
+            self._adding[micro_batches] = found
+        return found
 
     @cached_property
-    def _adds(self) -> bool:
-        return any(self._accumulates)
+    def _adding(self) -> dict[int, int]:
+        return {}
 
     @cached_property
     def _accumulates(self) -> list[bool]:

@@ -46,6 +46,7 @@ class StageCost(NamedTuple):
         update: seconds of the optimizer, once a step.
         measured: whether all times were measured.
         launched: seconds among ``forward`` + ``backward`` of layers that wait for the host's launches.
+        accumulation: seconds more of a later micro-batch's ``backward``, of a layer that is priced for the first.
     """
 
     forward: float
@@ -57,6 +58,7 @@ class StageCost(NamedTuple):
     update: float
     measured: bool
     launched: float = 0.0
+    accumulation: float = 0.0
 
 
 NOTHING = StageCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, True)
@@ -387,6 +389,7 @@ class CostModel(LayerCosts):
             measured=slowest.measured,
             launched=(slowest.forward if slowest.forward_slack else 0.0)
             + (slowest.backward if slowest.backward_slack else 0.0),
+            accumulation=slowest.accumulation,
         )
 
     def stage(

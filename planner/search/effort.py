@@ -47,10 +47,10 @@ QUICK = Effort(
     stages_cut=400,
     cut_exactly=4,
     refined=12,
-    stages_descended=8_000,
+    stages_descended=6_000,
     leaders=1,
     restarts=8,
-    stages_refined=2_000,
+    stages_refined=1_500,
     stages_restarted=6_000,
 )
 THOROUGH = Effort(

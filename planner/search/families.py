@@ -133,7 +133,7 @@ class Family:
     def even_work(self, meshes: CostTable, batch: int) -> EvenPace:
         """Time of equal stages on all devices (each dimension's units at the rate of the best of a few meshes), without
         gradient reductions, which take longer to price."""
-        return self._even(meshes.work, meshes.rows(batch, self.micro_batches))
+        return self._even(meshes.likely_work, meshes.rows(batch, self.micro_batches))
 
     def _even(self, paces: Callable[[Mesh, int, int], Pace], rows: int) -> EvenPace:
         rates, hop = [0.0] * len(self.quotas), inf
@@ -239,9 +239,15 @@ def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
     return bound
 
 
-def fit_divisions(meshes: CostTable, counts: Sequence[int]) -> list[Division]:
+def fit_divisions(meshes: CostTable, counts: tuple[int, ...]) -> list[Division]:
     """The tensor and expert degrees for a mesh of these counts: a group lies within a node or takes whole nodes, and is
     of one type, but in small meshes."""
+    if counts not in meshes.fit_divisions:
+        meshes.fit_divisions[counts] = _fit_divisions(meshes, counts)
+    return meshes.fit_divisions[counts]
+
+
+def _fit_divisions(meshes: CostTable, counts: tuple[int, ...]) -> list[Division]:
     used = [(pool, count) for pool, count in zip(meshes.pools, counts, strict=True) if count]
     fit = [meshes.divisions(pool) for pool, _ in used]
     prices, small = meshes.prices, len(used) > 1 and sum(counts) <= MOST_MIXED
@@ -303,25 +309,28 @@ def _unit(pool: Pool, most: int) -> int:
 def any_meshes(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family:
     """The family *any*."""
     pools = meshes.pools
-    most = UNITS.get(len(pools), 2)
-    units = [_unit(pool, most) for pool in pools]
+    units = [_unit(pool, UNITS.get(len(pools), 2)) for pool in pools]
     quotas = tuple(len(pool.ranks) // unit for pool, unit in zip(pools, units, strict=True))
+    if not meshes.any_meshes:
+        meshes.any_meshes.extend(_of_any_units(meshes, quotas, units))
     chosen = []
-    free = sum(len(pool.ranks) for pool in pools) <= MOST_FREE
-    for own in product(*(range(quota + 1) for quota in quotas)):
-        parts = sum(0 < number < quota for number, quota in zip(own, quotas, strict=True))
-        if parts > 1 and not free:
-            continue
-        counts = tuple(number * unit for number, unit in zip(own, units, strict=True))
-        for division in fit_divisions(meshes, counts) if any(own) else ():
-            mesh = Mesh(counts, *division)
-            share = -(-rows // mesh.data)
-            pool = next(index for index, count in enumerate(counts) if count)
-            alone = sum(map(bool, counts)) == 1
-            if mesh.data <= rows and not (alone and meshes.too_large(pool, division, share)):
+    for own, mesh in meshes.any_meshes:
+        if (data := mesh.data) <= rows:
+            used = [pool for pool, number in enumerate(own) if number]
+            if len(used) > 1 or not meshes.too_large(used[0], (mesh.tensor, mesh.expert), -(-rows // data)):
                 chosen.append((own, mesh))
     deepest = max_stages if len(pools) == 1 else min(max_stages, DEEPEST["any"])
     return _family("any", meshes, micro_batches, chosen, quotas, deepest)
+
+
+def _of_any_units(meshes: CostTable, quotas: Sequence[int], units: Sequence[int]) -> Iterator[Sized]:
+    """Meshes of any units of each pool, whatever the rows."""
+    free = sum(len(pool.ranks) for pool in meshes.pools) <= MOST_FREE
+    for own in product(*(range(quota + 1) for quota in quotas)):
+        parts = sum(0 < number < quota for number, quota in zip(own, quotas, strict=True))
+        if any(own) and (parts <= 1 or free):
+            counts = tuple(number * unit for number, unit in zip(own, units, strict=True))
+            yield from ((own, Mesh(counts, *division)) for division in fit_divisions(meshes, counts))
 
 
 def _matched(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Family | None:

@@ -97,10 +97,10 @@ class ReplicaCosts:
             return np.zeros(num, dtype=np.int64)
         state, stepping = self.fixed + held * self.kept, self.fixed + self.step
         freed = np.maximum.accumulate(state - entering)  # that begins there or, after less, before
-        found = np.full(num, num, dtype=np.int64)
-        for most, after in self._amounts:
-            first = np.searchsorted(freed, state + leaving + most - self.room, side="left")
-            found = np.minimum(found, np.maximum(after, first))
+        most, after = self._amounts
+        wanted = state + leaving + most[:, None] - self.room
+        first = freed.searchsorted(wanted.ravel()).reshape(wanted.shape)
+        found = np.maximum(after, first).min(axis=0)
         return np.maximum(found, np.searchsorted(stepping, stepping - self.room, side="left"))
 
     @cached_property
@@ -108,13 +108,14 @@ class ReplicaCosts:
         return {}
 
     @cached_property
-    def _amounts(self) -> list[tuple[float, Integers]]:
-        """The amounts that parts work with, each with the first part after those that need more, for each end."""
-        after, nothing = np.arange(1, len(self.fixed)), np.zeros(1, dtype=np.int64)
-        return [
-            (float(most), np.concatenate([nothing, np.maximum.accumulate(after * (self.working > most))]))
-            for most in np.unique(self.working)
-        ]
+    def _amounts(self) -> tuple[Array, Integers]:
+        """The amounts that parts work with, and for each (first axis) and each end the first part after those that need
+        more."""
+        most = np.array(sorted(set(self.working.tolist())))
+        after = np.zeros((len(most), len(self.fixed)), dtype=np.int64)
+        larger = np.arange(1, len(self.fixed)) * (self.working > most[:, None])
+        np.maximum.accumulate(larger, axis=1, out=after[:, 1:])
+        return most, after
 
 
 def added_by_sums(sums: Array, backward: Array, beside: Beside) -> Array:
@@ -189,9 +190,10 @@ class MeshCosts:
     def stage(self, first: int, last: int, held: int) -> tuple[float, float, float, float]:
         """Cached `seconds` and `fullness` of parts [first, last)."""
         key = first, last, held
-        if key not in self._stages:
-            self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
-        return self._stages[key]
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = (*self.seconds(first, last), self.fullness(first, last, held))
+        return found
 
     @cached_property
     def _lists(self) -> list[list[float]]:
@@ -206,6 +208,11 @@ class MeshCosts:
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:
+        return {}
+
+    @cached_property
+    def fitted(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:
+        """`stage` by what is in it, with rows that suit the stage."""
         return {}
 
     def fullness(self, first: int, last: int, held: int) -> float:
@@ -236,6 +243,12 @@ class MeshCosts:
             sums = self.forward / share + self.backward + self.once / micro_batches
             self._paces[key] = sums, sums + self.hop / share + self.message / micro_batches
         return self._paces[key]
+
+    def longest(self, micro_batches: int) -> float:
+        """The most seconds of `pace` that a stage could take, all of the chain and what it hands on."""
+        if micro_batches not in self._longest:
+            self._longest[micro_batches] = max(self.pace_lists(micro_batches)[1])
+        return self._longest[micro_batches]
 
     def reach_list(self, held: int) -> list[int]:
         """`reach` as a list."""
@@ -272,6 +285,10 @@ class MeshCosts:
             working_bytes=tuple(working.tolist()),
             capacity_bytes=1.0,
         )
+
+    @cached_property
+    def _longest(self) -> dict[int, float]:
+        return {}
 
     @cached_property
     def _groups(self) -> dict[int, StageGroup]:

@@ -9,9 +9,9 @@ and simulated.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -69,6 +69,14 @@ class PartialPlan:
     starts: tuple[int, ...]
     micro_batches: int
     schedule: str
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.meshes, self.starts, self.micro_batches, self.schedule))
+
+    def __hash__(self) -> int:
+        """Worked out once: plans are looked up often, and deep ones have many meshes."""
+        return self._hash
 
     def stages(self, num_parts: int) -> Iterator[tuple[Mesh, int, int]]:
         """The mesh of each stage, and its range [first, last) of parts."""
@@ -142,10 +150,11 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
     parts = list(draft.stages(len(meshes.chain)))
-    stages = [
-        meshes.stage(mesh, rows, count, (first, last), in_flight(draft.schedule, depth, stage, count))
-        for stage, (mesh, first, last) in enumerate(parts)
-    ]
+    stages, held, before = [], _held(draft.schedule, depth, count), None
+    for stage, (mesh, first, last) in enumerate(parts):
+        if mesh is not before:
+            before, costs = mesh, meshes.costs(mesh, rows, count)
+        stages.append(meshes.stage_on(costs, rows, count, (first, last), held[stage]))
     forward, backward, once, fullness = zip(*stages, strict=True)
     if meshes.tied and depth > 1:
         once = with_tied_sums(meshes, parts, once, rows, count)
@@ -161,6 +170,12 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     return Scored(
         draft=draft, times=times, seconds=least + overhead, fullness=max(fullness), loads=loads, overhead=overhead
     )
+
+
+@lru_cache(maxsize=1024)
+def _held(schedule: str, depth: int, micro_batches: int) -> tuple[int, ...]:
+    """`in_flight` of each stage."""
+    return tuple(in_flight(schedule, depth, stage, micro_batches) for stage in range(depth))
 
 
 def _for_each(keys: Iterable[Key], find: Callable[[Key], Found]) -> list[Found]:
@@ -280,6 +295,7 @@ def quick_cuts(
     if len(sequence) > len(meshes.chain):
         return []
     rows = meshes.rows(batch, micro_batches)
+    costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
 
     def by_speed(own: MeshCosts, end: int, held: int) -> int:
         return own.reach_list(held)[end]
@@ -292,10 +308,10 @@ def quick_cuts(
         return meshes.first_held(own.mesh, rows, micro_batches, end, held) if mixed else by_speed(own, end, held)
 
     def cuts(reach: Callable[[MeshCosts, int, int], int]) -> list[tuple[int, ...]]:
-        return _cuts_within(meshes, sequence, rows, micro_batches, schedule, within, reach)
+        return _cuts_within(meshes, sequence, costs, micro_batches, schedule, within, reach)
 
     found = cuts(by_speed)
-    if found or all(len(meshes.costs(mesh, rows, micro_batches).slices) == 1 for mesh in sequence):
+    if found or all(len(own.slices) == 1 for own in costs.values()):
         return found
     return cuts(by_memory) if cuts(unlimited) else []
 
@@ -303,7 +319,7 @@ def quick_cuts(
 def _cuts_within(
     meshes: CostTable,
     sequence: Sequence[Mesh],
-    rows: int,
+    costs: Mapping[Mesh, MeshCosts],
     micro_batches: int,
     schedule: str,
     within: float,
@@ -311,19 +327,21 @@ def _cuts_within(
 ) -> list[tuple[int, ...]]:
     """`quick_cuts`, where *reach* says the first part that a stage up to an end reaches back to in memory."""
     depth, parts = len(sequence), len(meshes.chain)
-    costs = {mesh: meshes.costs(mesh, rows, micro_batches) for mesh in dict.fromkeys(sequence)}
     paces = {mesh: own.pace_lists(micro_batches) for mesh, own in costs.items()}
-    most = min(within, max(float(own.pace(micro_batches)[1].max()) for own in costs.values()))
-    even = 1 / sum(1 / max(paces[mesh][0][-1], 1e-12) for mesh in sequence)  # about: layers may suit unlike meshes
+    most = min(within, max(own.longest(micro_batches) for own in costs.values()))
+    speeds = {mesh: 1 / max(pace[0][-1], 1e-12) for mesh, pace in paces.items()}
+    even = 1 / sum(map(speeds.__getitem__, sequence))  # about: layers may suit unlike meshes
     hardest: dict[Mesh, list[int]] = {}  # what the first stage on a mesh can reach, which has most in flight
-    stages = []
-    for stage, mesh in enumerate(sequence):
-        held = in_flight(schedule, depth, stage, micro_batches)
-        if mesh not in hardest:
-            hardest[mesh] = costs[mesh].reach_list(held)
+    stages, before = [], None
+    for stage, (mesh, held) in enumerate(zip(sequence, _held(schedule, depth, micro_batches), strict=True)):
+        if mesh is not before:
+            before, own = mesh, costs[mesh]
+            if mesh not in hardest:
+                hardest[mesh] = own.reach_list(held)
+            least = hardest[mesh]
         ahead = schedule == "1f1b" and held == micro_batches
-        pace = costs[mesh].pace_lists(micro_batches, ahead) if ahead else paces[mesh]
-        stages.append((*pace, hardest[mesh], costs[mesh], held, stage))
+        pace = own.pace_lists(micro_batches, ahead) if ahead else paces[mesh]
+        stages.append((*pace, least, own, held, stage))
     backward = stages[::-1]
 
     def cut(bound: float) -> tuple[tuple[int, ...] | None, float]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import permutations
 from math import inf, prod
 from typing import Any, NamedTuple
@@ -123,7 +124,7 @@ class DeviceCountProgram:
         for depth in range(1, max_stages + 1):
             if (self.micro_batches - 1) * self.bounds[0] + depth * self.even > self.within:
                 break
-            reached = np.minimum.reduceat(self._reached(self.by_time[:, :columns], depth), self.begins, axis=0)
+            reached = np.minimum.reduceat(self._reached(slice(columns), depth), self.begins, axis=0)
             level = self._next(self.levels[-1], reached, found[:, :columns])
             if not len(level.states):
                 break
@@ -159,7 +160,7 @@ class DeviceCountProgram:
             return finer.at(0)
         level = self.levels[depth]
         state = int(level.states[np.flatnonzero(level.first[:, bound] == 0)[-1]])
-        reached = [self._reached(self.by_time[:, bound : bound + 1], later)[:, 0] for later in range(1, depth + 1)]
+        reached = [self._reached(slice(bound, bound + 1), later)[:, 0] for later in range(1, depth + 1)]
         return list(dict.fromkeys(self._traced(reached, state, bound, last) for last in (0, -1)))
 
     def _by_time(self, costs: MeshCosts) -> Parts:
@@ -174,17 +175,32 @@ class DeviceCountProgram:
         memory = np.stack([option.costs.reach(held) for option in self.options])
         return np.flatnonzero((memory > self.by_time[:, -1]).any(axis=1))
 
-    def _reached(self, by_time: Parts, depth: int) -> Parts:
-        """`_by_time` of all options, within memory and constraints; a last column means unreachable."""
-        nowhere, first = len(self.chain) + 1, by_time
-        found = np.full((*by_time.shape[:2], nowhere + 1), nowhere, dtype=np.int32)
+    def _reached(self, columns: slice, depth: int) -> Parts:
+        """`_by_time` of all options for some bounds, within memory and constraints; a last column means unreachable."""
+        found = self._in_time[:, columns]
         if len(self.tight):
+            nowhere, first = len(self.chain) + 1, self.by_time[self.tight, columns]
             held = in_flight(self.schedule, depth, 0, self.micro_batches)
-            memory = np.stack([self.options[place].costs.reach(held) for place in self.tight]).astype(np.int32)
-            first = by_time.copy()
-            first[self.tight] = np.maximum(by_time[self.tight], memory[:, None, :])
-        np.copyto(found[:, :, :nowhere], first, where=first < np.arange(nowhere))
+            if held not in self._memory:
+                memory = [self.options[place].costs.reach(held) for place in self.tight]
+                self._memory[held] = np.stack(memory).astype(np.int32)[:, None, :]
+            first = np.maximum(first, self._memory[held])
+            found = found.copy()
+            found[self.tight, :, :nowhere] = np.where(first < np.arange(nowhere), first, nowhere)
         return found
+
+    @cached_property
+    def _in_time(self) -> Parts:
+        """`_by_time` of all options, with a last column, without those limits."""
+        nowhere = len(self.chain) + 1
+        found = np.full((*self.by_time.shape[:2], nowhere + 1), nowhere, dtype=np.int32)
+        np.copyto(found[:, :, :nowhere], self.by_time, where=self.by_time < np.arange(nowhere))
+        return found
+
+    @cached_property
+    def _memory(self) -> dict[int, Parts]:
+        """Limits by memory of `tight` options, by the micro-batches in flight."""
+        return {}
 
     def _next(self, level: _Level, reached: Parts, found: Parts) -> _Level:
         """One stage more: the least over all options, and the states from which something can still be reached.

@@ -2,10 +2,11 @@
 
 The stage with the most work per step is the bottleneck. Moves take work from it (a part to a neighbour, a device from
 another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
-number of micro-batches. A move whose slowest stage alone takes longer than the best step is dropped before it is cut.
-The best few get their exact cuts. Steepest descent: the best move is taken as long as one helps. A heuristic; never
-worse than its start, and it ends at a partial plan that no move improves, where an earlier descent has been, or when it
-is stopped.
+number of micro-batches. Moves to other meshes are ranked by their step if stages took equally long, and the first are
+cut and scored; one whose slowest stage alone takes longer than the best step is dropped before it is cut. The best few
+get their exact cuts. Steepest descent: the best move is taken as long as one helps. A heuristic; never worse than its
+start, and it ends at a partial plan that no likely move improves, where an earlier descent has been, or when it is
+stopped.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ MOST_BOUND = 3
 """Stages whose devices are changed, and that are exchanged, joined or split, those that have most to do first: with few
 micro-batches every stage is on the critical path."""
 
+STAGES_LOOKED_AT = 256
+"""Total stages of the sequences of meshes next to that of a partial plan which are cut and scored, those first that
+would be best if stages took equally long: the best move is rarely far down that list."""
+
 PLACES = 4
 """Along a pipeline, where another stage is tried."""
 
@@ -85,7 +90,7 @@ def refined(
         tried: called for every partial plan that is scored.
         kept: called for those that are timed.
         stop: whether to end early.
-        left: partial plans all of whose moves were tried, by any descent; those of this one are added.
+        left: partial plans whose likely moves were all tried, by any descent; those of this one are added.
     """
     best, known = start.timed, {start.draft}
     reached = {best.draft.meshes: best.seconds}  # with these meshes; what comes to no less is not looked at closely
@@ -144,26 +149,58 @@ def _moves(
 ) -> Iterator[PartialPlan]:
     draft = scored.draft
     yield from _shifted(meshes, scored, batch)
-    hidden = max(1.0, _slowest(meshes, draft, batch) * batch / meshes.rows(batch, draft.micro_batches) / scored.seconds)
-
-    def recut(sequence: tuple[Mesh, ...], count: int) -> Iterator[PartialPlan]:
-        if not _is_legal(meshes, sequence, batch, count):
-            return
-        within = NEAR * hidden * scored.seconds * meshes.rows(batch, count) / batch
-        for starts in likely_cuts(meshes, sequence, batch, count, draft.schedule, within=within):
-            yield PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
-
     place = micro_batches.index(draft.micro_batches)
     fewer, more = micro_batches[max(0, place - 1) : place], micro_batches[place + 1 : place + 2]
+    others: list[tuple[tuple[Mesh, ...], int]] = []
     for sequence in _neighbours(meshes, scored, max_stages):
-        yield from recut(sequence, draft.micro_batches)
         deeper = len(sequence) - len(draft.meshes)  # a longer pipeline wants more micro-batches
-        for count in more if deeper > 0 else fewer if deeper < 0 else ():
-            yield from recut(sequence, count)
+        for count in (draft.micro_batches, *(more if deeper > 0 else fewer if deeper < 0 else ())):
+            others.append((sequence, count))
     for count in (*fewer, *more):
+        others.append((draft.meshes, count))
         if _is_legal(meshes, draft.meshes, batch, count):
             yield replace(draft, micro_batches=count)
-            yield from recut(draft.meshes, count)
+    hidden = max(1.0, _slowest(meshes, draft, batch) * batch / meshes.rows(batch, draft.micro_batches) / scored.seconds)
+    looked = 0
+    for sequence, count in _by_evenness(meshes, others, batch):
+        within = NEAR * hidden * scored.seconds * meshes.rows(batch, count) / batch
+        cuts = likely_cuts(meshes, sequence, batch, count, draft.schedule, within=within)
+        for starts in cuts:
+            yield PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=draft.schedule)
+        looked += len(sequence) if cuts else 0
+        if looked >= STAGES_LOOKED_AT:
+            break
+
+
+def _by_evenness(
+    meshes: CostTable, sequences: Sequence[tuple[tuple[Mesh, ...], int]], batch: int
+) -> list[tuple[tuple[Mesh, ...], int]]:
+    """The possible ones of some sequences with numbers of micro-batches, those first whose step is shortest if all
+    stages take equally long."""
+    found = []
+    paces: dict[int, dict[Mesh, tuple[float, float] | None]] = {}
+    for sequence, count in sequences:
+        own, speed, sent = paces.setdefault(count, {}), 0.0, 0.0
+        for mesh in sequence:
+            if mesh not in own:
+                own[mesh] = _speed(meshes, mesh, batch, count)
+            pace = own[mesh]
+            if pace is None:
+                break
+            speed, sent = speed + pace[0], sent + pace[1]
+        else:
+            found.append(((count - 1 + len(sequence)) / speed + sent, sequence, count))
+    found.sort(key=lambda one: one[0])
+    return [(sequence, count) for _, sequence, count in found]
+
+
+def _speed(meshes: CostTable, mesh: Mesh, batch: int, micro_batches: int) -> tuple[float, float] | None:
+    """Chains a second that a mesh takes, and its p2p time; None if it is not possible."""
+    rows = meshes.rows(batch, micro_batches)
+    if sum(mesh.counts) % mesh.size or mesh.data > rows:
+        return None
+    pace = meshes.paces(mesh, rows, micro_batches)
+    return 1 / max(pace.of_chain, 1e-12), pace.hop
 
 
 def _neighbours(meshes: CostTable, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:
@@ -345,4 +382,7 @@ def _with(mesh: Mesh, pool: int, size: int) -> Mesh:
 
 
 def _put(meshes: Sequence[Mesh], changes: dict[int, Mesh]) -> tuple[Mesh, ...]:
-    return tuple(changes.get(index, mesh) for index, mesh in enumerate(meshes))
+    found = list(meshes)
+    for index, mesh in changes.items():
+        found[index] = mesh
+    return tuple(found)

@@ -163,7 +163,7 @@ def search(
         meshes=meshes,
         batch=batch,
         settings=settings,
-        tell=progress or (lambda _: None),
+        tell=progress,
         stopped=stop or (lambda: False),
     )
     return found.run()
@@ -198,7 +198,7 @@ class _Search:
     meshes: CostTable
     batch: int
     settings: SearchSettings
-    tell: Callable[[Progress], None]
+    tell: Callable[[Progress], None] | None
     stopped: Callable[[], bool]
     began: float = field(default_factory=time.monotonic)
     bound: float = 0.0
@@ -446,10 +446,11 @@ class _Search:
 
     def _score(self, draft: PartialPlan) -> Scored:
         """Cached `score_partial`."""
-        if draft not in self.scores:
+        found = self.scores.get(draft)
+        if found is None:
             self.stages_scored += DRAFT_OVERHEAD + len(draft.meshes)
-            self.scores[draft] = score_partial(self.meshes, draft, self.batch)
-        return self.scores[draft]
+            found = self.scores[draft] = score_partial(self.meshes, draft, self.batch)
+        return found
 
     # What is known
 
@@ -472,6 +473,8 @@ class _Search:
             self.best[scored.draft] = scored
 
     def _tell(self) -> None:
+        if self.tell is None:
+            return
         self.told = time.monotonic()
         best = self._best_seconds()
         self.tell(
@@ -552,7 +555,7 @@ class _Search:
             meshes=meshes,
             batch=batch,
             settings=replace(settings, time_limit=QUICK_LOOK_SECONDS, thorough=False),
-            tell=lambda _: None,
+            tell=None,
             stopped=lambda: self.stopped() or bool(look.best),
         )
         return look.quick_look()

@@ -12,8 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise, product
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,9 @@ import numpy as np
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.replicas import of_kind
 from whale.planner.cost.stage import TensorGroup
-from whale.planner.search.mesh_costs import Array, Integers, MeshCosts, ReplicaCosts, added_by_sums
-from whale.planner.search.space import Division, Mesh, MeshSpace, lay_out, replicas_of
+from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
+from whale.planner.search.replica_table import ReplicaTable, total
+from whale.planner.search.space import Division, Mesh, lay_out, replicas_of
 
 __all__ = ["MOST_SAMPLED", "Array", "CostTable", "Pace"]
 
@@ -31,9 +32,6 @@ MOST_PLACED = 64
 
 MOST_SAMPLED = 64
 """Ranks of a pool in a data group for which its sums are priced; those of more differ by a few hops."""
-
-EXACT_ROWS = 4
-"""Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
 
 UNEVEN = 1.05
 """How much longer some replicas take for a stage than others, above which it gets rows of its own."""
@@ -61,36 +59,30 @@ class GradientSums(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostTable(MeshSpace):
-    """Costs of meshes, each computed once. Up to ``exact_rows`` rows times are not interpolated. Mixed replicas share
-    rows by speed, or ``by_memory``."""
+class CostTable(ReplicaTable):
+    """Costs of meshes, each computed once. Mixed replicas share rows by speed, or ``by_memory``."""
 
-    exact_rows: int = EXACT_ROWS
     by_memory: bool = False
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
-    _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
-    _stages: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict, init=False)
     _firsts: dict[Any, int] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
-    _tables: dict[Any, Array] = field(default_factory=dict, init=False)
-    _parts: dict[Any, Array] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
     _gradient_sums: dict[Mesh, GradientSums] = field(default_factory=dict, init=False)
     _paces: dict[Any, Pace] = field(default_factory=dict, init=False)
     _work: dict[Any, Pace] = field(default_factory=dict, init=False)
-    _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
-    _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    _parameters: dict[tuple[int, int], tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
     tied_sums: dict[Any, float] = field(default_factory=dict, init=False)
+    fit_divisions: dict[tuple[int, ...], list[Division]] = field(default_factory=dict, init=False)
+    any_meshes: list[tuple[tuple[int, ...], Mesh]] = field(default_factory=list, init=False)
 
     def costs(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         """Costs of a mesh, for *rows* rows of each of *micro_batches* micro-batches."""
         key = (mesh, rows, self.prices.adding(micro_batches))
-        if key not in self._costs:
-            self._costs[key] = self._worked_out(mesh, rows, micro_batches)
-        return self._costs[key]
+        found = self._costs.get(key)
+        if found is None:
+            found = self._costs[key] = self._worked_out(mesh, rows, micro_batches)
+        return found
 
     def _worked_out(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         groups, data_group = self.sample(mesh)
@@ -133,29 +125,38 @@ class CostTable(MeshSpace):
         """Forward, backward and once-per-step seconds of the parts [first, last) on a mesh, and the fraction of memory
         that its fullest replica needs. Rows of mixed replicas are by speed for the whole chain, or those of the
         stage if these do not fit or its layers suit some types better."""
-        costs = self.costs(mesh, rows, micro_batches)
-        found = costs.stage(*part, held)
-        if len(costs.slices) > 1 and (found[-1] > 1 or costs.uneven(*part) > UNEVEN):
-            key = (mesh, rows, self.prices.adding(micro_batches), part, held)
-            if key not in self._stages:
-                self._stages[key] = self._within_memory(mesh, rows, micro_batches, part, held) or found
-            found = self._stages[key]
+        return self.stage_on(self.costs(mesh, rows, micro_batches), rows, micro_batches, part, held)
+
+    def stage_on(
+        self, costs: MeshCosts, rows: int, micro_batches: int, part: tuple[int, int], held: int
+    ) -> tuple[float, float, float, float]:
+        """`stage` where the costs of the mesh are at hand."""
+        if len(costs.slices) == 1:
+            return costs.stage(*part, held)
+        key = (*part, held)
+        found = costs.fitted.get(key)
+        if found is None:
+            found = costs.stage(*part, held)
+            if found[-1] > 1 or costs.uneven(*part) > UNEVEN:
+                found = self._within_memory(costs, rows, micro_batches, part, held) or found
+            costs.fitted[key] = found
         return found
 
     def _within_memory(
-        self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
+        self, costs: MeshCosts, rows: int, micro_batches: int, part: tuple[int, int], held: int
     ) -> tuple[float, float, float, float] | None:
         """Costs like `stage`, with the fastest rows if each replica has at most as many as fit; None if not all rows
         fit."""
-        groups, _ = self.sample(mesh)
-
-        def of(group: TensorGroup, count: int) -> ReplicaCosts:
-            return self.replica_costs(group, count, micro_batches)
+        groups, _ = self.sample(costs.mesh)
+        nums = self._nums_in(part)
 
         def seconds(group: TensorGroup, count: int) -> float:
-            return sum(of(group, count).seconds(*part)) if count else 0.0
+            if not count:
+                return 0.0
+            forward, backward, *_ = self._of_kinds(group, count, micro_batches)
+            return total(nums, forward) + total(nums, backward)
 
-        most = self._most_held(mesh, rows, micro_batches, part, held)
+        most = self._most_held(costs.mesh, rows, micro_batches, part, held)
         if sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
             return None
         low, high = 0.0, max(seconds(group, limit) for limit, (group, _) in zip(most, groups, strict=True))
@@ -170,9 +171,10 @@ class CostTable(MeshSpace):
                 low = middle
             else:
                 shares, high = within, middle
-        chosen = [of(group, count) for count, (group, _) in zip(shares, groups, strict=True)]
+        chosen = [
+            self.replica_costs(group, count, micro_batches) for count, (group, _) in zip(shares, groups, strict=True)
+        ]
         ahead, back = max((one.seconds(*part) for one in chosen if one.rows), key=sum)
-        costs = self.costs(mesh, rows, micro_batches)
         once, met = costs.stage(*part, held)[2], costs.met_in(*part)
         return ahead + met[0], back + met[1], once, max(one.fullness(*part, held) for one in chosen)
 
@@ -193,11 +195,7 @@ class CostTable(MeshSpace):
     def _most_held(self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int) -> list[int]:
         """The most rows of a micro-batch with which each kind of replica of a mesh holds the parts [first, last)."""
         return [
-            bisect_left(
-                range(1, rows + 1),
-                True,
-                key=lambda count: self.replica_costs(group, count, micro_batches).fullness(*part, held) > 1,
-            )
+            bisect_left(range(1, rows + 1), True, key=self._overflows(group, micro_batches, part, held))
             for group, _ in self.sample(mesh)[0]
         ]
 
@@ -259,6 +257,21 @@ class CostTable(MeshSpace):
             self._paces[key] = Pace(of_chain, of_part, hop)
         return self._paces[key]
 
+    def likely_work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
+        """`work`, of types side by side as if each took as long for a row as for its equal share of them."""
+        groups, _ = self.sample(mesh)
+        if len(groups) == 1:
+            return self.work(mesh, rows, micro_batches)
+        slices, speed, hop, part = sum(num for _, num in groups), 0.0, 0.0, inf
+        share = -(-rows // slices)
+        for group, num in groups:
+            table = self._table(group, share, micro_batches)
+            each = table[0] + table[1]
+            speed += num * share / max(float(each @ self._num_layers), 1e-12)
+            part = min(part, float(each @ self._counts_of_commonest))
+            hop = max(hop, float(table[5, self._last_of_commonest]))
+        return Pace(rows / speed, part, hop)
+
     def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
         """Times like `paces`, without gradient reductions."""
         key = (mesh, rows, micro_batches)
@@ -286,125 +299,6 @@ class CostTable(MeshSpace):
         slowest = tables[(tables[:, 0] + tables[:, 1]).argmax(axis=0), :, np.arange(tables.shape[2])].T
         slowest[2] = tables[:, 2].max(axis=0)
         return slowest
-
-    def replica_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> ReplicaCosts:
-        """Costs of a replica with the given rows of a micro-batch."""
-        key = (group.kind, rows, self.prices.adding(micro_batches))
-        if key not in self._slices:
-            table = self._table(group, rows, micro_batches)
-            forward, backward, update, kept = table[:4] @ self._counts
-            overhead = max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
-            starts, last_layers = self._ends
-            hop = np.concatenate([[0.0], table[5][last_layers], [0.0]])
-            near = self._nears(group, rows)
-            self._slices[key] = ReplicaCosts(
-                group=group,
-                rows=rows,
-                of_kinds=table[:3],
-                forward=forward,
-                backward=backward,
-                update=update,
-                hop=hop,
-                near=hop if near is None else np.concatenate([[0.0], near[last_layers], [0.0]]),
-                fixed=self._parameters_of(group.tensor, group.expert)[2],
-                step=self._parameters_of(group.tensor, group.expert)[3],
-                kept=kept,
-                handed=self._handed(rows / group.expert),
-                working=np.maximum.reduceat(table[4][self._layers], starts),
-                room=group.memory_bytes - overhead,
-            )
-        return self._slices[key]
-
-    def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
-        """Forward, backward, update, kept, working and sending on (rows) of each kind of layer (columns), interpolated
-        between numbers of rows that are powers of two."""
-        rows = group.whole_rows(rows)
-        key = (group.kind, rows, self.prices.adding(micro_batches))
-        if key not in self._tables:
-            own = rows // group.expert
-            below = group.expert << (own.bit_length() - 1) if rows else 0
-            if own <= self.exact_rows or rows == below:
-                kinds = range(len(self.prices.profile.kinds))
-                priced = [self.prices.layer(kind, group, rows, key[-1]) for kind in kinds]
-                hops = [self._hop(kind, group, rows) for kind in kinds]
-                found = np.array(
-                    [
-                        (one.forward, one.backward, one.update, one.kept, one.working, hop)
-                        for one, hop in zip(priced, hops, strict=True)
-                    ]
-                ).T
-                found[3:5] *= self.prices.waste
-            else:
-                low, high = (self._table(group, count, micro_batches) for count in (below, 2 * below))
-                found = low + (rows - below) / below * (high - low)
-            self._tables[key] = found
-        return self._tables[key]
-
-    def too_large(self, pool: int, division: Division, rows: int) -> bool:
-        """Whether a single layer does not fit on devices of a pool with the given rows of a micro-batch."""
-        key = (pool, *division)
-        if key not in self._most_rows:
-            state, kept, kept_each, working, working_each, _ = self._amounts(*key)
-            room = self._room(pool) - state - kept - working
-            most = np.where(room < 0, -1.0, room / np.maximum(kept_each + working_each, 1e-9))
-            self._most_rows[key] = float(most.min())
-        return rows > self._most_rows[key]
-
-    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
-        """For each kind of layer (first axis) the part of them, in whole layers, that fits on a mesh at most if it is
-        the last stage, the last but one and so on (second axis). Nothing is timed for it."""
-        used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
-        share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
-        most = min(micro_batches, len(self.chain))
-        key = (used, mesh.tensor, mesh.expert, share, most)
-        if key not in self._parts:
-            division = mesh.tensor, mesh.expert
-            found = [self._parts_of(pool, division, np.array([share]), most)[0] for pool in used]
-            self._parts[key] = np.min(found, axis=0)
-        return self._parts[key]
-
-    def together_held(
-        self, pool: int, division: Division, shares: Sequence[int], stages: Sequence[int], micro_batches: int
-    ) -> Array:
-        """Like `parts_held`, summed up over some *stages* on devices of a pool: for each number of rows of a data slice
-        (first axis) and kind of layer (second axis)."""
-        parts = self._parts_of(pool, division, np.array(shares), micro_batches)
-        within = np.arange(len(self.chain)) < np.array(stages)[:, None, None]
-        found: Array = np.sum(parts, axis=2, where=within)
-        return found
-
-    def _parts_of(self, pool: int, division: Division, shares: Integers, micro_batches: int) -> Array:
-        """The part of the layers of each kind (second axis) that fits for each number of rows of a data slice (first
-        axis) with as many micro-batches in flight as in the last stage, the last but one and so on (third axis)."""
-        state, kept, kept_each, working, working_each, nums = self._amounts(pool, *division)[:, None, :, None]
-        held, share = np.minimum(np.arange(1, len(self.chain) + 1), micro_batches), shares[:, None, None]
-        room = self._room(pool) - working - share * working_each
-        fits = room / np.maximum(state + held * (kept + share * kept_each), 1.0)
-        found: Array = np.floor(np.maximum(fits, 0.0) + 1e-9) / nums
-        return found
-
-    def _room(self, pool: int) -> float:
-        type_ = self.pools[pool].type
-        return type_.memory_bytes - self.prices.overhead_bytes[type_.name]
-
-    def _amounts(self, pool: int, tensor: int, expert: int) -> Array:
-        """Bytes (rows) of each kind of layer (columns): of its states; of what it keeps, at least and for each row;
-        of what it works with, likewise; and how many such layers there are."""
-        key = (pool, tensor, expert)
-        if key not in self._needs:
-            prices, type_, found = self.prices, self.pools[pool].type, []
-            for kind, num in self.layer_counts.items():
-                one, two = (
-                    [of(kind, type_, (tensor, expert), rows / expert) for of in (prices.kept, prices.working)]
-                    for rows in (1, 2)
-                )
-                amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]
-                by_rows = [prices.waste * amount for pair in amounts for amount in pair]
-                own, frozen = prices.parameters_of(kind, tensor, expert), prices.frozen_of(kind, tensor, expert)
-                state = prices.state(sum(own), frozen).total
-                found.append((state, *by_rows, num))
-            self._needs[key] = np.array(found).T
-        return self._needs[key]
 
     def sample(self, mesh: Mesh) -> Sample:
         """A tensor group of each kind of slices with their number, and ranks as its data group has them."""
@@ -507,118 +401,3 @@ class CostTable(MeshSpace):
         message = self.prices.message_bytes(much, num_alike)
         seconds = self.prices.all_reduce(ranks, num_alike, much)
         return self.prices.over("all_reduce", ranks, num_alike, message), seconds / much * size
-
-    def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
-        """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
-        back."""
-        target = self._elsewhere(group.ranks)
-        if not target:
-            return 0.0
-        return self._sent(kind, group, target, rows)
-
-    def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> float:
-        whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
-        seconds = 0.0
-        for share in (1.0, self.prices.sent_share_of(kind, group.tensor, group.expert)):
-            size = self.prices.handed(whole, group.degree, group.degree, positions=group.positions, share=share)
-            hop = self.prices.hop(group.ranks, target, group, size, whole)
-            seconds += hop.latency + size / hop.bandwidth
-        return seconds
-
-    def _nears(self, group: TensorGroup, rows: int) -> Array | None:
-        """p2p time like `_hop` for each kind of layer, to a replica of the same node; None if there is no room for
-        one."""
-        node = self.prices.cluster.node_of(group.ranks[0])
-        other = next((rank for rank in node.ranks if rank not in group.ranks), None)
-        if other is None or 2 * group.degree > len(node.ranks):
-            return None
-        target = (other,) * len(group.ranks)
-        return np.array([self._sent(kind, group, target, rows) for kind in range(len(self.prices.profile.kinds))])
-
-    def _handed(self, rows: float) -> Array:
-        """Bytes that a stage which ends there hands on, where it holds them."""
-        found = np.zeros(len(self.chain) + 1)
-        if self.prices.runs:
-            size = self.prices.precision.element_bytes
-            of_kinds = np.array([kind.output.total(rows, size) for kind in self.prices.profile.kinds])
-            found[1:-1] = of_kinds[self._ends[1]] * self.prices.waste
-        return found
-
-    def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """A rank on another node, or if there is none another rank, as often as *ranks* has some."""
-        devices = self.prices.cluster.devices
-        home = devices[ranks[0]].node
-        others = [pool.ranks[0] for pool in self.pools] + [pool.ranks[-1] for pool in self.pools]
-        far = next((rank for rank in others if devices[rank].node != home), None)
-        near = next((rank for rank in others if rank not in ranks), None)
-        rank = near if far is None else far
-        return () if rank is None else (rank,) * len(ranks)
-
-    # Over the chain
-
-    def _parameters_of(self, tensor: int, expert: int) -> tuple[Array, Array, Array, Array]:
-        """Sums up to each part of a device's elements of parameters, dense ones and those of experts, of its bytes of
-        states, and of what its optimizer takes besides while it steps."""
-        key = (tensor, expert)
-        if key not in self._parameters:
-            prices, kinds = self.prices, range(len(self.prices.profile.kinds))
-            dense, experts = zip(*(prices.parameters_of(kind, *key) for kind in kinds), strict=True)
-            elements = list(map(sum, zip(dense, experts, strict=True)))
-            states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
-            steps = [prices.waste * prices.step_bytes(number) for number in elements]
-            found = np.array([dense, experts, states, steps]) @ self._counts
-            self._parameters[key] = found[0], found[1], found[2], found[3]
-        return self._parameters[key]
-
-    @cached_property
-    def _layers(self) -> Integers:
-        return np.array(self.prices.profile.layers)
-
-    @cached_property
-    def tied(self) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """The parts that share a parameter, with its elements, for each that several parts read."""
-        of_layer = np.repeat(np.arange(len(self.chain)), np.diff(self.chain.bounds))
-        shared = ((sorted({int(of_layer[layer]) for layer in layers}), n) for layers, n in self.prices.profile.tied)
-        return tuple((tuple(parts), elements) for parts, elements in shared if len(parts) > 1)
-
-    @cached_property
-    def _ends(self) -> tuple[Integers, Integers]:
-        """The first layer of each part, and the kinds of the layers after which a stage may end and another begin."""
-        starts = np.array(self.chain.bounds[:-1])
-        return starts, self._layers[starts[1:] - 1]
-
-    @cached_property
-    def _counts(self) -> Array:
-        """How many layers of each kind (rows) there are up to each part."""
-        found = np.zeros((len(self.prices.profile.kinds), len(self._layers) + 1))
-        found[self._layers, np.arange(1, len(self._layers) + 1)] = 1.0
-        return found.cumsum(axis=1)[:, np.array(self.chain.bounds)]
-
-    @cached_property
-    def layer_counts(self) -> dict[int, int]:
-        """How many layers there are of each kind."""
-        layers = self.prices.profile.layers
-        return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
-
-    @cached_property
-    def commonest(self) -> tuple[int, int]:
-        """A part of the chain that most others are like, and how many these are."""
-        layers = self.prices.profile.layers
-        parts = [tuple(sorted(layers[first:last])) for first, last in pairwise(self.chain.bounds)]
-        most = max(dict.fromkeys(parts), key=parts.count)
-        return parts.index(most), parts.count(most)
-
-    @cached_property
-    def _counts_of_commonest(self) -> Array:
-        part, _ = self.commonest
-        found: Array = self._counts[:, part + 1] - self._counts[:, part]
-        return found
-
-    @cached_property
-    def _last_of_commonest(self) -> int:
-        """The kind of the last layer of `commonest`."""
-        return self.prices.profile.layers[self.chain.bounds[self.commonest[0] + 1] - 1]
-
-    @cached_property
-    def _num_layers(self) -> Array:
-        return self._counts[:, -1]

@@ -1,0 +1,330 @@
+"""Costs of every range of the chain on a replica: arrays over the layers, for whatever mesh has such replicas.
+
+What a data slice costs depends on its tensor group and its rows alone. Times between the numbers of rows that are
+priced are interpolated; what accumulating gradients takes is linear in the share of micro-batches that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from whale.planner.cost.memory import message_bytes
+from whale.planner.cost.stage import TensorGroup
+from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts
+from whale.planner.search.space import Division, Mesh, MeshSpace
+
+__all__ = ["ReplicaTable", "total"]
+
+EXACT_ROWS = 4
+"""Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaTable(MeshSpace):
+    """Costs of replicas, each computed once. Up to ``exact_rows`` rows times are not interpolated."""
+
+    exact_rows: int = EXACT_ROWS
+    _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
+    _tables: dict[Any, Array] = field(default_factory=dict, init=False)
+    _parts: dict[Any, Array] = field(default_factory=dict, init=False)
+    _near_sends: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+    _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
+    _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
+    _sizes: dict[float, Array] = field(default_factory=dict, init=False)
+    _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
+    _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
+    _parameters: dict[tuple[int, int], tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
+
+    def _overflows(
+        self, group: TensorGroup, micro_batches: int, part: tuple[int, int], held: int
+    ) -> Callable[[int], bool]:
+        """Whether a replica does not hold the parts [first, last) with given rows of a micro-batch: its `fullness`,
+        without its costs of all other parts."""
+        first, last = part
+        _, _, fixed, step = self._parameters_of(group.tensor, group.expert)
+        state, stepping = float(fixed[last] - fixed[first]), float(step[last] - step[first])
+        room = self._room_of(group)
+        nums = self._nums_in(part)
+
+        def overflows(rows: int) -> bool:
+            _, _, kept, working = self._of_kinds(group, rows, micro_batches)
+            handed = self._handed(rows / group.expert)
+            way = message_bytes(handed[first], handed[last], held)
+            most = max(own for num, own in zip(nums, working, strict=True) if num)
+            return bool(state + held * total(nums, kept) + way + most > room)
+
+        if state + stepping > room:
+            return lambda _: True
+        return overflows
+
+    def _nums_in(self, part: tuple[int, int]) -> list[float]:
+        """How many layers of each kind the parts [first, last) have."""
+        if part not in self._nums:
+            first, last = part
+            self._nums[part] = (self._counts[:, last] - self._counts[:, first]).tolist()
+        return self._nums[part]
+
+    def _of_kinds(self, group: TensorGroup, rows: int, micro_batches: int) -> list[list[float]]:
+        """Forward, backward, kept and working of each kind of layer, as lists: `_table`."""
+        key = (group.kind, rows, self.prices.adding(micro_batches))
+        found = self._lists.get(key)
+        if found is None:
+            found = self._lists[key] = self._table(group, rows, micro_batches)[[0, 1, 3, 4]].tolist()
+        return found
+
+    def replica_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> ReplicaCosts:
+        """Costs of a replica with the given rows of a micro-batch."""
+        key = (group.kind, rows, self.prices.adding(micro_batches))
+        if key not in self._slices:
+            table = self._table(group, rows, micro_batches)
+            forward, backward, update, kept = table[:4] @ self._counts
+            starts, last_layers = self._ends
+            hop = np.concatenate([[0.0], table[5][last_layers], [0.0]])
+            near = self._nears(group, rows)
+            self._slices[key] = ReplicaCosts(
+                group=group,
+                rows=rows,
+                of_kinds=table[:3],
+                forward=forward,
+                backward=backward,
+                update=update,
+                hop=hop,
+                near=hop if near is None else np.concatenate([[0.0], near[last_layers], [0.0]]),
+                fixed=self._parameters_of(group.tensor, group.expert)[2],
+                step=self._parameters_of(group.tensor, group.expert)[3],
+                kept=kept,
+                handed=self._handed(rows / group.expert),
+                working=np.maximum.reduceat(table[4][self._layers], starts),
+                room=self._room_of(group),
+            )
+        return self._slices[key]
+
+    def _room_of(self, group: TensorGroup) -> float:
+        """Capacity of its smallest device, without what the framework takes."""
+        return group.memory_bytes - max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
+
+    def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
+        """Forward, backward, update, kept, working, sending on and what a later micro-batch's backward takes more
+        (rows) of each kind of layer (columns), interpolated between numbers of rows that are powers of two."""
+        rows, adding = group.whole_rows(rows), self.prices.adding(micro_batches)
+        key = (group.kind, rows, adding)
+        found = self._tables.get(key)
+        if found is None:
+            own = rows // group.expert
+            below = group.expert << (own.bit_length() - 1) if rows else 0
+            if adding > 1 and self.prices.runs:  # linear in the share of micro-batches that add to gradients
+                found = self._table(group, rows, 1).copy()
+                found[1] += (1 - 1 / adding) * found[6]
+            elif own <= self.exact_rows or rows == below:
+                found = self._priced(group, rows, adding)
+            else:
+                low, high = (self._table(group, count, micro_batches) for count in (below, 2 * below))
+                found = low + (rows - below) / below * (high - low)
+            self._tables[key] = found
+        return found
+
+    def _priced(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
+        """`_table` of a number of rows that is priced."""
+        kinds = range(len(self.prices.profile.kinds))
+        found = []
+        for kind in kinds:
+            one, hop = self.prices.layer(kind, group, rows, micro_batches), self._hop(kind, group, rows)
+            found.append((one.forward, one.backward, one.update, one.kept, one.working, hop, one.accumulation))
+        columns = np.array(found).T
+        columns[3:5] *= self.prices.waste
+        return columns
+
+    def too_large(self, pool: int, division: Division, rows: int) -> bool:
+        """Whether a single layer does not fit on devices of a pool with the given rows of a micro-batch."""
+        key = (pool, *division)
+        if key not in self._most_rows:
+            state, kept, kept_each, working, working_each, _ = self._amounts(*key)
+            room = self._room(pool) - state - kept - working
+            most = np.where(room < 0, -1.0, room / np.maximum(kept_each + working_each, 1e-9))
+            self._most_rows[key] = float(most.min())
+        return rows > self._most_rows[key]
+
+    def parts_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
+        """For each kind of layer (first axis) the part of them, in whole layers, that fits on a mesh at most if it is
+        the last stage, the last but one and so on (second axis). Nothing is timed for it."""
+        used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
+        share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
+        most = min(micro_batches, len(self.chain))
+        key = (used, mesh.tensor, mesh.expert, share, most)
+        if key not in self._parts:
+            division = mesh.tensor, mesh.expert
+            found = [self._parts_of(pool, division, np.array([share]), most)[0] for pool in used]
+            self._parts[key] = np.min(found, axis=0)
+        return self._parts[key]
+
+    def together_held(
+        self, pool: int, division: Division, shares: Sequence[int], stages: Sequence[int], micro_batches: int
+    ) -> Array:
+        """Like `parts_held`, summed up over some *stages* on devices of a pool: for each number of rows of a data slice
+        (first axis) and kind of layer (second axis)."""
+        parts = self._parts_of(pool, division, np.array(shares), micro_batches)
+        within = np.arange(len(self.chain)) < np.array(stages)[:, None, None]
+        found: Array = np.sum(parts, axis=2, where=within)
+        return found
+
+    def _parts_of(self, pool: int, division: Division, shares: Integers, micro_batches: int) -> Array:
+        """The part of the layers of each kind (second axis) that fits for each number of rows of a data slice (first
+        axis) with as many micro-batches in flight as in the last stage, the last but one and so on (third axis)."""
+        state, kept, kept_each, working, working_each, nums = self._amounts(pool, *division)[:, None, :, None]
+        held, share = np.minimum(np.arange(1, len(self.chain) + 1), micro_batches), shares[:, None, None]
+        room = self._room(pool) - working - share * working_each
+        fits = room / np.maximum(state + held * (kept + share * kept_each), 1.0)
+        found: Array = np.floor(np.maximum(fits, 0.0) + 1e-9) / nums
+        return found
+
+    def _room(self, pool: int) -> float:
+        type_ = self.pools[pool].type
+        return type_.memory_bytes - self.prices.overhead_bytes[type_.name]
+
+    def _amounts(self, pool: int, tensor: int, expert: int) -> Array:
+        """Bytes (rows) of each kind of layer (columns): of its states; of what it keeps, at least and for each row;
+        of what it works with, likewise; and how many such layers there are."""
+        key = (pool, tensor, expert)
+        if key not in self._needs:
+            prices, type_, found = self.prices, self.pools[pool].type, []
+            for kind, num in self.layer_counts.items():
+                one, two = (
+                    [of(kind, type_, (tensor, expert), rows / expert) for of in (prices.kept, prices.working)]
+                    for rows in (1, 2)
+                )
+                amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]
+                by_rows = [prices.waste * amount for pair in amounts for amount in pair]
+                own, frozen = prices.parameters_of(kind, tensor, expert), prices.frozen_of(kind, tensor, expert)
+                state = prices.state(sum(own), frozen).total
+                found.append((state, *by_rows, num))
+            self._needs[key] = np.array(found).T
+        return self._needs[key]
+
+    def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
+        """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
+        back."""
+        target = self._elsewhere(group.ranks)
+        if not target:
+            return 0.0
+        return self._sent(kind, group, target, rows)
+
+    def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> float:
+        whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
+        seconds = 0.0
+        needed = self.prices.sent_share_of(kind, group.tensor, group.expert)
+        for share in dict.fromkeys((1.0, needed)):
+            size = self.prices.handed(whole, group.degree, group.degree, positions=group.positions, share=share)
+            hop = self.prices.hop(group.ranks, target, group, size, whole)
+            seconds += hop.latency + size / hop.bandwidth
+        return 2 * seconds if needed == 1 else seconds
+
+    def _nears(self, group: TensorGroup, rows: int) -> Array | None:
+        """p2p time like `_hop` for each kind of layer, to a replica of the same node; None if there is no room for
+        one."""
+        node = self.prices.cluster.node_of(group.ranks[0])
+        other = next((rank for rank in node.ranks if rank not in group.ranks), None)
+        if other is None or 2 * group.degree > len(node.ranks):
+            return None
+        key = (group.kind, rows)
+        if key not in self._near_sends:
+            target, kinds = (other,) * len(group.ranks), range(len(self.prices.profile.kinds))
+            self._near_sends[key] = np.array([self._sent(kind, group, target, rows) for kind in kinds])
+        return self._near_sends[key]
+
+    def _handed(self, rows: float) -> Array:
+        """Bytes that a stage which ends there hands on, where it holds them."""
+        if rows not in self._sizes:
+            found = self._sizes[rows] = np.zeros(len(self.chain) + 1)
+            if self.prices.runs:
+                size = self.prices.precision.element_bytes
+                of_kinds = np.array([kind.output.total(rows, size) for kind in self.prices.profile.kinds])
+                found[1:-1] = of_kinds[self._ends[1]] * self.prices.waste
+        return self._sizes[rows]
+
+    def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """A rank on another node, or if there is none another rank, as often as *ranks* has some."""
+        devices = self.prices.cluster.devices
+        home = devices[ranks[0]].node
+        others = [pool.ranks[0] for pool in self.pools] + [pool.ranks[-1] for pool in self.pools]
+        far = next((rank for rank in others if devices[rank].node != home), None)
+        near = next((rank for rank in others if rank not in ranks), None)
+        rank = near if far is None else far
+        return () if rank is None else (rank,) * len(ranks)
+
+    def _parameters_of(self, tensor: int, expert: int) -> tuple[Array, Array, Array, Array]:
+        """Sums up to each part of a device's elements of parameters, dense ones and those of experts, of its bytes of
+        states, and of what its optimizer takes besides while it steps."""
+        key = (tensor, expert)
+        if key not in self._parameters:
+            prices, kinds = self.prices, range(len(self.prices.profile.kinds))
+            dense, experts = zip(*(prices.parameters_of(kind, *key) for kind in kinds), strict=True)
+            elements = list(map(sum, zip(dense, experts, strict=True)))
+            states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
+            steps = [prices.waste * prices.step_bytes(number) for number in elements]
+            found = np.array([dense, experts, states, steps]) @ self._counts
+            self._parameters[key] = found[0], found[1], found[2], found[3]
+        return self._parameters[key]
+
+    @cached_property
+    def _layers(self) -> Integers:
+        return np.array(self.prices.profile.layers)
+
+    @cached_property
+    def tied(self) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """The parts that share a parameter, with its elements, for each that several parts read."""
+        of_layer = np.repeat(np.arange(len(self.chain)), np.diff(self.chain.bounds))
+        shared = ((sorted({int(of_layer[layer]) for layer in layers}), n) for layers, n in self.prices.profile.tied)
+        return tuple((tuple(parts), elements) for parts, elements in shared if len(parts) > 1)
+
+    @cached_property
+    def _ends(self) -> tuple[Integers, Integers]:
+        """The first layer of each part, and the kinds of the layers after which a stage may end and another begin."""
+        starts = np.array(self.chain.bounds[:-1])
+        return starts, self._layers[starts[1:] - 1]
+
+    @cached_property
+    def _counts(self) -> Array:
+        """How many layers of each kind (rows) there are up to each part."""
+        found = np.zeros((len(self.prices.profile.kinds), len(self._layers) + 1))
+        found[self._layers, np.arange(1, len(self._layers) + 1)] = 1.0
+        return found.cumsum(axis=1)[:, np.array(self.chain.bounds)]
+
+    @cached_property
+    def layer_counts(self) -> dict[int, int]:
+        """How many layers there are of each kind."""
+        layers = self.prices.profile.layers
+        return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
+
+    @cached_property
+    def commonest(self) -> tuple[int, int]:
+        """A part of the chain that most others are like, and how many these are."""
+        layers = self.prices.profile.layers
+        parts = [tuple(sorted(layers[first:last])) for first, last in pairwise(self.chain.bounds)]
+        most = max(dict.fromkeys(parts), key=parts.count)
+        return parts.index(most), parts.count(most)
+
+    @cached_property
+    def _counts_of_commonest(self) -> Array:
+        part, _ = self.commonest
+        found: Array = self._counts[:, part + 1] - self._counts[:, part]
+        return found
+
+    @cached_property
+    def _last_of_commonest(self) -> int:
+        """The kind of the last layer of `commonest`."""
+        return self.prices.profile.layers[self.chain.bounds[self.commonest[0] + 1] - 1]
+
+    @cached_property
+    def _num_layers(self) -> Array:
+        return self._counts[:, -1]
+
+
+def total(nums: Sequence[float], each: Sequence[float]) -> float:
+    """A sum of products."""
+    return sum(num * own for num, own in zip(nums, each, strict=True))

@@ -1,0 +1,91 @@
+"""The shortcuts of the search's tables and moves say the same as what they spare."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from tests.chains import card, chain, layer, machines
+from whale.ir.cluster import Link
+from whale.ir.profile import ModelProfile
+from whale.planner.cost.stage import CostModel
+from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
+from whale.planner.search.refine import refined
+from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.table import CostTable
+
+FAST, SLOW = card("fast", gib=1.0), card("slow", gib=0.5)
+BATCH = 32
+
+
+def profile() -> ModelProfile:
+    kinds = [
+        layer({FAST.name: seconds, SLOW.name: 2 * seconds}, parameters=2e6, kept=kept, name=str(seconds))
+        for seconds, kept in ((0.01, 4e6), (0.03, 1e6))
+    ]
+    return chain(kinds, (0, 1, 0, 0, 1, 0, 0, 0))
+
+
+def table() -> CostTable:
+    given, cluster = profile(), machines([FAST] * 4 + [SLOW] * 4, Link(bandwidth=1e9, latency=1e-5))
+    prices = CostModel.of(given, cluster, batch=BATCH)
+    return CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(given.paths, len(given.layers), None))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 16])
+def test_backwards_that_accumulate_cost_what_they_are_priced_at(micro_batches: int) -> None:
+    meshes = table()
+    for mesh in (Mesh((2, 0), 1), Mesh((0, 4), 1)):
+        costs = meshes.costs(mesh, 8, micro_batches)
+        own = costs.slices[0]
+        kinds = [meshes.prices.layer(kind, own.group, own.rows, micro_batches) for kind in meshes.prices.profile.layers]
+        assert costs.backward[-1] == pytest.approx(sum(one.backward for one in kinds), rel=1e-12)
+        assert costs.forward[-1] == pytest.approx(sum(one.forward for one in kinds), rel=1e-12)
+
+
+def test_rows_that_a_replica_holds_are_those_of_its_fullness() -> None:
+    meshes = table()
+    seen = set()
+    for mesh, part, held in product((Mesh((2, 2), 1), Mesh((1, 3), 1)), ((0, 8), (0, 3), (4, 8)), (1, 3, 8)):
+        for group, _ in meshes.sample(mesh)[0]:
+            full = meshes._overflows(group, 4, part, held)
+            for rows in range(1, 40):
+                wanted = meshes.replica_costs(group, rows, 4).fullness(*part, held) > 1
+                assert full(rows) == wanted
+                seen.add(wanted)
+    assert seen == {True, False}
+
+
+def test_reach_is_the_first_part_that_fits() -> None:
+    own = table().costs(Mesh((0, 2), 1), 32, 4).slices[0]
+    for held in (1, 2, 5, 9):
+        reach = own.reach(held)
+        for end in range(1, len(reach)):
+            fits = [first for first in range(end) if own.fullness(first, end, held) <= 1]
+            assert reach[end] == (min(fits) if fits else reach[end])
+            assert fits or reach[end] >= end
+    assert np.any(own.reach(9) > own.reach(1))
+
+
+def test_a_descent_finds_the_mesh_that_is_best_if_stages_are_equal() -> None:
+    """From a pipeline that leaves half of the devices idle, to one that does not."""
+    meshes = table()
+    sequence = (Mesh((2, 0), 1), Mesh((0, 2), 1))
+    starts = likely_cuts(meshes, sequence, BATCH, 8, "1f1b")[0]
+    begin = score_partial(meshes, PartialPlan(meshes=sequence, starts=starts, micro_batches=8, schedule="1f1b"), BATCH)
+    end = refined(
+        meshes,
+        begin,
+        BATCH,
+        micro_batches=[4, 8, 16],
+        max_stages=8,
+        score=lambda draft: score_partial(meshes, draft, BATCH),
+        tried=lambda _: None,
+        kept=lambda _: None,
+        stop=lambda: False,
+        left=set(),
+    )
+    assert sum(sum(mesh.counts) for mesh in end.draft.meshes) == 8
+    assert end.seconds < 0.6 * begin.timed.seconds
