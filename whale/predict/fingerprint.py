@@ -194,6 +194,8 @@ class _Numbers:
             return kind, self.number("parameter", what)
         if kind == "buffer" or (kind == "constant" and isinstance(what, str)):
             return kind, self.number("given", (kind, what)), given.get(what)
+        if kind in ("rows", "columns"):  # how many there are
+            return kind, tuple(sum(stop - start for start, stop in dim) for dim in what[0])
         return kind, what
 
     def _token(self, x: Any, places: Mapping[fx.Node, int]) -> Hashable:
