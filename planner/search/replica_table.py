@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -248,14 +249,20 @@ class ReplicaTable(MeshSpace):
         return self._sizes[rows]
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """A rank on another node, or if there is none another rank, as often as *ranks* has some."""
+        """A rank on another node, that with the fastest network, or if there is none another rank, as often as *ranks*
+        has some: messages to it are limited by the network of *ranks* alone."""
         devices = self.prices.cluster.devices
         home = devices[ranks[0]].node
         others = [pool.ranks[0] for pool in self.pools] + [pool.ranks[-1] for pool in self.pools]
-        far = next((rank for rank in others if devices[rank].node != home), None)
+        far = max((rank for rank in others if devices[rank].node != home), key=self._network, default=None)
         near = next((rank for rank in others if rank not in ranks), None)
         rank = near if far is None else far
         return () if rank is None else (rank,) * len(ranks)
+
+    def _network(self, rank: int) -> float:
+        """Bandwidth of a rank to other nodes."""
+        link = self.prices.cluster.node_of(rank).inter
+        return inf if link is None else link.bandwidth
 
     def _parameters_of(self, tensor: int, expert: int) -> tuple[Array, Array, Array, Array]:
         """Sums up to each part of a device's elements of parameters, dense ones and those of experts, of its bytes of

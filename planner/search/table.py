@@ -202,16 +202,16 @@ class CostTable(ReplicaTable):
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
         back, for each end of the stage. Slices have their rows in order; what those of a kind send to those of another
-        all goes through the one link of whichever slice has most of it."""
+        all goes through the one link of the busiest slice of each, the slower of the two."""
         key = (source, target, rows, self.prices.adding(micro_batches), near)
         if key not in self._hops:
             spans = [self._spans(mesh, rows, micro_batches) for mesh in (source, target)]
             found = np.zeros(len(self.chain) + 1)
             for (one, first, last), (other, start, end) in product(*spans):
-                busier, common = max(one, other, key=lambda own: own.rows), min(last, end) - max(first, start)
-                if common > 1e-9:
-                    seconds = busier.near if near else busier.hop
-                    found = np.maximum(found, seconds * min(1.0, common / max(1, busier.rows)))
+                common = min(last, end) - max(first, start)
+                for own in (one, other) if common > 1e-9 else ():
+                    seconds = own.near if near else own.hop
+                    found = np.maximum(found, seconds * min(1.0, common / max(1, own.rows)))
             self._hops[key] = found.tolist()
         return self._hops[key]
 

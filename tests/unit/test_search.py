@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,21 @@ def test_devices_behind_a_slow_network_do_not_make_a_plan_slower(others: tuple[t
     (less, idle) = (  # without what all ranks do together at the end of a step, with or without a stage
         one.best.prediction.step_seconds - one.best.workload.overhead for one in (alone, more)
     )
+    assert idle <= less * 1.001
+
+
+def test_a_node_with_a_slow_network_does_not_slow_down_messages_between_others() -> None:
+    links = {"intra": Link(bandwidth=1e10, latency=1e-6), "inter": Link(bandwidth=1e9, latency=1e-5)}
+    alike = Cluster.of([("a", FAST), ("b", FAST), ("c", FAST)], **links)
+    whole = Cluster.of([("a", FAST), ("b", FAST), ("c", FAST), ("d", SLOW)], **links)
+    nodes = (*whole.nodes[:-1], replace(whole.nodes[-1], inter=Link(bandwidth=1e7, latency=1e-5)))
+    large = layer({FAST.name: 0.01, SLOW.name: 0.02}, output=MIB, parameters=4e8)
+    alone, more = (
+        search(chain([large], (0,) * 6), cluster, batch=8, settings=SearchSettings(time_limit=300.0))
+        for cluster in (alike, replace(whole, nodes=nodes))
+    )
+    assert len(alone.best.stages) == 3
+    (less, idle) = (one.best.prediction.step_seconds - one.best.workload.overhead for one in (alone, more))
     assert idle <= less * 1.001
 
 
