@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
@@ -300,6 +301,25 @@ def clip_one_of_two(world: World, kind: str) -> tuple[list[tuple[float, float]],
     together = refusal(lambda: torch.nn.utils.clip_grad_norm_([p for model in models for p in model.parameters()], 1.0))
     apart = refusal(lambda: torch.nn.utils.clip_grad_norm_(others, 1.0)) if kind == "stages" else ""
     return norms, [together, apart]
+
+
+def clip_nothing_after_a_pipeline(world: World) -> float:
+    """Clip an empty list when a pipeline is gone that one rank has not collected yet."""
+    holder: list[Any] = [parallel("stages")]
+    gc.collect()
+    gc.disable()
+    try:
+        holder.append(holder)
+        del holder
+        if world.rank == 1:
+            gc.collect()
+        return torch.nn.utils.clip_grad_norm_([], 1.0).item()
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_clipped_after_a_pipeline_that_one_rank_has_not_collected(ranks: Two) -> None:
+    assert ranks.run(clip_nothing_after_a_pipeline) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

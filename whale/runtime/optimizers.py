@@ -10,6 +10,7 @@ ranks. Knows engines and optimizers; no modules.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
@@ -307,6 +308,8 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not given:
+            gc.collect()  # a pipeline that is gone must be so on all ranks: those of one that is not meet here
         asked = {id(tensor) for tensor in given}
         names: dict[Engine, Sequence[str]] = {}
         for one in [engine for engine in _engines if not engine.holds_all]:
