@@ -341,13 +341,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _have_data(values: Iterable[Any]) -> bool:
     """Whether any of an operator's arguments, or of those in its lists, is a tensor with data."""
-    for x in values:
-        if isinstance(x, Tensor):
-            if not x.is_meta:
-                return True
-        elif isinstance(x, list | tuple) and _have_data(x):
-            return True
-    return False
+    return any(not x.is_meta for x in tensors_in(values))
 
 
 def _blank(x: Any) -> Any:

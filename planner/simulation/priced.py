@@ -277,7 +277,7 @@ class _Pricing:
                 case Copy():
                     tasks[-1].copies += (instruction[:3],)
                 case Reduce():
-                    buckets.append(self._bucket(rank, instruction.bucket, tasks))
+                    buckets.append(self._bucket(rank, instruction, tasks))
                 case SumLoss():
                     pass  # a number over all ranks, beside the sums of gradients
                 case Free():
@@ -313,12 +313,13 @@ class _Pricing:
             raise ScheduleError(f"rank {rank}: {receive}, but that rank's next send to it is another, or there is none")
         return queue.popleft()
 
-    def _bucket(self, rank: int, index: int, tasks: Sequence[PricedTask]) -> Bucket:
+    def _bucket(self, rank: int, reduce: Reduce, tasks: Sequence[PricedTask]) -> Bucket:
+        index = reduce.bucket
         if index >= len(self.buckets):
             raise UsageError(f"rank {rank} reduces bucket {index}, but the workload has {len(self.buckets)} reductions")
         bucket = self.buckets[index]
         bucket.ranks.append(rank)
-        if len(bucket.stages) > 1 and tasks:  # it starts where the program says so, and not early
+        if not reduce.early and tasks:
             tasks[-1].milestones = (*tasks[-1].milestones, (1.0, bucket))
             return bucket
         for task in reversed(tasks):

@@ -1,4 +1,4 @@
-"""Per-step sums over all ranks: the loss, overlapped with the last backward, and a check that batches are equal.
+"""Per-step sums over all ranks: the loss, beside the last sums of gradients, and a check that batches are equal.
 
 Knows ranks and numbers; no stages and no schedules.
 """

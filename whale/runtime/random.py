@@ -226,9 +226,8 @@ class SeededAttention(SeededCall):
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
         if is_causal:
-            scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(
-                1
-            )
+            hidden = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device)
+            scores = scores + hidden.triu(1)
         elif attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, -torch.inf)
         elif attn_mask is not None:
