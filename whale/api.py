@@ -194,7 +194,7 @@ def parallelize(
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
     if launch.size <= CHECKED_RANKS:
-        calls = compilation.check(launch.rank, clock_of(clock, launch.size, compilation))
+        calls = compilation.check(launch.rank, clock_of(clock, launch.size, options))
     world = world or initialize(timeout_seconds, device_type=device)
     warn_of(world, compilation)
     texts = {

@@ -60,9 +60,11 @@ def warn_of(world: World, compilation: Compilation) -> None:
         world.warn(text)
 
 
-def clock_of(clock: RNGPosition, size: int, compilation: Compilation) -> RNGPosition | None:
-    """Random operators are seeded by position; with a single rank, they draw as the local model does."""
-    return clock if size > 1 or len(compilation.rows) > 1 else None
+def clock_of(clock: RNGPosition, size: int, options: Options) -> RNGPosition | None:
+    """Random operators are seeded by position; a single rank with a single micro-batch draws as the local model does.
+    The number that was asked for decides, so that small batches draw as others.
+    """
+    return clock if size > 1 or options.micro_batches > 1 else None
 
 
 CHECKED_RANKS = 1024
@@ -258,7 +260,7 @@ class Builder:
             self._make_groups(compilation)
         warn_of(self.world, compilation)
         if self.world.size <= CHECKED_RANKS:
-            clock = clock_of(self.clock, self.world.size, compilation)
+            clock = clock_of(self.clock, self.world.size, self.options)
             compilation.check(self.world.rank, clock)
         data = self._rank_step(compilation)
         if kind is not None:
@@ -292,7 +294,7 @@ class Builder:
         )
 
     def _rank_step(self, compilation: Compilation) -> RankStep:
-        seeded = clock_of(self.clock, self.world.size, compilation)
+        seeded = clock_of(self.clock, self.world.size, self.options)
         return rank_step(compilation, self.world.rank, compilation.program(self.world.rank), seeded)
 
     def _assemble(self, step: RankStep, tensors: Mapping[str, Tensor]) -> CompiledStep:

@@ -311,6 +311,23 @@ def _randint_like(graph: fx.Graph, node: fx.Node) -> None:
         node.args = (emit(graph, node, aten.detach.default, shaped), *node.args[1:])
 
 
+def _new(graph: fx.Graph, node: fx.Node) -> None:
+    """Name the dtype and the device that a tensor gives to a new one, which then does not depend on it."""
+    val, bound = node.meta["val"], _bound(node)
+    filled = (bound["fill_value"],) if "fill_value" in bound else ()
+    with graph.inserting_before(node):
+        made = emit(graph, node, _NEW[node.target], bound["size"], *filled, dtype=val.dtype, device=val.device)
+    _replace(graph, node, made)
+
+
+_NEW: dict[Any, Any] = {
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
 def _cat(graph: fx.Graph, node: fx.Node) -> None:
     """Remove concatenations with empty tensors (an empty key-value cache)."""
     node.target = aten.cat.default
@@ -572,7 +589,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.adaptive_avg_pool1d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
     aten.adaptive_avg_pool3d.default: _adaptive_mean,
-} | {
+} | dict.fromkeys(_NEW, _new) | {
     getattr(aten, name).default: _elementwise_loss
     for name in (
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",

@@ -164,12 +164,28 @@ class SeededDropout(nn.Module):
 def _dropped(x: Tensor, probability: float, seed: int, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """The tensor after dropout, and the mask."""
     keep = 1.0 - probability
-    if type(rows) is Tensor and not x.is_meta:
-        mask = keep_mask(seed, keep, rows, columns).view(x.shape)
-    else:  # without data
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    mask = _mask_like(x, keep, seed, rows, columns)
     y = x * mask  # saves the mask for the backward, a byte per element; the scale saves nothing
     return y.mul_(1 / keep) if keep > 0 else y, mask
+
+
+def _mask_like(x: Tensor, keep: float, seed: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """A mask in the shape of a tensor, or without data where that has none."""
+    if type(rows) is not Tensor or x.is_meta:
+        return torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    return keep_mask(seed, keep, rows, columns).view(x.shape)
+
+
+class SeededBernoulli(nn.Module):
+    """Ones with one probability, else zeros, which depend on positions in the whole tensor."""
+
+    def __init__(self, probability: float, key: int, clock: RNGPosition) -> None:
+        super().__init__()
+        self.probability, self.key, self.clock = probability, key, clock
+
+    def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Draw in the shape and dtype of a tensor."""
+        return _mask_like(x, self.probability, self.clock.of_step(self.key), rows, columns).to(x.dtype)
 
 
 class SeededCall(nn.Module):
