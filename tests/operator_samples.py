@@ -230,7 +230,7 @@ def _shape() -> Iterator[Sample]:
     yield S(aten.randn.default, [4, 6], random=True)
     yield S(aten.randint.low, 0, 9, [4, 6], random=True)
     for target in (aten.new_zeros.default, aten.new_ones.default):
-        yield S(target, x(3, 5), [4, 6], offers=("R*->S(0)",))
+        yield S(target, x(3, 5), [4, 6], offers=("->S(0)", "->S(1)"))
     yield S(aten.new_full.default, data(3), [4], 2.0)
     yield S(aten.new_empty.default, data(3), [4], random=True)
     for target in (aten.zeros_like.default, aten.ones_like.default):

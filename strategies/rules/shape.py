@@ -183,10 +183,7 @@ def _overwrite(op: Op) -> Rule:
     return Rule(axes=axes, linear=[frozenset({0, 1})])
 
 
-@register(
-    "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.rand", "aten.randn", "aten.randint", "aten.new_zeros",
-    "aten.new_ones", "aten.new_full", "aten.new_empty",
-)  # fmt: skip
+@register("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.rand", "aten.randn", "aten.randint")
 def _create(op: Op) -> Rule:
     return Rule(axes=[OpAxis({}, {0: dim}) for dim in range(len(op.outputs[0]))], local=_output_size("size"))
 
