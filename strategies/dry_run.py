@@ -29,8 +29,9 @@ from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
 from whale.runtime.collectives import DryGroup
+from whale.runtime.local_program import LocalProgram, bound
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalProgram, LocalStage, bound
+from whale.runtime.stage import LocalStage
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage
 

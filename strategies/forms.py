@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale.runtime.collectives import CollectiveModule, all_reduce
+from whale.runtime.collectives import CollectiveModule, Exchange, all_reduce
+from whale.runtime.recording import call, is_recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +52,25 @@ class AxisSum(CollectiveModule):
 
     def add(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        return all_reduce(x, self.group)
+        return self._reduced(x, dist.ReduceOp.SUM)
 
     def largest(self, x: Tensor) -> Tensor:
         """Maximum over the ranks, in place."""
-        return all_reduce(x, self.group, dist.ReduceOp.MAX)
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def _reduced(self, x: Tensor, reduction: dist.ReduceOp.RedOpType) -> Tensor:
+        if is_recording() and len(self.ranks) > 1:
+            return call(Exchange("all_reduce", self.ranks, self.index, reuse=True, reduction=reduction), x)
+        return all_reduce(x, self.group, reduction)
 
     def every(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, stacked. For small tensors: sent as a sum with zeros, which needs no other
         collective."""
-        if self.group is None:
+        if len(self.ranks) == 1:
             return x.unsqueeze(0)
         slots = x.new_zeros((len(self.ranks), *x.shape))
         slots[self.index] = x
-        return all_reduce(slots, self.group)
+        return self.add(slots)
 
     def extra_repr(self) -> str:
         """The ranks."""

@@ -7,18 +7,19 @@ knows no prices.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from whale.runtime.experts import product_of_groups
-from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
+from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
 
-__all__ = ["FUSED", "Listener", "Traffic", "accelerated"]
+__all__ = ["FUSED", "Listener", "Traffic", "accelerated", "fused"]
 
 aten = torch.ops.aten
 
@@ -216,6 +217,32 @@ def accelerated(program: LocalProgram) -> LocalProgram:
     """The program with fused kernels on any device; it saves what it would save on an accelerator."""
     graph = program.micro_batch
     return replace(program, micro_batch=LocalGraph(_Accelerated(graph.code), graph.sources))  # type: ignore[arg-type]
+
+
+def fused(program: LocalProgram) -> LocalProgram:
+    """The same with modules in place of operators, so that its derivative can be made."""
+    code = program.micro_batch.code
+    graph, root = fx.Graph(), copy.copy(code.root)
+    root._modules = dict(code.root._modules)
+    graph.output(graph.graph_copy(code.graph, {}))
+    for number, node in enumerate(graph.nodes):
+        if node.op == "call_function" and node.target in FUSED:
+            name = f"fused_{number}"
+            root.add_module(name, _Fused(FUSED[node.target]))
+            node.op, node.target = "call_module", name
+    return replace(program, micro_batch=LocalGraph(LocalCode(root, graph), program.micro_batch.sources))
+
+
+class _Fused(nn.Module):
+    """A fused kernel without a listener."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self.kernel(_Nobody(), *args, **kwargs)
 
 
 class _Accelerated:

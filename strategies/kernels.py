@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
 from whale.runtime.collectives import Bridge
-from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
+from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
 from whale.strategies.dry_run import WithoutData, forward_without_data, noting_calls, tensors_in
 from whale.strategies.fused import FUSED, Traffic
 from whale.strategies.lowering import PlacedStage

@@ -27,7 +27,7 @@ from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
-from whale.runtime.stage import LocalProgram
+from whale.runtime.local_program import LocalProgram
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.layout import Layout, Placements

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from whale.graph.values import Value
 from whale.runtime.collectives import Bridge
 from whale.runtime.experts import group, grouped_product, product_of_groups
-from whale.runtime.stage import LocalCode, LocalGraph, Source
+from whale.runtime.local_program import LocalCode, LocalGraph, Source
 from whale.strategies.layout import Placements
 from whale.strategies.rules.registry import Op, arguments_of
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from whale.graph.capture import Batch, batch_leaves
 from whale.graph.values import needs_grad, value_tensor
 from whale.runtime.collectives import DryGroup
+from whale.runtime.local_program import LocalProgram, bound
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalProgram, LocalStage, bound
+from whale.runtime.stage import LocalStage
 from whale.strategies.layers import LayeredModel
 from whale.strategies.lowering import PlacedStage
 

@@ -26,8 +26,9 @@ from whale.graph.capture import Captured
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
+from whale.runtime.local_program import LocalProgram, bound
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalProgram, bound, element_numbers, part
+from whale.runtime.stage import element_numbers, part
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.layout import Layout, LayoutAxis, Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower

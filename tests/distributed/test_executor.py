@@ -15,6 +15,7 @@ from tests.rows import Shares, chain_of, rows_edge
 from whale.ir.check import check_programs
 from whale.ir.program import Edge, Reduce, ReduceSpec, StageSpec, project, project_rank
 from whale.planner.schedules.orders import schedule_order
+from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World, groups
 from whale.runtime.reduce import Bucket, Reducer
@@ -142,7 +143,7 @@ def make_executor(
         rank=world.rank,
         program=program,
         edges=edges,
-        stages={stage: RowStage(stage, layers, shares, world.rank) for stage in sorted(mine)},
+        stages={stage: ByAutograd(RowStage(stage, layers, shares, world.rank)) for stage in sorted(mine)},
         reducer=Reducer(in_order, world.failures),
         failures=world.failures,
         credit=credit,
@@ -158,8 +159,6 @@ def train(
     evaluated = executor.run(train=False)
     assert not named_gradients(layers)
     losses = [executor.run(train=True) for _ in range(steps)]
-    assert executor.reducer is not None
-    executor.reducer.close()
     return losses, named_gradients(layers), evaluated
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from tests.distributed.harness import Outcome, Ranks
 from tests.distributed.test_executor import RowStage, make_executor
 from tests.rows import Shares
+from whale.runtime.by_autograd import ByAutograd
+from whale.runtime.executor import Executor
 from whale.runtime.launch import World, groups
 from whale.runtime.reduce import Reducer
 
@@ -27,8 +29,7 @@ def fail_in_forward(world: World, rank: int, name: str, stay: bool) -> None:
     """Raise in a forward of one rank's stage; with ``stay`` its process lives on, as in a notebook."""
     executor, _ = make_executor(world, CHAIN, name, tied=False, skip=False, credit=None)
     executor.run(train=True)
-    for stage in executor.stages.values():
-        assert isinstance(stage, RowStage)
+    for stage in row_stages(executor).values():
         stage.fail_at = 2 if world.rank == rank else None
     try:
         executor.run(train=True)
@@ -36,6 +37,14 @@ def fail_in_forward(world: World, rank: int, name: str, stay: bool) -> None:
         if stay and world.rank == rank:
             time.sleep(TIMEOUT_SECONDS + 4)
         raise
+
+
+def row_stages(executor: Executor) -> dict[int, RowStage]:
+    found = {}
+    for index, stage in executor.stages.items():
+        assert isinstance(stage, ByAutograd) and isinstance(stage.stage, RowStage)
+        found[index] = stage.stage
+    return found
 
 
 class BrokenBackward(torch.autograd.Function):
@@ -51,9 +60,7 @@ class BrokenBackward(torch.autograd.Function):
 def fail_in_backward(world: World, name: str) -> None:
     executor, _ = make_executor(world, CHAIN, name, tied=False, skip=False, credit=None)
     if world.rank == 1:
-        executor.stages[1].layer.register_forward_hook(  # type: ignore[attr-defined]
-            lambda module, inputs, output: BrokenBackward.apply(output)
-        )
+        row_stages(executor)[1].layer.register_forward_hook(lambda module, inputs, output: BrokenBackward.apply(output))
     executor.run(train=True)
 
 
@@ -68,7 +75,7 @@ def stop(world: World, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if world.rank == 1:
-        executor.stages[1].layer.register_forward_hook(halt)  # type: ignore[attr-defined]
+        row_stages(executor)[1].layer.register_forward_hook(halt)
     executor.run(train=True)
 
 

@@ -12,6 +12,7 @@ from tests.distributed.harness import Ranks
 from whale.ir.check import check_programs
 from whale.ir.program import Edge, Shape, StageSpec, Transfer, project
 from whale.planner.schedules.orders import schedule_order
+from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
 
@@ -135,7 +136,7 @@ def train(world: World, ranks: tuple[int, ...], name: str, dtype_of_h: str) -> t
         rank=world.rank,
         program=programs.get(world.rank, ()),
         edges=edges,
-        stages={i: AsStage(layer) for i, layer in enumerate(layers) if ranks[i] == world.rank},
+        stages={i: ByAutograd(AsStage(layer)) for i, layer in enumerate(layers) if ranks[i] == world.rank},
         failures=world.failures,
     )
     return executor.run(train=True), gradients(layers)

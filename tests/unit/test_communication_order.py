@@ -129,9 +129,10 @@ def recorded(compilation: Compilation, rank: int, world: int, program: Program |
             elif node.name in captured.constants:
                 tensors["constant", node.name] = blank
     everyone = tuple(range(world))
+    data = rank_step(compilation, rank, program or compilation.program(rank), clock, device=torch.device("cpu"))
     with WithoutData():
         step = assemble(
-            rank_step(compilation, rank, program or compilation.program(rank), clock),
+            data,
             rank,
             tensors=tensors,
             clock=clock,

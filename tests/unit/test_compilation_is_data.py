@@ -18,8 +18,8 @@ from whale.ir.cluster import Cluster
 from whale.predict.peak_memory import brief_peak_memory, peak_memory
 from whale.predict.traffic import traffic
 from whale.runtime.failure import Failures
+from whale.runtime.local_program import LocalProgram
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalProgram
 
 RANKS = 4
 OF_ALL_MODULES = vars(nn.Module()).keys()

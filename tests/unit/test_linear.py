@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from whale.compile.linear import UnlikeError, of_sizes
-from whale.runtime.stage import LocalCode
+from whale.runtime.local_program import LocalCode
 
 aten = torch.ops.aten
 
@@ -46,16 +46,20 @@ def test_sizes_vary_independently(length: int, other: int) -> None:
     assert found.make((2 * length, other)) == record(2 * length, other)
 
 
-def test_products_of_sizes_are_refused_by_a_further_point() -> None:
+def test_products_of_numbers_are_found_with_a_further_point() -> None:
     def areas(height: int, width: int) -> tuple[int, ...]:
-        return height, width, height * width
+        return 3 * (height + 2) * width, height + 2, height * width, height, width // 2, width
 
     sizes = [(4, 4), (6, 4), (6, 6)]
-    assert of_sizes([(own, areas(*own)) for own in sizes]).make((6, 6)) == (6, 6, 36)
-    with pytest.raises(UnlikeError, match="not linear"):
-        of_sizes([(own, areas(*own)) for own in [*sizes, (8, 8)]])
-    with pytest.raises(UnlikeError, match="not linear"):
-        of_sizes([((n,), areas(n, n)) for n in (4, 6, 8)])
+    assert of_sizes([(own, areas(*own)) for own in sizes]).make((6, 6)) == areas(6, 6)
+    assert of_sizes([(own, areas(*own)) for own in [*sizes, (8, 8)]]).make((10, 14)) == areas(10, 14)
+    assert of_sizes([((n,), (n, n * n, n**3)) for n in (4, 6, 8)]).make((5,)) == (5, 25, 125)
+
+
+def test_other_numbers_are_refused_by_a_further_point() -> None:
+    for values in [(16, 36, 64), (4, 7, 11), (0, 0, 3)]:
+        with pytest.raises(UnlikeError, match="not linear"):
+            of_sizes([((n,), value) for n, value in zip((4, 6, 8), values, strict=True)])
 
 
 def test_the_period_is_that_at_which_all_numbers_are_whole() -> None:

@@ -59,11 +59,15 @@ def bucket(
 
 def step(reducer: Reducer, *losses: Tensor) -> None:
     """Run a step of one stage whose last loss is its last micro-batch."""
+    every = [parameter for each in reducer.buckets for parameter in each.parameters]
+    hooks = [parameter.register_post_accumulate_grad_hook(reducer.gradient_ready) for parameter in every]
     reducer.begin()
     for loss in losses[:-1]:
         loss.backward()
     reducer.arm(0)
     losses[-1].backward()
+    for hook in hooks:
+        hook.remove()
     reducer.finished(0)
     for each in reducer.buckets:
         reducer.launch(each.index)
@@ -147,6 +151,7 @@ def test_a_weight_of_two_stages_waits_for_both(group: dist.ProcessGroup, summed:
         reducer.launch(0)
     reducer.arm(0)
     a.sum().backward()
+    reducer.gradient_ready(a)
     assert len(summed) == 1
     reducer.finished(0)
     reducer.finish()

@@ -6,7 +6,7 @@ not changed: copies of its graphs' modules get groups and run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from whale.ir.program import Reduce
 from whale.runtime.engine import CompiledStep
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
+from whale.runtime.local_program import bound
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
-from whale.runtime.stage import LocalStage, bound
+from whale.runtime.stage import LocalStage
 
 __all__ = ["assemble"]
 
@@ -39,7 +40,6 @@ def assemble(
     group: Any = None,
     backward_group: Any = None,
     credit: int | None = None,
-    reducers: MutableMapping[Hashable, Reducer] | None = None,
 ) -> CompiledStep:
     """The step of *rank*.
 
@@ -51,8 +51,6 @@ def assemble(
         bridge_group: the process group of a bridge's ranks.
         reduce_group: the process group of a bucket's ranks.
         failures, device, transport, group, backward_group, credit: as in the executor.
-        reducers: of other steps over these tensors; steps with the same buckets share one, because each is called
-            for every gradient, in every step.
     """
     stages: dict[int, LocalStage] = {}
     for stage in step.stages:
@@ -79,12 +77,7 @@ def assemble(
     ]
     order = list(early)
     buckets.sort(key=lambda b: order.index(b.index))
-    key = tuple((b.index, tuple(map(id, b.parameters)), b.ranks, b.stages, b.early) for b in buckets)
-    reducer = None if reducers is None else reducers.get(key)
-    if buckets and reducer is None:
-        reducer = Reducer(buckets, failures, transport)
-        if reducers is not None:
-            reducers[key] = reducer
+    reducer = Reducer(buckets, failures, transport) if buckets else None
     executor = Executor(
         rank=rank,
         program=step.program,

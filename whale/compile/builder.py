@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -36,7 +35,6 @@ from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.module import ParallelModule, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
-from whale.runtime.reduce import Reducer
 from whale.runtime.refusals import Refusals
 from whale.strategies.lowering import PlacedStage
 
@@ -104,12 +102,12 @@ class Builder:
         self.clock = clock
         self.made = Groups(world)
         self.groups: dict[tuple[int, ...], Any] = {}
-        self.reducers: WeakValueDictionary[Hashable, Reducer] = WeakValueDictionary()
         self.reduce_groups: dict[tuple[int, ...], Any] = {}
         self.all_ranks: dict[str, Any] = {}
         self.first: Compilation | None = None
         self.any_size = AnySize(lambda number: ints_of_all(world, number, "the comparison of compiled steps"))
         self.shards: dict[str, Shard] = {}
+        self.layouts: dict[str, tuple[int, ...]] = {}
         self.unread: dict[str, PlacedStage] = {}
 
     def build(
@@ -154,6 +152,7 @@ class Builder:
             held |= {name: tensors[name] for name in buffers}
         persistent = set(model.state_dict(keep_vars=True))
         aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
+        self.layouts = {name: tuple(x.stride()) for name, x in held.items() if not x.is_contiguous()}
         self.model = self.initial = None
         if world.size > 1:
             self._make_groups(compilation)
@@ -295,7 +294,9 @@ class Builder:
 
     def _rank_step(self, compilation: Compilation) -> RankStep:
         seeded = clock_of(self.clock, self.world.size, self.options)
-        return rank_step(compilation, self.world.rank, compilation.program(self.world.rank), seeded)
+        rank = self.world.rank
+        options: dict[str, Any] = {"device": self.world.device, "layouts": self.layouts}
+        return rank_step(compilation, rank, compilation.program(rank), seeded, **options)
 
     def _assemble(self, step: RankStep, tensors: Mapping[str, Tensor]) -> CompiledStep:
         held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t for name, t in tensors.items()}
@@ -311,7 +312,6 @@ class Builder:
             device=self.world.device,
             group=self.all_ranks.get("forward"),
             backward_group=self.all_ranks.get("backward"),
-            reducers=self.reducers,
         )
 
 

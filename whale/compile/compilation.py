@@ -26,8 +26,8 @@ from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, proj
 from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.assignment.assign import Assignment
 from whale.runtime.engine import Shard
+from whale.runtime.local_program import LocalProgram
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalProgram
 from whale.strategies.analysis import Analysis
 from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, stage_calls
 from whale.strategies.folding import Fold, folded

@@ -1,4 +1,5 @@
-"""Data that differ in numbers only, which are linear in sizes: from the data for a few sizes to those for all.
+"""Data that differ in numbers only, which are linear in sizes, or products of such: from the data for a few sizes to
+those for all.
 
 It knows tuples, dataclasses, modules and local graphs; not what they are for.
 """
@@ -9,20 +10,24 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
-from math import lcm
+from math import lcm, prod
 from types import MethodType
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from whale.runtime.stage import LocalCode
+from whale.runtime.local_program import LocalCode
 
 __all__ = ["Linear", "OfSizes", "UnlikeError", "of_sizes"]
 
 Sizes = tuple[int, ...]
 
 T = TypeVar("T")
+
+
+_MOST_FACTORS = 3
+"""The most factors of a number: as many as space has dims."""
 
 
 class UnlikeError(Exception):
@@ -52,6 +57,18 @@ class Linear:
         return total.numerator
 
 
+@dataclass(eq=False)
+class _Product:
+    """A number that is a product of linear ones; they are known when all data are compared."""
+
+    values: Sizes
+    factors: tuple[Linear, ...] = ()
+
+    def at(self, sizes: Sizes) -> int:
+        """The number for these sizes."""
+        return prod(factor.at(sizes) for factor in self.factors)
+
+
 class OfSizes(Generic[T]):
     """Data for all sizes: *make* has those for some.
 
@@ -75,10 +92,12 @@ def of_sizes(points: Sequence[tuple[Sizes, T]]) -> OfSizes[T]:
             which must be those that follow from the first.
 
     Raises:
-        UnlikeError: they differ in more than numbers, or a number is not linear in the sizes.
+        UnlikeError: they differ in more than numbers, or a number is not linear in the sizes and no product of numbers
+            that are.
     """
     comparison = _Comparison([sizes for sizes, _ in points])
     data = comparison([value for _, value in points])
+    comparison.find_products()
     return OfSizes(data, comparison.period)
 
 
@@ -111,6 +130,8 @@ class _Comparison:
         self._sizes = sizes
         self._rows = [(Fraction(1), *map(Fraction, own)) for own in sizes[: len(sizes[0]) + 1]]
         self._known: dict[tuple[int, ...], Any] = {}
+        self._linears: dict[Sizes, Linear] = {}
+        self._products: dict[Sizes, _Product] = {}
         self._alive: list[Any] = []
         self.period = 1
 
@@ -175,11 +196,40 @@ class _Comparison:
     def _number(self, xs: Sequence[int]) -> Any:
         if all(x == xs[0] for x in xs[1:]):
             return xs[0]
-        linear = self._linear(tuple(xs))
-        return _Changing(lambda making: linear.at(making.sizes))
+        number = self._function(tuple(xs))
+        return _Changing(lambda making: number.at(making.sizes))
 
-    def _linear(self, values: Sizes) -> Linear:
-        """The linear function with these values, by elimination."""
+    def _function(self, values: Sizes) -> Linear | _Product:
+        """The function of the sizes with these values."""
+        if values not in self._linears and values not in self._products:
+            linear = self._linear(values)
+            if linear is None:
+                self._products[values] = _Product(values)
+            else:
+                self._linears[values] = linear
+                self.period = lcm(self.period, *(c.denominator for c in linear.coefficients[1:]))
+        return self._linears.get(values) or self._products[values]
+
+    def find_products(self) -> None:
+        """Find the factors of numbers that are not linear, among those that are."""
+        for values, product in self._products.items():
+            factors = self._factors(values, _MOST_FACTORS)
+            if factors is None:
+                raise UnlikeError(f"{values} are not linear in {self._sizes}, and no product of numbers that are")
+            product.factors = factors
+
+    def _factors(self, values: Sizes, most: int) -> tuple[Linear, ...] | None:
+        if (linear := self._linear(values)) is not None:
+            return (linear,)
+        for known, factor in self._linears.items() if most > 1 else ():
+            if all(x and not value % x for value, x in zip(values, known, strict=True)):
+                rest = self._factors(tuple(value // x for value, x in zip(values, known, strict=True)), most - 1)
+                if rest is not None:
+                    return factor, *rest
+        return None
+
+    def _linear(self, values: Sizes) -> Linear | None:
+        """The linear function with these values, by elimination; None if there is none."""
         rows = [[*row, Fraction(value)] for row, value in zip(self._rows, values, strict=False)]
         for column in range(len(rows)):
             pivot = next(row for row in rows[column:] if row[column])
@@ -189,8 +239,7 @@ class _Comparison:
             rows.insert(column, pivot)
         found = Linear(tuple(row[-1] for row in rows))
         if any(found.exact(own) != value for own, value in zip(self._sizes, values, strict=True)):
-            raise UnlikeError(f"{values} are not linear in {self._sizes}")
-        self.period = lcm(self.period, *(c.denominator for c in found.coefficients[1:]))
+            return None
         return found
 
     # Modules and graphs
@@ -215,13 +264,14 @@ class _Comparison:
         root = self([x.root for x in xs])
         if not numbers and not isinstance(root, _Changing):
             return xs[0]
-        common = LocalCode(_with_numbers(xs[0].root, {name: values[0] for name, values in numbers.items()}), graph)
+        named = {name: values[0] for name, values in numbers.items()}
+        common = LocalCode(_with_numbers(xs[0].root, named), graph, boxed=xs[0].boxed)
         common.function  # noqa: B018 - its code is made here, not in the first step that runs it
-        linear = {name: self._linear(values) for name, values in numbers.items()}
+        functions = {name: self._function(values) for name, values in numbers.items()}
 
         def build(making: _Making) -> LocalCode:
-            held = {name: number.at(making.sizes) for name, number in linear.items()}
-            return LocalCode(_with_numbers(making(root), held), graph, unbound=common)
+            held = {name: number.at(making.sizes) for name, number in functions.items()}
+            return LocalCode(_with_numbers(making(root), held), graph, unbound=common, boxed=common.boxed)
 
         return _Changing(build)
 

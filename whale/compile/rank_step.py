@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whale.compile.compilation import Compilation
+from whale.compile.derivatives import with_derivatives
 from whale.graph.values import Value, value_name, value_tensor
-from whale.ir.program import Edge, Program, ReduceSpec
+from whale.ir.program import Compute, Edge, Program, ReduceSpec
+from whale.runtime.local_program import LocalProgram
 from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalProgram
 from whale.strategies.lowering import nothing_of
 
 __all__ = ["RankStage", "RankStep", "rank_step"]
@@ -66,7 +68,15 @@ class RankStep:
     constants: Mapping[str, Tensor]
 
 
-def rank_step(compilation: Compilation, rank: int, program: Program, seeded: RNGPosition | None) -> RankStep:
+def rank_step(
+    compilation: Compilation,
+    rank: int,
+    program: Program,
+    seeded: RNGPosition | None,
+    *,
+    device: torch.device | None = None,
+    layouts: Mapping[str, tuple[int, ...]] | None = None,
+) -> RankStep:
     """The step of *rank* in a compilation.
 
     Args:
@@ -74,7 +84,10 @@ def rank_step(compilation: Compilation, rank: int, program: Program, seeded: RNG
         rank: of the step.
         program: of that rank.
         seeded: the RNG position of random operators; None: they draw as the local model does.
+        device: on which it runs; None if it does not train.
+        layouts: strides of the rank's parameters and buffers, where they are not contiguous.
     """
+    in_parts = any(isinstance(task, Compute) and task.kind == "I" for task in program)
     captured = compilation.captured
     counts = False
     stages = []
@@ -86,10 +99,14 @@ def rank_step(compilation: Compilation, rank: int, program: Program, seeded: RNG
             outputs += ("loss",)
             at = stage.mesh.coordinates(rank)
             counts = all(c == 0 or p.kind == "P" for c, p in zip(at, stage.loss_placements[1:], strict=True))
+        programs = compilation.local_programs(stage, rank, seeded)
+        if device is not None and captured.has_loss:
+            options: dict[str, Any] = {"in_parts": in_parts, "layouts": layouts}
+            programs = with_derivatives(compilation, stage, rank, programs, device, **options)
         stages.append(
             RankStage(
                 index=stage.index,
-                programs=tuple(compilation.local_programs(stage, rank, seeded)),
+                programs=tuple(programs),
                 parameters=tuple(
                     compilation.parameter_name(v) for v in stage.stored if v[0].name in captured.parameters
                 ),

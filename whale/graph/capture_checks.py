@@ -209,8 +209,7 @@ def check_hooks(model: nn.Module) -> None:
                 "graph cannot keep; remove it before parallelize, and read or change gradients after train_step"
             )
     for name, parameter in model.named_parameters():
-        accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        if parameter._backward_hooks or not all(getattr(hook, "of_a_step", False) for hook in accumulated.values()):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(
                 f"the parameter {name} of {type(model).__name__} has a gradient hook, which would see the gradient "
                 "of a part of the batch; remove it before parallelize, and change gradients after train_step"

@@ -20,8 +20,8 @@ from whale.graph.values import value_name, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.program import Program
 from whale.runtime.collectives import Bridge
+from whale.runtime.local_program import LocalGraph, LocalProgram
 from whale.runtime.random import RNGPosition
-from whale.runtime.stage import LocalGraph, LocalProgram
 from whale.strategies.folding import Fold
 from whale.strategies.lowering import PlacedStage
 

@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
-from whale.compile.rank_step import rank_step
+from whale.compile.derivatives import with_derivatives
+from whale.compile.rank_step import RankStep, rank_step
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
@@ -33,13 +34,14 @@ from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Fingerprint, fingerprint, sketch
 from whale.predict.replay import Event, Log, Replay, marked
+from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
 from whale.strategies.dry_run import TaskCalls, WithoutData
 from whale.strategies.folding import Fold
-from whale.strategies.fused import accelerated
+from whale.strategies.fused import accelerated, fused
 
 __all__ = ["Device", "Known", "PeakMemory", "TaskBytes", "brief_peak_memory", "peak_memory"]
 
@@ -107,9 +109,8 @@ def peak_memory(
     Raises:
         UsageError: an unknown optimizer.
     """
-    with _without_data(device):
-        trial = _Trial(compilation, rank, device, clock)
-        trial.run(_program(compilation, rank, schedule))
+    trial = _Trial(compilation, rank, device, clock)
+    trial.run(_program(compilation, rank, schedule))
     found = trial.found()
     assert found is not None  # nothing is folded
     return _held(found, rank, optimizer, device, Counter())
@@ -147,8 +148,7 @@ def _found(
     compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None, program: Program, known: Known
 ) -> _Found:
     """Result of a single micro-batch, unless a rank with an equal fingerprint is known."""
-    splits = any(isinstance(one, Compute) and one.kind not in ("F", "B") for one in program)
-    short = compilation if splits else compilation.folded
+    short = compilation if _splits(program) else compilation.folded
     like = fingerprint(short, rank, program, clock)
     if (device, like.description) not in known.runs:
         known.runs[device, like.description] = like, _brief((short, compilation), rank, device, clock, program)
@@ -160,9 +160,8 @@ def _brief(
 ) -> _Found:
     """Dry-run a single micro-batch of the first of equal compilations whose omitted layers can be replayed."""
     for compilation in compilations:
-        with _without_data(device):
-            trial = _Trial(compilation, rank, device, clock)
-            trial.run(program, begin=trial.hold_gradients)
+        trial = _Trial(compilation, rank, device, clock)
+        trial.run(program, begin=trial.hold_gradients)
         if (found := trial.found()) is not None:
             return found
     raise AssertionError("nothing is omitted from the last")
@@ -235,6 +234,11 @@ def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: 
     )
 
 
+def _splits(program: Program) -> bool:
+    """Whether backwards are in two parts."""
+    return any(isinstance(task, Compute) and task.kind == "I" for task in program)
+
+
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
     """The rank's program, shortened if there are many micro-batches and the micro-batches in flight repeat."""
     order = _short(compilation, schedule)
@@ -305,7 +309,9 @@ class _Trial:
         self.noting = _Noting()
         self._replays: list[Replay] = []
         self._reducer: Reducer | None = None
-        self._make()
+        self._without_data = _without_data(device)
+        with self._without_data:
+            self._make()
 
     def _make(self) -> None:
         """Everything that exists before the step: parameters, buffers, constants and the whole batch."""
@@ -351,11 +357,32 @@ class _Trial:
         self.live.log.paused = False
 
     def run(self, program: Program, begin: Callable[[], None] = lambda: None) -> None:
+        data = self._step(program)
+        with self._without_data:
+            self._run(program, data, begin)
+
+    def _step(self, program: Program) -> RankStep:
+        """The data of the step: with derivatives if backwards are split, for which autograd has nothing."""
+        data = rank_step(self.compilation, self.rank, program, self.clock)
+        if not _splits(program):
+            return data
+        placed = {stage.index: stage for stage in self.compilation.stages}
+        stages = []
+        for stage in data.stages:
+            programs = {id(one): fused(one) if self.device == "cuda" else one for one in stage.programs}
+            own = [programs[id(one)] for one in stage.programs]
+            own = with_derivatives(
+                self.compilation, placed[stage.index], self.rank, own, torch.device("cpu"), in_parts=True
+            )
+            stages.append(replace(stage, programs=tuple(own)))
+        return replace(data, stages=tuple(stages))
+
+    def _run(self, program: Program, data: RankStep, begin: Callable[[], None]) -> None:
         self.noting = _Noting(program)
         self.noting.live, self.noting.called, self.noting.begin = self.live, [], begin
         alone = _AloneOnProcessors if self.device == "cpu" else DryGroup
         step = assemble(
-            rank_step(self.compilation, self.rank, program, self.clock),
+            data,
             self.rank,
             tensors=self.tensors,
             clock=self.clock or RNGPosition(0),
@@ -367,6 +394,9 @@ class _Trial:
             credit=0 if self.device == "cuda" else None,
         )
         self._reducer = step.executor.reducer
+        if not _splits(program):
+            needs = {s: [edge.needs_grad for edge in edges] for s, edges in step.executor.entering.items()}
+            step.executor.stages = {s: ByAutograd(one, needs[s]) for s, one in step.executor.stages.items()}
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._resume)
@@ -374,7 +404,7 @@ class _Trial:
         for index, stage in zip(own, step.stages, strict=True):
             if folds := self.compilation.folds.get(index):
                 stage.programs = [marked(stage.programs[0], [(fold, self._replay(fold)) for fold in folds])]
-        if self.device == "cuda":
+        if self.device == "cuda" and not _splits(program):
             for stage in step.stages:
                 programs = {id(program): accelerated(program) for program in stage.programs}
                 stage.programs = [programs[id(program)] for program in stage.programs]

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from whale.ir.check import CollectiveCall
-from whale.runtime.stage import LocalCode, LocalGraph, LocalProgram
+from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
 from whale.strategies.folding import Fold
 
 __all__ = ["Event", "Log", "Replay", "marked"]

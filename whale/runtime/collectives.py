@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from whale.ir.check import CollectiveCall
 from whale.ir.placement import Cut, Placement
 from whale.runtime.ranges import named
+from whale.runtime.recording import call, is_recording
 
 Group = Any
 """A ``torch.distributed`` process group, None where the axis has one rank, or a :class:`DryGroup`."""
@@ -51,13 +52,62 @@ class DryGroup:
 class CollectiveModule(nn.Module):
     """A module of a local graph that its ranks run together.
 
-    In a compiled graph it has no group; the copies that run have one (:func:`whale.runtime.stage.bound`).
+    In a compiled graph it has no group; the copies that run have one (:func:`whale.runtime.local_program.bound`).
     """
 
     ranks: tuple[int, ...]
     """Global ranks that take part, in the order of the mesh axis."""
 
     group: Group = None
+
+
+class Exchange(CollectiveModule):
+    """One collective on a tensor, without its gradient, as a module of a local graph.
+
+    Args:
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        ranks: global ranks that take part.
+        index: of this rank among them.
+        source, target: the cut before and after, where there is one.
+        value: name of what is exchanged, for profiles.
+        reuse: whether an all-reduce may write to its operand.
+        reduction: of an all-reduce.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        ranks: tuple[int, ...],
+        index: int,
+        *,
+        source: Cut | None = None,
+        target: Cut | None = None,
+        value: str = "",
+        reuse: bool = False,
+        reduction: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> None:
+        super().__init__()
+        self.op, self.ranks, self.index, self.source, self.target = op, ranks, index, source, target
+        self.value, self.reuse, self.reduction = value, reuse, reduction
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The exchanged tensor, contiguous."""
+        return _exchanged(
+            self.op, x, self.index, self.source, self.target, self.group, self.value, self.reuse, self.reduction
+        )
+
+    def without_data(self, x: Tensor) -> Tensor:
+        """An empty tensor of the result's shape."""
+        shape = list(x.shape)
+        if self.source is not None:
+            shape[self.source.dim] = self.source.extent
+        if self.target is not None:
+            shape[self.target.dim] = self.target.local_extent(self.index)
+        return x.new_empty(shape)
+
+    def extra_repr(self) -> str:
+        """The collective and its ranks."""
+        return f"{self.op}, ranks={list(self.ranks)}"
 
 
 def parts(x: Tensor, cut: Cut, whole: bool = True) -> list[Tensor]:
@@ -214,6 +264,29 @@ def all_to_all(x: Tensor, source: Cut, target: Cut, index: int, group: Group) ->
     return assemble(pieces, source)
 
 
+def _exchanged(
+    op: str,
+    x: Tensor,
+    index: int,
+    source: Cut | None,
+    target: Cut | None,
+    group: Group,
+    value: str,
+    reuse: bool,
+    reduction: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Tensor:
+    with named(_WORDS[op], value):
+        match op:
+            case "all_reduce":
+                held = x if reuse and x.is_contiguous() else x.clone(memory_format=_DENSE)
+                return all_reduce(held, group, reduction)
+            case "all_gather":
+                return all_gather(x, source, index, group).contiguous()  # type: ignore[arg-type]
+            case "reduce_scatter":
+                return reduce_scatter(x, target, index, group)  # type: ignore[arg-type]
+        return all_to_all(x, source, target, index, group).contiguous()  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A conversion on one mesh axis: from placement *source* to *target*, with a cut, among global ranks.
@@ -247,6 +320,14 @@ class Conversion:
 
 _DENSE = torch.contiguous_format
 
+_WORDS = {
+    "all_reduce": "all-reduce %s",
+    "all_gather": "all-gather %s",
+    "reduce_scatter": "reduce-scatter %s",
+    "all_to_all": "all-to-all %s",
+}
+"""The name of every collective's range in profiles."""
+
 _COLLECTIVE = {
     ("S", "R"): "all_gather",
     ("P", "R"): "all_reduce",
@@ -255,59 +336,38 @@ _COLLECTIVE = {
 }
 
 
-def _convert(
-    x: Tensor,
-    a: str,
-    b: str,
-    cut_a: Cut | None,
-    cut_b: Cut | None,
-    index: int,
-    group: Group,
-    value: str,
-    reuse: bool = False,
-) -> Tensor:
+def _converted(x: Tensor, c: Conversion, group: Group, value: str, *, gradient: bool) -> Tensor:
+    """A value in the target's placement, or a gradient of it in the placement of the source's."""
+    a, b = (c.target.gradient, c.source.gradient) if gradient else (c.source.value, c.target.value)
+    cut_a, cut_b = (c.target_cut, c.source_cut) if gradient else (c.source_cut, c.target_cut)
     match a, b:
         case ("R", "R") | ("P", "P"):
             return x
         case ("R", "S"):
-            return take(x, cut_b, index)  # type: ignore[arg-type]
+            return take(x, cut_b, c.index)  # type: ignore[arg-type]
         case ("R", "P"):
-            return x if index == 0 else torch.zeros_like(x)
-        case ("S", "R"):
-            with named("all-gather %s", value):
-                return all_gather(x, cut_a, index, group)  # type: ignore[arg-type]
+            return x if c.index == 0 else torch.zeros_like(x)
         case ("S", "P"):
-            return embed(x, cut_a, index)  # type: ignore[arg-type]
-        case ("P", "R"):
-            with named("all-reduce %s", value):
-                return all_reduce(x if reuse and x.is_contiguous() else x.clone(memory_format=_DENSE), group)
-        case ("P", "S"):
-            with named("reduce-scatter %s", value):
-                return reduce_scatter(x, cut_b, index, group)  # type: ignore[arg-type]
-        case ("S", "S"):
-            if cut_a == cut_b:
-                return x
-            with named("all-to-all %s", value):
-                return all_to_all(x, cut_a, cut_b, index, group)  # type: ignore[arg-type]
-    raise AssertionError((a, b))
-
-
-def _forward(x: Tensor, c: Conversion, group: Group, value: str) -> Tensor:
-    return _convert(x, c.source.value, c.target.value, c.source_cut, c.target_cut, c.index, group, value, c.reuse)
+            return embed(x, cut_a, c.index)  # type: ignore[arg-type]
+        case ("S", "S") if cut_a == cut_b:
+            return x
+    op, source, target = _COLLECTIVE[a, b], cut_a if a == "S" else None, cut_b if b == "S" else None
+    reuse = c.reuse_gradient if gradient else c.reuse
+    if is_recording() and len(c.ranks) > 1:
+        return call(Exchange(op, c.ranks, c.index, source=source, target=target, value=value, reuse=reuse), x)
+    return _exchanged(op, x, c.index, source, target, group, value, reuse)
 
 
 class _BridgeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, conversion: Conversion, group: Group, value: str) -> Tensor:
         ctx.conversion, ctx.group, ctx.value = conversion, group, value
-        return _forward(x.detach(), conversion, group, value)
+        return _converted(x.detach(), conversion, group, value, gradient=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        c = ctx.conversion
-        a, b, value = c.target.gradient, c.source.gradient, f"gradient of {ctx.value}"
-        converted = _convert(grad, a, b, c.target_cut, c.source_cut, c.index, ctx.group, value, c.reuse_gradient)
-        return converted, None, None, None
+        found = _converted(grad, ctx.conversion, ctx.group, f"gradient of {ctx.value}", gradient=True)
+        return found, None, None, None
 
 
 class Bridge(CollectiveModule):
@@ -322,7 +382,7 @@ class Bridge(CollectiveModule):
         """Convert the value; the gradient is converted back in the backward pass."""
         if x.requires_grad:
             return _BridgeFunction.apply(x, self.conversion, self.group, self.value)
-        return _forward(x, self.conversion, self.group, self.value)
+        return _converted(x, self.conversion, self.group, self.value, gradient=False)
 
     def extra_repr(self) -> str:
         """The conversion and its ranks."""

@@ -22,12 +22,13 @@ from whale.runtime.attributes import Changes
 from whale.runtime.compiled_steps import CompiledSteps, StepKey
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
+from whale.runtime.local_program import Intervals
 from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
-from whale.runtime.stage import Intervals, LocalStage, part
+from whale.runtime.stage import LocalStage, part
 
 __all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Result", "Shard", "StepSource"]
 

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from whale.errors import ScheduleError, UsageError
+from whale.errors import ScheduleError
 from whale.ir import range_names
 from whale.ir.program import (
     Box,
@@ -47,6 +47,9 @@ _Key = tuple[int, Direction, int]
 class StageProgram(Protocol):
     """The part of a stage that a rank runs."""
 
+    on_gradient: Callable[[Tensor], None] | None
+    """Called with each parameter whose gradient a backward has made; the executor sets it."""
+
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the values that `forward` returns; ``loss`` is a scalar whose gradient is the scale."""
@@ -59,6 +62,25 @@ class StageProgram(Protocol):
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute a micro-batch from the values of the stage's incoming edges, in the order of their indices."""
+        ...
+
+    def forward_to_train(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
+        """The same, with what the backward needs of it."""
+        ...
+
+    def backward(self, micro_batch: int, kept: Any, seeds: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Add the gradients of parameters, from those of the outputs, and return those of the received values; None is
+        zero."""
+        ...
+
+    def backward_of_inputs(
+        self, micro_batch: int, kept: Any, seeds: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """The part of a backward that makes the gradients of received values."""
+        ...
+
+    def backward_of_weights(self, micro_batch: int, kept: Any) -> None:
+        """The rest of it."""
         ...
 
 
@@ -123,8 +145,8 @@ class Executor:
         self.last_backwards = set(last.values())
         self.disjoint = {key: fills(boxes, self.shape(*key)) for key, boxes in self.boxes.items()}
         self.dtypes = [getattr(torch, edge.dtype) for edge in edges]
-        if any(isinstance(instruction, Compute) and instruction.kind == "I" for instruction in program):
-            self.split_backward = _split_backward()
+        for stage in self.stages.values():
+            stage.on_gradient = None if reducer is None else reducer.gradient_ready
         planned = [(task.bucket, task.early) for task in program if isinstance(task, Reduce)]
         given = [(bucket.index, bucket.early) for bucket in reducer.buckets] if reducer is not None else []
         if planned != given:
@@ -147,22 +169,13 @@ class Executor:
         Raises:
             WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
         """
-        with torch.set_grad_enabled(train):
+        with torch.no_grad():
             return _Step(self, train, on_loss or (lambda loss: None), scale).run()
 
     def shape(self, edge: int, direction: Direction, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of a received tensor: a value, or the gradient of one."""
         shapes = self.edges[edge].target_shapes if direction == "forward" else self.edges[edge].source_shapes
         return shapes[micro_batch][self.rank]
-
-
-def _split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's backward of inputs and of weights; not imported within a step, because that takes a second."""
-    try:
-        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-    except ImportError as error:
-        raise UsageError(f"this torch ({torch.__version__}) cannot split a backward; use schedule '1f1b'") from error
-    return stage_backward_input, stage_backward_weight
 
 
 def _most_kept(program: Program) -> int:
@@ -178,11 +191,17 @@ def _most_kept(program: Program) -> int:
 class _Kept:
     """State of a micro-batch at a stage between its tasks."""
 
-    received: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    received: list[_Shape]
+    of_stage: Any = None
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of received values, by edge
-    weight_groups: list[dict[str, Any]] | None = None  # the state that an I leaves for its W
-    roots: tuple[list[Tensor], list[Tensor]] | None = None  # the same, if the I had no inputs to work for
+
+
+class _Shape(NamedTuple):
+    """The shape and dtype of a received tensor that is gone."""
+
+    sizes: torch.Size
+    dtype: torch.dtype
 
 
 @dataclass(eq=False)
@@ -270,22 +289,26 @@ class _Step:
         final = executor.reducer is not None and task in executor.last_backwards
         if final and executor.reducer is not None:
             executor.reducer.arm(stage)
+        program = executor.stages[stage]
         if kind == "W":
             with named(range_names.WEIGHT_BACKWARD, stage, micro_batch):
-                self.backward_of_weights(stage, kept)
+                program.backward_of_weights(micro_batch, kept.of_stage)
         else:
-            roots, seeds = self.roots(stage, micro_batch, kept)
+            seeds = self.seeds(stage, micro_batch, kept)
+            kept.outputs = ()
             if kind == "B":
                 with named(range_names.BACKWARD, stage, micro_batch):
-                    if roots:
-                        torch.autograd.backward(roots, seeds)
+                    gradients = program.backward(micro_batch, kept.of_stage, seeds)
             else:
                 with named(range_names.INPUT_BACKWARD, stage, micro_batch):
-                    self.backward_of_inputs(stage, kept, roots, seeds)
-            for edge, value in zip(executor.entering[stage], kept.received, strict=True):
+                    gradients = program.backward_of_inputs(micro_batch, kept.of_stage, seeds)
+            for number, edge in enumerate(executor.entering[stage]):
                 if edge.needs_grad:
-                    kept.gradients[edge.index] = value.grad if value.grad is not None else torch.zeros_like(value)
-            kept.received = kept.outputs = ()
+                    gradient = gradients[number] if number < len(gradients) else None
+                    if gradient is None:
+                        sizes, dtype = kept.received[number]
+                        gradient = torch.zeros(sizes, dtype=dtype, device=executor.device)
+                    kept.gradients[edge.index] = gradient
         if final and executor.reducer is not None:
             executor.reducer.finished(stage)
 
@@ -300,56 +323,30 @@ class _Step:
                     dtype=executor.dtypes[edge.index],
                     device=executor.device,
                 )
-            received.append(value.requires_grad_(self.train and edge.needs_grad))
-        program = executor.stages[stage]
+            received.append(value)
+        shapes = [_Shape(value.shape, value.dtype) for value in received]
+        program, of_stage = executor.stages[stage], None
         with named(range_names.FORWARD, stage, micro_batch):
-            outputs = program.forward(micro_batch, tuple(received))
+            if self.train:
+                outputs, of_stage = program.forward_to_train(micro_batch, tuple(received))
+            else:
+                outputs = program.forward(micro_batch, tuple(received))
         if len(outputs) != len(program.outputs):
             raise ScheduleError(f"the stage returned {len(outputs)} values, but its outputs are {program.outputs}")
         for name, output in zip(program.outputs, outputs, strict=True):
             if name == "loss":
                 self.loss = output.detach() if self.loss is None else self.loss + output.detach()
-        self.kept[stage, micro_batch] = _Kept(tuple(received), outputs)
+        self.kept[stage, micro_batch] = _Kept(outputs, shapes, of_stage)
 
-    def roots(self, stage: int, micro_batch: int, kept: _Kept) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs to go backward from, and their gradients, summed over the stages that read them."""
+    def seeds(self, stage: int, micro_batch: int, kept: _Kept) -> list[Tensor | None]:
+        """The gradients of a stage's outputs, summed over the stages that read them."""
         executor = self.executor
         gradients: dict[str, Tensor] = {}
         for edge in executor.leaving[stage]:
             if edge.needs_grad and (gradient := self.take(edge.index, "backward", micro_batch)) is not None:
                 gradients[edge.value] = gradients[edge.value] + gradient if edge.value in gradients else gradient
-        roots, seeds = [], []
-        for name, output in zip(executor.stages[stage].outputs, kept.outputs, strict=True):
-            seed = torch.ones_like(output) * self.scale if name == "loss" else gradients.get(name)
-            if output.requires_grad and seed is not None:  # a frozen or relayed value may have no gradient
-                roots.append(output)
-                seeds.append(seed)
-        return roots, seeds
-
-    def backward_of_inputs(self, stage: int, kept: _Kept, roots: list[Tensor], seeds: list[Tensor]) -> None:
-        inputs = [value for value in kept.received if value.requires_grad]
-        if not inputs or not roots:
-            kept.roots = (roots, seeds)
-            return
-        joined = list(_Joined.apply(*roots))
-        weights = [parameter for parameter in self.executor.stages[stage].parameters if parameter.requires_grad]
-        gradients, kept.weight_groups = self.executor.split_backward[0](joined, seeds, inputs, iter(weights))
-        for value, gradient in zip(inputs, gradients, strict=True):
-            value.grad = gradient
-
-    def backward_of_weights(self, stage: int, kept: _Kept) -> None:
-        if kept.roots is not None:
-            roots, seeds = kept.roots
-            if roots:
-                torch.autograd.backward(roots, seeds)
-        elif kept.weight_groups is not None:
-            weights = [parameter for parameter in self.executor.stages[stage].parameters if parameter.requires_grad]
-            groups = [group for group in kept.weight_groups if "grads" in group]
-            for group in groups:
-                group["grads"] = [grads or () for grads in group["grads"]]
-            # Groups whose graphs meet free each other's tensors, so the graph is retained, until `kept` goes.
-            self.executor.split_backward[1](iter(weights), groups, retain_graph=True)
-        kept.roots = kept.weight_groups = None
+        named_outputs = zip(executor.stages[stage].outputs, kept.outputs, strict=True)
+        return [torch.ones_like(x) * self.scale if n == "loss" else gradients.get(n) for n, x in named_outputs]
 
     # Messages
 
@@ -373,7 +370,7 @@ class _Step:
             arrival.parts.append((None, part, instruction.target_box, self.executor.rank))
 
     def value(self, instruction: Send | Copy) -> Tensor:
-        """Return the tensor from which an instruction takes its box, detached."""
+        """Return the tensor from which an instruction takes its box."""
         executor = self.executor
         edge = executor.edges[instruction.edge]
         if instruction.direction == "backward":
@@ -430,11 +427,10 @@ class _Step:
             if part is None:
                 continue
             target = _part(arrival.buffer, box)
-            with torch.no_grad():
-                if executor.disjoint[key]:
-                    target.copy_(part)
-                else:
-                    target.add_(part)
+            if executor.disjoint[key]:
+                target.copy_(part)
+            else:
+                target.add_(part)
         return arrival.buffer
 
     def complete_send(self) -> None:
@@ -466,21 +462,3 @@ def _part(tensor: Tensor, box: Box) -> Tensor:
     if all(start == 0 and stop == extent for (start, stop), extent in zip(box, tensor.shape, strict=True)):
         return tensor
     return tensor[tuple(slice(start, stop) for start, stop in box)]
-
-
-class _Joined(torch.autograd.Function):
-    """Identity on all of a stage's outputs at once.
-
-    torch's split backward detaches its roots in place, which a view does not allow, and misses what a weight
-    contributes to an output that no input reaches. One node over all outputs gives it roots that are no views and a
-    graph with one end.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whale.runtime.collectives import CollectiveModule, DryGroup
 from whale.runtime.ranges import named
+from whale.runtime.recording import call, is_recording
 
 __all__ = ["Halo", "Reach", "Stretch", "WindowedCall"]
 
@@ -125,23 +126,50 @@ class Halo(CollectiveModule):
                 counts[rank] = outgoing[-1].numel()
         shapes = [[*x.shape[:dim], count, *x.shape[dim + 1 :]] for count in rows]
         sizes = [prod(shape) for shape in shapes]
-        received = x.new_empty(sum(sizes))
         if self.most:  # otherwise no rank reads another's rows
             sent = torch.cat(outgoing) if outgoing else x.new_empty(0)
-            if isinstance(self.group, DryGroup):
-                size = len(self.ranks)
-                busiest = [*x.shape[:dim], self.most * size, *x.shape[dim + 1 :]]  # as if each sent as much
-                held, read = ([b - a for a, b in stretches] for stretches in (self.reach.held, self.reach.read))
-                self.group.note("all_to_all", x, busiest, held, read)
-            elif self.group is not None:
-                with named("halo exchange dim %d", dim):
-                    dist.all_to_all_single(received, sent, sizes, counts, group=self.group)
+            exchange = _HaloExchange(self, tuple(x.shape), sizes, counts)
+            received = call(exchange, sent) if is_recording() else exchange(sent)
+        else:
+            received = x.new_empty(sum(sizes))
         return [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
 
     def extra_repr(self) -> str:
         """The owned and read range of this rank."""
         held, read = self.reach.held[self.index], self.reach.read[self.index]
         return f"dim={self.reach.dim}, held={held}, read={read}, padding={self.reach.padding}, ranks={list(self.ranks)}"
+
+
+class _HaloExchange(CollectiveModule):
+    """The all-to-all of a halo: of what is sent, in the order of the ranks, to what is received.
+
+    Args:
+        halo: of which it is.
+        shape: of the tensor from which the rows are.
+        sizes, counts: elements received from and sent to each rank.
+    """
+
+    def __init__(self, halo: Halo, shape: tuple[int, ...], sizes: Sequence[int], counts: Sequence[int]) -> None:
+        super().__init__()
+        self.reach, self.ranks, self.group = halo.reach, halo.ranks, halo.group
+        self.most, self.shape, self.sizes, self.counts = halo.most, shape, list(sizes), list(counts)
+
+    def forward(self, sent: Tensor) -> Tensor:
+        """Exchange flat tensors."""
+        reach, received = self.reach, self.without_data(sent)
+        if isinstance(self.group, DryGroup):
+            busiest = [*self.shape]  # as if each sent as much as the one that sends most
+            busiest[reach.dim] = self.most * len(self.ranks)
+            held, read = ([b - a for a, b in stretches] for stretches in (reach.held, reach.read))
+            self.group.note("all_to_all", sent, busiest, held, read)
+        elif self.group is not None:
+            with named("halo exchange dim %d", reach.dim):
+                dist.all_to_all_single(received, sent, self.sizes, self.counts, group=self.group)
+        return received
+
+    def without_data(self, sent: Tensor) -> Tensor:
+        """An empty tensor for what is received."""
+        return sent.new_empty(sum(self.sizes))
 
 
 class _HaloFunction(torch.autograd.Function):

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.runtime.local_program import Intervals
 from whale.runtime.materialize import record
 from whale.runtime.replay import Recording
-from whale.runtime.stage import Intervals, part
+from whale.runtime.stage import part
 
 __all__ = ["InitialValues", "values_of_builder", "values_of_meta_model"]
 

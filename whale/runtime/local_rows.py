@@ -22,10 +22,11 @@ from torch import Tensor
 from whale.errors import UsageError
 from whale.ir.shares import shares_on_axis
 from whale.runtime.launch import World
+from whale.runtime.local_program import Intervals
 from whale.runtime.loss import ROUNDING, look_at
 from whale.runtime.outputs import put
 from whale.runtime.refusals import Refusals
-from whale.runtime.stage import Intervals, LocalStage, part
+from whale.runtime.stage import LocalStage, part
 
 __all__ = ["LocalBatches", "LocalRows", "RowShares"]
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.launch import World
-from whale.runtime.stage import Intervals, rectangles
+from whale.runtime.local_program import Intervals
+from whale.runtime.stage import rectangles
 
 __all__ = ["Outputs", "Piece", "put"]
 

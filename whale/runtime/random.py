@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale.runtime.recording import call, is_recording
+
 _MASK = (1 << 63) - 1
 
 Ranges = Sequence[tuple[int, int]]
@@ -148,32 +150,49 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ _shifted(x, 31)
 
 
+class PositionMask(nn.Module):
+    """The mask of an operator: see :func:`keep_mask`."""
+
+    def __init__(self, keep: float, key: int, clock: RNGPosition) -> None:
+        super().__init__()
+        self.keep, self.key, self.clock = keep, key, clock
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The mask of elements in these rows and columns, in this step."""
+        return keep_mask(self.clock.of_step(self.key), self.keep, rows, columns)
+
+    def without_data(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """An empty mask."""
+        return torch.empty((rows.numel(), columns.numel()), dtype=torch.bool, device=rows.device)
+
+    def like(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """The mask in the shape of a tensor, or without data where that has none."""
+        if is_recording():
+            return call(self, rows, columns).view(x.shape)
+        if type(rows) is not Tensor or x.is_meta:
+            return torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        found: Tensor = self(rows, columns)
+        return found.view(x.shape)
+
+
 class SeededDropout(nn.Module):
     """Dropout whose mask depends on positions in the whole tensor; the second result, if requested, is the mask."""
 
     def __init__(self, probability: float, key: int, clock: RNGPosition, with_mask: bool) -> None:
         super().__init__()
-        self.probability, self.key, self.clock, self.with_mask = probability, key, clock, with_mask
+        self.mask, self.with_mask = PositionMask(1.0 - probability, key, clock), with_mask
 
     def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Any:
         """Zero elements with the probability, scale the others up."""
-        y, mask = _dropped(x, self.probability, self.clock.of_step(self.key), rows, columns)
+        y, mask = _dropped(x, self.mask, rows, columns)
         return (y, mask) if self.with_mask else y
 
 
-def _dropped(x: Tensor, probability: float, seed: int, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+def _dropped(x: Tensor, position_mask: PositionMask, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """The tensor after dropout, and the mask."""
-    keep = 1.0 - probability
-    mask = _mask_like(x, keep, seed, rows, columns)
+    mask = position_mask.like(x, rows, columns)
     y = x * mask  # saves the mask for the backward, a byte per element; the scale saves nothing
-    return y.mul_(1 / keep) if keep > 0 else y, mask
-
-
-def _mask_like(x: Tensor, keep: float, seed: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """A mask in the shape of a tensor, or without data where that has none."""
-    if type(rows) is not Tensor or x.is_meta:
-        return torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    return keep_mask(seed, keep, rows, columns).view(x.shape)
+    return y.mul_(1 / position_mask.keep) if position_mask.keep > 0 else y, mask
 
 
 class SeededBernoulli(nn.Module):
@@ -181,11 +200,11 @@ class SeededBernoulli(nn.Module):
 
     def __init__(self, probability: float, key: int, clock: RNGPosition) -> None:
         super().__init__()
-        self.probability, self.key, self.clock = probability, key, clock
+        self.mask = PositionMask(probability, key, clock)
 
     def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Draw in the shape and dtype of a tensor."""
-        return _mask_like(x, self.probability, self.clock.of_step(self.key), rows, columns).to(x.dtype)
+        return self.mask.like(x, rows, columns).to(x.dtype)
 
 
 class SeededCall(nn.Module):
@@ -198,6 +217,8 @@ class SeededCall(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator."""
+        if is_recording():
+            return self.target(*args, **kwargs)
         named = kwargs.get("device")
         devices = [a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         generator = _generator_of(torch.device(named) if named is not None else devices[0] if devices else None)
@@ -253,7 +274,8 @@ class SeededAttention(SeededCall):
         else:  # a row may have no column
             weights = torch.ops.aten._safe_softmax.default(scores, -1)
         columns = column_numbers((((0, key.shape[-2]),),), scores.device)
-        return _dropped(weights, dropout_p, self.clock.of_step(self.key_of_all), rows, columns)[0] @ value
+        mask = PositionMask(1.0 - dropout_p, self.key_of_all, self.clock)
+        return _dropped(weights, mask, rows, columns)[0] @ value
 
 
 def _generator_of(device: torch.device | None) -> torch.Generator:

@@ -8,7 +8,6 @@ strategies.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
@@ -90,22 +88,6 @@ class Reducer:
             if len(kinds) > 1 or not seen.isdisjoint(bucket.parameters) or len(bucket.parameters) == 0:
                 raise UsageError(f"bucket {bucket.index} needs parameters of one dtype and device, each in one bucket")
             seen.update(bucket.parameters)
-        # A parameter's hooks are invisible to Python's garbage collector, so they must not reference the parameter.
-        this = weakref.ref(self)
-
-        def accumulated(parameter: Tensor) -> None:
-            if (reducer := this()) is not None:
-                reducer.gradient_ready(parameter)
-
-        accumulated.of_a_step = True  # type: ignore[attr-defined] # and not the script's
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(accumulated)
-            for bucket in self.buckets
-            if bucket.group is not None
-            for parameter in bucket.parameters
-        ]
-        self._remove_hooks = weakref.finalize(self, _remove, hooks)
-        self._remove_hooks.atexit = False
 
     def begin(self) -> None:
         """Start a step."""
@@ -180,20 +162,13 @@ class Reducer:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def close(self) -> None:
-        """Remove the hooks from the parameters, as when nothing refers to it any more."""
-        self._remove_hooks()
-
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Record that the gradient of a parameter is ready; autograd calls it in every backward, so it must be fast."""
+        """Record that the gradient of a parameter is ready; stages call it in every backward, so it must be fast."""
         pending = self._armed.get(parameter)  # type: ignore[call-overload]
         if pending is None:
             return
         if parameter in pending.ready:
-            raise ScheduleError(
-                f"a parameter of bucket {pending.bucket.index} got two gradients in one backward, as from a reentrant "
-                "checkpoint; use torch.utils.checkpoint with use_reentrant=False"
-            )
+            raise ScheduleError(f"a parameter of bucket {pending.bucket.index} got two gradients in one backward")
         pending.ready.add(parameter)
         if len(pending.ready) == len(pending.bucket.parameters):
             self._start_ready()
@@ -259,11 +234,6 @@ def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
             return None
         end += tensor.numel()
     return first.as_strided((end - start,), (1,), start)
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def bucketize(parameters: Sequence[Parameter], capacity_bytes: int = BUCKET_BYTES) -> list[tuple[Parameter, ...]]:

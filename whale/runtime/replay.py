@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
-from whale.runtime.stage import Intervals, part
+from whale.runtime.local_program import Intervals
+from whale.runtime.stage import part
 
 __all__ = ["Call", "Incarnation", "Recording", "Ref", "Replay", "Resume", "bytes_of"]
 

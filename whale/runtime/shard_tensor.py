@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
-from whale.runtime.stage import Intervals, Rectangle, rectangles
+from whale.runtime.local_program import Intervals
+from whale.runtime.stage import Rectangle, rectangles
 
 __all__ = ["ShardTensor"]
 

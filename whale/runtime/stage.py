@@ -1,131 +1,52 @@
-"""The local program of a stage on one rank: three graphs, their input tensors, and state between steps.
-
-The *constant* graph runs once, the *step* graph once a step on the global batch, the *micro-batch* graph for every
-micro-batch. Knows tensors and graphs; not how they were made.
-"""
+"""A stage on one rank: it runs the graphs of its local programs on their tensors, and has state between steps."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from whale.runtime.collectives import CollectiveModule, Group
+from whale.runtime.derivative import laid_out
+from whale.runtime.local_program import Intervals, LocalGraph, LocalProgram, ShapeAndDtype
 from whale.runtime.random import RNGPosition, column_numbers, row_numbers
-
-Intervals = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dim of a tensor, half-open ranges in order."""
-
-Source = tuple[str, Any]
-"""Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
-intervals)), ("received", position), (level, position) for an earlier graph's output, or ("rows" | "columns",
-(intervals, shape)) for numbers of a part's elements in a whole tensor of this shape."""
 
 
 @dataclass(eq=False)
-class LocalCode:
-    """A graph with the modules that it calls. torch makes code of it when it is first run, if it ever is.
+class Kept:
+    """Everything that a backward needs of its forward: tensors that this made, and its arguments by number."""
 
-    ``unbound`` is the code of which this is a copy with process groups: both run the same function.
-    """
-
-    root: nn.Module
-    graph: fx.Graph
-    unbound: LocalCode | None = None
-
-    @cached_property
-    def module(self) -> fx.GraphModule:
-        """The graph as a module of torch."""
-        return fx.GraphModule(self.root, self.graph)
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        """The graph as a function of a root with its modules, and of its placeholders."""
-        return type(self.module).forward if self.unbound is None else self.unbound.function
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it."""
-        return self.function(self.root, *args)
-
-    def once(self, *args: Any) -> Any:
-        """Run it without making code of it, which takes longer than to run it node by node."""
-        return fx.Interpreter(self.root, graph=self.graph).run(*args)
+    made: list[Any] = field(default_factory=list)
+    arguments: dict[int, Any] = field(default_factory=dict)
+    weights: list[Any] = field(default_factory=list)  # arguments of the weights' part of a split backward
 
 
-@dataclass
-class LocalGraph:
-    """One graph of a local program, and the sources of its placeholders, in order."""
-
-    code: LocalCode
-    sources: list[Source]
-
-
-@dataclass
-class LocalProgram:
-    """The local program of one rank for a stage and one micro-batch.
-
-    The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values, then
-    tensors of the model's output.
-    ``bridges`` are the modules that need a process group, which only their copies have (:func:`bound`).
-    ``depends_on_position`` means that the program is valid for one micro-batch only, not for others of as many rows.
-    ``nothing`` is set if the rank has no row of the micro-batch and no rank waits for it inside the stage: the shapes
-    and dtypes that it then returns without running.
-    """
-
-    constant: LocalGraph
-    step: LocalGraph
-    micro_batch: LocalGraph
-    bridges: list[CollectiveModule] = field(default_factory=list)
-    depends_on_position: bool = False
-    nothing: tuple[tuple[tuple[int, ...], torch.dtype], ...] | None = None
-
-
-def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, ...]], Group]) -> list[LocalProgram]:
-    """Copies of programs whose modules have process groups; the programs themselves are not changed.
+class GradientSink:
+    """Adds gradients to those of parameters, as autograd does, and calls ``ready`` with each parameter.
 
     Args:
-        programs: of a stage's micro-batches; shared parts remain shared in the copies.
-        group_of: the group of a module, by its name in its graph and its ranks.
+        parameters: by the number of their placeholder.
     """
-    codes: dict[int, LocalCode] = {}
 
-    def of_graph(graph: LocalGraph) -> LocalGraph:
-        code = graph.code
-        if id(code) not in codes:
-            codes[id(code)] = LocalCode(_with_groups(code.root, group_of), code.graph, unbound=code)
-        return LocalGraph(codes[id(code)], graph.sources)
+    def __init__(self, parameters: Sequence[Tensor | None]) -> None:
+        self.parameters = parameters
+        self.ready: Callable[[Tensor], None] | None = None
 
-    def of_program(program: LocalProgram) -> LocalProgram:
-        graphs = [of_graph(graph) for graph in (program.constant, program.step, program.micro_batch)]
-        inside = (module for graph in graphs for module in graph.code.root.modules())
-        return replace(
-            program,
-            constant=graphs[0],
-            step=graphs[1],
-            micro_batch=graphs[2],
-            bridges=[module for module in inside if isinstance(module, CollectiveModule)],
-        )
-
-    copies = {id(program): of_program(program) for program in programs}
-    return [copies[id(program)] for program in programs]
-
-
-def _with_groups(module: nn.Module, group_of: Callable[[str, tuple[int, ...]], Group], name: str = "") -> nn.Module:
-    """A copy of a module and those inside of it, with a group for each that needs one; all else is shared."""
-    bare = copy.copy(module)
-    bare._modules = {
-        key: None if child is None else _with_groups(child, group_of, f"{name}.{key}".lstrip("."))
-        for key, child in module._modules.items()
-    }
-    if isinstance(bare, CollectiveModule):
-        bare.group = group_of(name, bare.ranks)
-    return bare
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Add a gradient, which nothing else reads."""
+        parameter = self.parameters[number]
+        assert parameter is not None
+        if not parameter.requires_grad:
+            return
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+        if self.ready is not None:
+            self.ready(parameter)
 
 
 def element_numbers(kind: str, what: tuple[Intervals, tuple[int, ...]], device: torch.device) -> Tensor:
@@ -198,6 +119,8 @@ class LocalStage:
         self._batch: Mapping[str, Any] = {}
         self._changed: dict[str, Tensor] = {}
         self._taken: dict[tuple[int, int], Tensor] = {}
+        self._sinks: dict[int, GradientSink] = {}
+        self.on_gradient: Callable[[Tensor], None] | None = None
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -214,10 +137,115 @@ class LocalStage:
         """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned."""
         program = self.programs[micro_batch]
         self.clock.micro_batch = micro_batch
-        if program.nothing is not None:  # many operators refuse tensors without rows
-            device = next(iter(self._tensors.values())).device
-            return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in program.nothing)
-        results = program.micro_batch.code(*self._arguments(program, program.micro_batch, received))
+        if program.nothing is not None:
+            return self._nothing(program.nothing)
+        return self._results(micro_batch, program.micro_batch.code(*self._arguments(program, received)))
+
+    def forward_to_train(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Kept]:
+        """The same, with what the backward needs."""
+        program = self.programs[micro_batch]
+        self.clock.micro_batch = micro_batch
+        if program.nothing is not None:
+            return self._nothing(program.nothing), Kept()
+        derivative = program.derivative
+        assert derivative is not None
+        arguments = self._arguments(program, received)
+        for number, strides in derivative.strides.items():
+            if arguments[number].stride() != strides:
+                arguments[number] = laid_out(arguments[number], strides)
+        found = derivative.forward(*arguments)
+        kept = Kept(list(found[derivative.num_results :]), {i: arguments[i] for i in derivative.arguments})
+        return self._results(micro_batch, found[: derivative.num_results]), kept
+
+    def backward(self, micro_batch: int, kept: Kept, seeds: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Run the backward of a micro-batch, which consumes what its forward kept.
+
+        Args:
+            micro_batch: its number.
+            kept: from :meth:`forward_to_train`.
+            seeds: the gradient of each output, None where it has none.
+
+        Returns:
+            the gradients of the received values; of those that have none, None.
+        """
+        program = self.programs[micro_batch]
+        self.clock.micro_batch = micro_batch
+        if program.derivative is None:
+            return ()
+        graph = program.derivative.backward
+        given = self._given(program, graph, kept, seeds)
+        kept.made, kept.arguments = [], {}
+        found: tuple[Tensor | None, ...] = graph.code.function(graph.code.root, given)
+        return found
+
+    def backward_of_inputs(
+        self, micro_batch: int, kept: Kept, seeds: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """The part of a backward that makes the gradients of received values, which it returns."""
+        program = self.programs[micro_batch]
+        self.clock.micro_batch = micro_batch
+        if program.derivative is None:
+            return ()
+        split = program.derivative.split
+        assert split is not None
+        inputs, weights, num_gradients = split.inputs, split.weights, split.num_gradients
+        found = inputs.code.function(inputs.code.root, self._given(program, inputs, kept, seeds))
+        kept.weights = self._given(program, weights, kept, seeds, found[num_gradients:])
+        kept.made, kept.arguments = [], {}
+        return found[:num_gradients]
+
+    def backward_of_weights(self, micro_batch: int, kept: Kept) -> None:
+        """The rest of a backward."""
+        program = self.programs[micro_batch]
+        self.clock.micro_batch = micro_batch
+        if program.derivative is not None:
+            assert program.derivative.split is not None
+            code = program.derivative.split.weights.code
+            code.function(code.root, kept.weights)
+
+    def _given(
+        self,
+        program: LocalProgram,
+        graph: LocalGraph,
+        kept: Kept,
+        seeds: Sequence[Tensor | None],
+        passed: Sequence[Any] = (),
+    ) -> list[Any]:
+        """The arguments of a backward graph."""
+        assert program.derivative is not None
+        given: list[Any] = [self._sink(program)]
+        for kind, what in graph.sources:
+            match kind:
+                case "kept":
+                    given.append(kept.made[what])
+                case "argument":
+                    given.append(kept.arguments[what])
+                case "passed":
+                    given.append(passed[what])
+                case _:
+                    like, seed = program.derivative.seeds[what], seeds[what]
+                    assert like is not None
+                    given.append(self._nothing([like])[0] if seed is None else seed.contiguous())
+        return given
+
+    def _sink(self, program: LocalProgram) -> GradientSink:
+        """The sink of a program's gradients: it knows the parameter of each placeholder."""
+        key = id(program.micro_batch)
+        if key not in self._sinks:
+            names = [what if kind == "parameter" else None for kind, what in program.micro_batch.sources]
+            parameters = [None if name is None else self._tensors["parameter", name] for name in names]
+            self._sinks[key] = GradientSink(parameters)
+        sink = self._sinks[key]
+        sink.ready = self.on_gradient
+        return sink
+
+    def _nothing(self, shapes: Sequence[ShapeAndDtype]) -> tuple[Tensor, ...]:
+        """Zeros: also the results of a rank without rows, which many operators refuse."""
+        device = next(iter(self._tensors.values())).device
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+
+    def _results(self, micro_batch: int, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The results for the executor; the others are stored."""
         if len(results) > len(self.outputs):
             count = len(self.outputs)
             after = count + len(self.mutated)
@@ -241,7 +269,10 @@ class LocalStage:
         self._changed = {}
         self._steps.clear()
 
-    def _arguments(self, program: LocalProgram, graph: LocalGraph, received: tuple[Tensor, ...]) -> list[Any]:
+    def _arguments(
+        self, program: LocalProgram, received: tuple[Tensor, ...], graph: LocalGraph | None = None
+    ) -> list[Any]:
+        graph = graph or program.micro_batch
         known = self._known.get(id(graph))
         if known is None:
             known = self._known[id(graph)] = self._split(program, graph)
@@ -284,12 +315,12 @@ class LocalStage:
         if key not in self._constants:
             with torch.no_grad():
                 graph = program.constant
-                self._constants[key] = graph.code.once(*self._arguments(program, graph, ()))
+                self._constants[key] = graph.code.once(*self._arguments(program, (), graph))
         return self._constants[key]
 
     def _step(self, program: LocalProgram) -> tuple[Tensor, ...]:
         key = id(program.step.code)
         if key not in self._steps:
             with torch.no_grad():
-                self._steps[key] = program.step.code(*self._arguments(program, program.step, ()))
+                self._steps[key] = program.step.code(*self._arguments(program, (), program.step))
         return self._steps[key]

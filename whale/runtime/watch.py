@@ -57,14 +57,6 @@ class Watch:
         self._kinds = [(t.dtype, t.device) for t in self._tensors]
         self._trained = [t.requires_grad for t in self._tensors]
         self._num_tensor_hooks = [_num_hooks(t) for t in self._tensors]
-        self._num_own_hooks = [_num_own_hooks(t) for t in self._tensors]
-
-    def _accepts_tensor_hooks(self) -> bool:
-        """Whether all hooks that parameters have got are of steps, which may be another parallel model's."""
-        if [_num_own_hooks(t) for t in self._tensors] != self._num_own_hooks:
-            return False
-        self._num_tensor_hooks = [_num_hooks(t) for t in self._tensors]
-        return True
 
     def check(self) -> None:
         """Compare with the modules as they are now.
@@ -80,7 +72,7 @@ class Watch:
             and [len(hooks) for hooks in self._hooks] == self._num_hooks
             and (self.freezes or [t.requires_grad for t in tensors] == self._trained)
             and [(t.dtype, t.device) for t in tensors] == self._kinds
-            and ([_num_hooks(t) for t in tensors] == self._num_tensor_hooks or self._accepts_tensor_hooks())
+            and [_num_hooks(t) for t in tensors] == self._num_tensor_hooks
         ):
             raise UsageError(f"{self._difference()} before parallelize")
 
@@ -107,7 +99,7 @@ class Watch:
                     f"a hook was added to {path} after parallelize, but steps call no modules: return from the model "
                     "what the hook is to see, or do in a forward what it does,"
                 )
-        states = zip(self._names, self._tensors, self._trained, self._kinds, self._num_own_hooks, strict=True)
+        states = zip(self._names, self._tensors, self._trained, self._kinds, self._num_tensor_hooks, strict=True)
         for name, t, trained, (dtype, device), num in states:
             if t.requires_grad != trained and not self.freezes:
                 return (
@@ -119,7 +111,7 @@ class Watch:
                     f"{name} was {dtype} on {device} and is {t.dtype} on {t.device} after parallelize, but steps are "
                     "not compiled for that: cast or move the local model"
                 )
-            if _num_own_hooks(t) != num:
+            if _num_hooks(t) != num:
                 return (
                     f"a hook was added to {name} after parallelize, which would see gradients that are not summed over "
                     "ranks: change .grad after train_step, or write the model so"
@@ -129,9 +121,3 @@ class Watch:
 
 def _num_hooks(t: Tensor) -> int:
     return len(t._backward_hooks or ()) + len(t._post_accumulate_grad_hooks or ())
-
-
-def _num_own_hooks(t: Tensor) -> int:
-    """The number of a script's hooks."""
-    accumulated = (t._post_accumulate_grad_hooks or {}).values()
-    return len(t._backward_hooks or ()) + sum(not getattr(hook, "of_a_step", False) for hook in accumulated)

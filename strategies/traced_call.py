@@ -1,0 +1,290 @@
+"""One operator, forward and backward, as the operators below autograd that both run: traced on tensors without data.
+
+Calls with equal arguments are traced once, so many equal layers cost what one does. A call that depends on values, or
+whose backward is a script's own, is not traced: autograd keeps what it needs on a tape. It knows operators and tensors;
+nothing of the graph that they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+
+from whale.graph.row_wise import by_target
+from whale.runtime.local_program import LocalCode
+from whale.runtime.random import SeededCall
+from whale.runtime.recording import recorded, recording
+
+__all__ = [
+    "Call",
+    "Hole",
+    "Kind",
+    "Known",
+    "Trace",
+    "dense",
+    "fake_like",
+    "known_call",
+    "makes_alias",
+    "run_without_data",
+    "sum_without_data",
+    "traced",
+    "writes",
+]
+
+aten = torch.ops.aten
+
+_fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strides: Sequence[int] | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A tensor without data that knows its device; contiguous without *strides*."""
+    with _fakes:
+        if strides is None:
+            x = torch.empty(tuple(shape), dtype=dtype, device=device)
+        else:
+            x = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+    return x.requires_grad_(requires_grad)
+
+
+def dense(x: Tensor) -> Tensor:
+    """A tensor without data in the shape of another, without gaps, with its dims in the same order in memory."""
+    with _fakes:
+        return torch.empty_like(x, requires_grad=False)
+
+
+def sum_without_data(x: Tensor, y: Tensor) -> Tensor:
+    """A tensor like the sum of two."""
+    with _fakes, torch.no_grad():
+        return x + y
+
+
+def run_without_data(code: LocalCode, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a graph returns for tensors without data."""
+    with recording(), _fakes, torch.no_grad():
+        found: Sequence[Tensor] = code.once(*arguments)
+    return found
+
+
+class Kind(NamedTuple):
+    """What a trace depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Kind:
+        """That of a tensor."""
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+
+    def fake(self) -> Tensor:
+        """A tensor of this kind, without data."""
+        return fake_like(self.shape, self.dtype, self.device, strides=self.strides, requires_grad=self.requires_grad)
+
+
+class Hole:
+    """The place of a tensor among the arguments of a call."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(eq=False)
+class Call:
+    """An operator, a function or a module with its arguments, of which tensors are holes."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The target, if it is a module."""
+        return self.target if isinstance(self.target, nn.Module) else None
+
+    def filled(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors, or with what stands for them."""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+            lambda x: tensors[x.number] if isinstance(x, Hole) else x, (self.args, self.kwargs)
+        )
+        return found
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Call it."""
+        args, kwargs = self.filled(tensors)
+        return self.target(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class Trace:
+    """The operators of a call.
+
+    Attributes:
+        graph: has placeholders for the tensors, then for the gradients of results that have one.
+        root: constants that the graph reads.
+        modules: recorded ones, by number.
+        forward: the nodes of the forward; all others are the backward's.
+        results: those of the call; None where it returns none.
+        gradients: of the tensors; None where there is none.
+    """
+
+    graph: fx.Graph
+    root: nn.Module
+    modules: Mapping[int, Any]
+    forward: frozenset[fx.Node]
+    results: list[fx.Node | None]
+    gradients: list[fx.Node | None]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Those of the tensors and of the gradients."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of calls with equal arguments: tensors like the results, and traces by the kinds of gradients."""
+
+    results: Any
+    traces: dict[tuple[Kind | None, ...], Trace | None] = field(default_factory=dict)
+
+
+_known: dict[Any, Known] = {}
+_MOST_KNOWN = 4096
+
+
+def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
+    """What is known of a call with tensors like these; modules are not compared."""
+    key = None if call.module is not None else (call.target, _frozen((call.args, call.kwargs)), *map(Kind.of, tensors))
+    if key in _known:
+        return _known[key]
+    with recording(), _fakes, torch.enable_grad():
+        found = call([Kind.of(x).fake() for x in tensors])
+        results = pytree.tree_map(
+            lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, found
+        )
+    known = Known(results)
+    if key is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = known
+    return known
+
+
+def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Trace | None:
+    """Trace a call.
+
+    Args:
+        call: of some tensors.
+        tensors: like those.
+        gradients: like those of its results, None where there is none.
+
+    Returns:
+        None if it cannot be traced.
+    """
+    if call.target in by_target:  # a script's own backward may do anything, such as print
+        return None
+    primals = [Kind.of(x).fake() for x in tensors]
+    tangents = [Kind.of(x).fake() for x in gradients if x is not None]
+    last: list[fx.Node] = []
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[Any, ...]:
+        found = call(primals)
+        results = list(found) if isinstance(found, (tuple, list)) else [found]
+        mode = get_proxy_mode()
+        assert mode is not None
+        last.append(next(iter(reversed(mode.tracer.graph.nodes))))
+        roots = [x for x, gradient in zip(results, gradients, strict=True) if gradient is not None]
+        wanted = [x for x in primals if x.requires_grad]
+        made = iter(torch.autograd.grad(roots, wanted, tangents, allow_unused=True))
+        return *results, *(next(made) if x.requires_grad else None for x in primals)
+
+    with recording() as modules, torch.enable_grad():
+        try:
+            found = make_fx(joint, tracing_mode="fake")(primals, tangents)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return None
+    forward = []
+    for node in found.graph.nodes:
+        if node.op != "placeholder" and last[0].op != "placeholder":
+            forward.append(node)
+        if node is last[0]:
+            break
+    returned: list[Any] = list(found.graph.output_node().args[0])  # type: ignore[arg-type]
+    count = len(gradients)
+    trace = Trace(found.graph, found, dict(modules), frozenset(forward), returned[:count], returned[count:])
+    _leave_out_what_does_nothing(trace)
+    if isinstance(call.module, SeededCall):
+        _draw_by_position(trace, call.module)
+    return trace
+
+
+def _frozen(x: Any) -> Any:
+    """A key of arguments; numbers with their types, because some equal numbers have different ones."""
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_frozen, x))
+    if isinstance(x, dict):
+        return tuple((name, _frozen(value)) for name, value in x.items())
+    if isinstance(x, slice):
+        return "slice", x.start, x.stop, x.step
+    return ("hole", x.number) if isinstance(x, Hole) else (type(x), x)
+
+
+_SAME = {aten.detach.default, aten.alias.default}
+"""Operators that do nothing below autograd."""
+
+
+def _leave_out_what_does_nothing(trace: Trace) -> None:
+    same: dict[Any, Any] = {}
+    for node in trace.graph.nodes:
+        if node.target in _SAME:
+            source = node.args[0]
+            same[node] = same.get(source, source)
+            node.replace_all_uses_with(same[node])
+    trace.results = [same.get(x, x) for x in trace.results]
+    trace.gradients = [same.get(x, x) for x in trace.gradients]
+    for node in reversed(list(trace.graph.nodes)):
+        unused = node.op in ("call_function", "get_attr") and not node.users
+        if unused and not writes(node) and node.target is not recorded:
+            trace.graph.erase_node(node)
+    left = set(trace.graph.nodes)
+    trace.forward = frozenset(node for node in trace.forward if node in left)
+
+
+def _draw_by_position(trace: Trace, seeded: SeededCall) -> None:
+    """Let operators that draw random numbers draw them as the call does."""
+    for node in trace.forward:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta["module"] = SeededCall(node.target, seeded.key, seeded.clock)  # type: ignore[arg-type]
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operator writes to an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def makes_alias(node: fx.Node) -> bool:
+    """Whether an operator returns an argument or a view of it; its first one."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)

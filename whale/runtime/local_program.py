@@ -1,0 +1,203 @@
+"""The local program of a stage on one rank as data: its graphs, and the sources of their placeholders.
+
+The *constant* graph runs once, the *step* graph once a step on the global batch, the *micro-batch* graph for every
+micro-batch; in training its derivative runs in its place. Knows tensors and graphs; not how they were made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from whale.runtime.collectives import CollectiveModule, Group
+
+__all__ = [
+    "Derivative",
+    "Intervals",
+    "LocalCode",
+    "LocalGraph",
+    "LocalProgram",
+    "ShapeAndDtype",
+    "Source",
+    "SplitBackward",
+    "bound",
+]
+
+Intervals = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dim of a tensor, half-open ranges in order."""
+
+Source = tuple[str, Any]
+"""Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
+intervals)), ("received", position), (level, position) for an earlier graph's output, or ("rows" | "columns",
+(intervals, shape)) for numbers of a part's elements in a whole tensor of this shape."""
+
+ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(eq=False)
+class LocalCode:
+    """A graph with the modules that it calls. torch makes code of it when it is first run, if it ever is.
+
+    ``unbound`` is the code of which this is a copy with process groups: both run the same function. A ``boxed`` one is
+    called with its arguments in a list, which it empties, so that each is freed after its last use.
+    """
+
+    root: nn.Module
+    graph: fx.Graph
+    unbound: LocalCode | None = None
+    boxed: bool = False
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The graph as a module of torch."""
+        if self.boxed:
+            self.graph.set_codegen(_Boxed())
+        return fx.GraphModule(self.root, self.graph)
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The graph as a function of a root with its modules, and of its placeholders."""
+        return type(self.module).forward if self.unbound is None else self.unbound.function
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        return self.function(self.root, *args)
+
+    def once(self, *args: Any) -> Any:
+        """Run it without making code of it, which takes longer than to run it node by node."""
+        return fx.Interpreter(self.root, graph=self.graph).run(*args)
+
+
+class _Boxed(fx.graph.CodeGen):
+    """Code of a function of a list of arguments, which it empties."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
+        """The function's first lines."""
+        names = [name.split(":")[0].strip() for name in free_vars if name != "self"]
+        taken = f"    {', '.join(names)}, = arguments; arguments.clear()" if names else ""
+        return f"def forward(self, arguments){maybe_return_annotation}:\n{taken}"
+
+
+@dataclass
+class LocalGraph:
+    """One graph of a local program, and the sources of its placeholders, in order."""
+
+    code: LocalCode
+    sources: list[Source]
+
+
+@dataclass
+class SplitBackward:
+    """A backward in two parts.
+
+    The first returns the gradients of received values, ``num_gradients`` of them, and then what the second needs of it,
+    whose placeholders have sources ("passed", number) for that, besides those of a backward.
+    """
+
+    inputs: LocalGraph
+    weights: LocalGraph
+    num_gradients: int
+
+
+@dataclass
+class Derivative:
+    """A micro-batch graph and its backward, for steps that train.
+
+    The forward graph has the placeholders of the micro-batch graph and returns its ``num_results`` results, then what
+    the backward needs. The backward's first placeholder is a sink of gradients, whose method ``add`` is called with the
+    number of a parameter's placeholder and its gradient as soon as this is made. Its others have sources ("kept",
+    number), ("argument", number of a placeholder of the forward), or ("seed", number of an output) for a gradient. It
+    returns the gradients of received values, by position, None for those that have none. ``strides`` are those that
+    the graphs expect of tensors that are made anew in each step, by placeholder; ``seeds`` the shapes and dtypes of
+    gradients of outputs, None where there is none; ``split`` is the same backward in two parts.
+    """
+
+    forward: LocalCode
+    backward: LocalGraph
+    num_results: int
+    strides: Mapping[int, tuple[int, ...]]
+    seeds: tuple[ShapeAndDtype | None, ...]
+    split: SplitBackward | None = None
+
+    @cached_property
+    def arguments(self) -> tuple[int, ...]:
+        """Numbers of the placeholders whose tensors the backward needs."""
+        return tuple(what for kind, what in self.backward.sources if kind == "argument")
+
+
+@dataclass
+class LocalProgram:
+    """The local program of one rank for a stage and one micro-batch.
+
+    The micro-batch graph returns the sent values, then the loss if the stage has it, then new buffer values, then
+    tensors of the model's output.
+    ``bridges`` are the modules that need a process group, which only their copies have (:func:`bound`).
+    ``depends_on_position`` means that the program is valid for one micro-batch only, not for others of as many rows.
+    ``nothing`` is set if the rank has no row of the micro-batch and no rank waits for it inside the stage: the shapes
+    and dtypes that it then returns without running. ``derivative`` is what runs in training.
+    """
+
+    constant: LocalGraph
+    step: LocalGraph
+    micro_batch: LocalGraph
+    bridges: list[CollectiveModule] = field(default_factory=list)
+    depends_on_position: bool = False
+    nothing: tuple[ShapeAndDtype, ...] | None = None
+    derivative: Derivative | None = None
+
+
+def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, ...]], Group]) -> list[LocalProgram]:
+    """Copies of programs whose modules have process groups; the programs themselves are not changed.
+
+    Args:
+        programs: of a stage's micro-batches; shared parts remain shared in the copies.
+        group_of: the group of a module, by its name in its graph and its ranks.
+    """
+    codes: dict[int, LocalCode] = {}
+
+    def of_graph(graph: LocalGraph) -> LocalGraph:
+        code = graph.code
+        if id(code) not in codes:
+            root = _with_groups(code.root, group_of)
+            codes[id(code)] = LocalCode(root, code.graph, unbound=code, boxed=code.boxed)
+        return LocalGraph(codes[id(code)], graph.sources)
+
+    def of_program(program: LocalProgram) -> LocalProgram:
+        graphs = [of_graph(graph) for graph in (program.constant, program.step, program.micro_batch)]
+        inside = (module for graph in graphs for module in graph.code.root.modules())
+        derivative = program.derivative
+        if derivative is not None:
+            forward = of_graph(LocalGraph(derivative.forward, [])).code
+            derivative = replace(derivative, forward=forward, backward=of_graph(derivative.backward))
+            if (split := derivative.split) is not None:
+                halves = replace(split, inputs=of_graph(split.inputs), weights=of_graph(split.weights))
+                derivative = replace(derivative, split=halves)
+        return replace(
+            program,
+            constant=graphs[0],
+            step=graphs[1],
+            micro_batch=graphs[2],
+            bridges=[module for module in inside if isinstance(module, CollectiveModule)],
+            derivative=derivative,
+        )
+
+    copies = {id(program): of_program(program) for program in programs}
+    return [copies[id(program)] for program in programs]
+
+
+def _with_groups(module: nn.Module, group_of: Callable[[str, tuple[int, ...]], Group], name: str = "") -> nn.Module:
+    """A copy of a module and those inside of it, with a group for each that needs one; all else is shared."""
+    bare = copy.copy(module)
+    bare._modules = {
+        key: None if child is None else _with_groups(child, group_of, f"{name}.{key}".lstrip("."))
+        for key, child in module._modules.items()
+    }
+    if isinstance(bare, CollectiveModule):
+        bare.group = group_of(name, bare.ranks)
+    return bare
