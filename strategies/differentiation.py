@@ -12,14 +12,14 @@ It knows graphs and operators; nothing of placements, stages or ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from whale.runtime.derivative import OnTape, from_tape, laid_out
-from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, Source
+from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, ShapeAndDtype, Source
 from whale.runtime.recording import recorded
 from whale.strategies.split_backward import communicates
 from whale.strategies.traced_call import (
@@ -84,12 +84,22 @@ class _Written:
 
     def __init__(self) -> None:
         self.graph, self.root, self._count = fx.Graph(), nn.Module(), 0
+        self.source: Any = None
+        """The operator of the model for which nodes are written."""
 
     def module(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         """A call of a module."""
         name = self._name(type(module).__name__.strip("_").lower())
         self.root.add_module(name, module)
-        return self.graph.call_module(name, args, dict(kwargs or {}))
+        return self._noted(self.graph.call_module(name, args, dict(kwargs or {})))
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        """A call of a function."""
+        return self._noted(self.graph.call_function(function, args, dict(kwargs or {})))
+
+    def _noted(self, node: fx.Node) -> fx.Node:
+        node.meta["source"] = self.source
+        return node
 
     def copy(self, node: fx.Node, trace: Trace, read: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """A node of a trace."""
@@ -104,7 +114,7 @@ class _Written:
             name = self._name("constant")
             self.root.register_buffer(name, getattr(trace.root, str(node.target)))
             return self.graph.get_attr(name)
-        return self.graph.node_copy(node, read)
+        return self._noted(self.graph.node_copy(node, read))
 
     def code(self, *, boxed: bool = False) -> LocalCode:
         """The finished graph, without unused nodes; collectives remain, because other ranks call them too."""
@@ -147,6 +157,7 @@ class _Differentiation:
             for used in node.all_input_nodes:
                 first_users.setdefault(used, node)
         for node in reversed(self.nodes):
+            self.backward.source = node.meta.get("source")
             self._go_back(node)
             for used in node.all_input_nodes:
                 if first_users[used] is node and used.op == "placeholder":
@@ -202,7 +213,7 @@ class _Differentiation:
 
     def _add(self, place: _Place, gradient: _Gradient) -> None:
         if (before := self.gradients.get(place)) is not None:
-            total = self.backward.graph.call_function(aten.add.Tensor, (before.node, gradient.node))
+            total = self.backward.call(aten.add.Tensor, (before.node, gradient.node))
             gradient = _Gradient(total, sum_without_data(before.like, gradient.like))
         self.gradients[place] = gradient
 
@@ -238,10 +249,10 @@ class _Differentiation:
 
     def _go_back_by_tape(self, node: fx.Node, operands: Sequence[fx.Node], given: Sequence[_Gradient | None]) -> None:
         seeds = tuple(None if gradient is None else gradient.node for gradient in given)
-        found = self.backward.graph.call_function(from_tape, (self._keep((node, _TAPE)), seeds))
+        found = self.backward.call(from_tape, (self._keep((node, _TAPE)), seeds))
         for number, x in enumerate(operands):
             if self.values[x].requires_grad:
-                gradient = self.backward.graph.call_function(operator.getitem, (found, number))
+                gradient = self.backward.call(operator.getitem, (found, number))
                 self._add(self._place(x), _Gradient(gradient, dense(self.values[x])))
 
     def _keep(self, place: _Place) -> fx.Node:
@@ -272,9 +283,10 @@ class _Differentiation:
             if node.op == "call_method":
                 _, number, gradient_node = node.args
                 if not node.meta["in layout"] or not _is_alone(gradient_node):
+                    self.backward.source = gradient_node.meta.get("source")
                     with self.backward.graph.inserting_before(node):
                         strides = tuple(self.values[self.placeholders[number]].stride())
-                        copied = self.backward.graph.call_function(laid_out, (gradient_node, strides))
+                        copied = self.backward.call(laid_out, (gradient_node, strides))
                     node.args = (*node.args[:2], copied)
 
     # The forward
@@ -307,13 +319,21 @@ class _Differentiation:
             backward=LocalGraph(backward, ordered),
             num_results=len(results),
             strides=strides,
+            received=tuple(like for _, like in sorted(self._received(), key=operator.itemgetter(0))),
             seeds=tuple(None if seed is None else (tuple(seed.shape), seed.dtype) for seed in self.seeds),
         )
+
+    def _received(self) -> Iterator[tuple[int, ShapeAndDtype]]:
+        """The received values that the graph reads, by position."""
+        for placeholder, (kind, position) in zip(self.placeholders, self.given.sources, strict=True):
+            if kind == "received":
+                yield position, (tuple(self.values[placeholder].shape), self.values[placeholder].dtype)
 
     def _write_forward(self) -> dict[_Place, fx.Node]:
         """Write all operators; return the nodes of their tensors, and of those inside of their traces."""
         env: dict[_Place, fx.Node] = {(x, 0): self.forward.graph.placeholder(x.name) for x in self.placeholders}
         for node, (call, operands, _) in self.calls.items():
+            self.forward.source = node.meta.get("source")
             tensors = [env[self._place(x)] for x in operands]
             if (trace := self.traces.get(node)) is not None:
                 inner = dict(zip(trace.placeholders, tensors, strict=False))
@@ -325,18 +345,16 @@ class _Differentiation:
             if node in self.traces:
                 wants = tuple(self.values[x].requires_grad for x in operands)
                 pair = self.forward.module(OnTape(call, wants), tuple(tensors))
-                found, env[node, _TAPE] = (
-                    self.forward.graph.call_function(operator.getitem, (pair, i)) for i in range(2)
-                )
+                found, env[node, _TAPE] = (self.forward.call(operator.getitem, (pair, i)) for i in range(2))
             else:
                 args, kwargs = call.filled(tensors)
                 if call.module is not None:
                     found = self.forward.module(call.module, args, kwargs)
                 else:
-                    found = self.forward.graph.call_function(call.target, args, kwargs)
+                    found = self.forward.call(call.target, args, kwargs)
             if isinstance(self.values[node], (tuple, list)):
                 for i in range(self._num_results(node)):
-                    env[node, i] = self.forward.graph.call_function(operator.getitem, (found, i))
+                    env[node, i] = self.forward.call(operator.getitem, (found, i))
             else:
                 env[node, 0] = found
         return env

@@ -6,6 +6,7 @@ weights.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ def split(derivative: Derivative) -> Derivative:
         while wanted:
             _add_with_operands(first, wanted)
             wanted = [node for node in nodes if node not in first and writes(node) and _owner(node) in first]
+    first |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in first}
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     before, after = [n for n in calls if n in first], [n for n in calls if n not in first]
     passed = [node for node in before if any(user not in first and user.op != "output" for user in node.users)]

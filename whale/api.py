@@ -58,6 +58,7 @@ def parallelize(
     promote_casts: bool = False,
     sync_module_states: bool = False,
     batch: str = "global",
+    compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
 
@@ -89,6 +90,9 @@ def parallelize(
         batch: what ranks bring to a step: ``global``, all of them the whole batch; ``local``, each the rows that it
             computes on (``model.batch_share``); or ``parts``, of these rows the parts that it reads
             (``model.sample_share``), where dims of samples are split. The example batch is a global one for all.
+        compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
+            It takes up to minutes before the first step, and again for batches of another signature (not for lengths
+            for which steps are made of others). Results then equal the local model's up to rounding.
 
     Raises:
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
@@ -125,6 +129,7 @@ def parallelize(
         default=get_default_strategy(),
         prefer=prefer,
         promote=promote_casts,
+        compile=compile,
     )
     launch = describe(device)
     check_autocast(launch.device)

@@ -8,18 +8,20 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from whale.compile.any_size import AnySize, PlacedStep, TracingAndPlacing
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, local_tensors, rows_of
+from whale.compile.kernels import compiled_kernels, kernels_of_inductor, run_alone
 from whale.compile.placed_like import placed_like
 from whale.compile.rank_step import RankStep, rank_step
 from whale.compile.row_shares import batch_leaf_names, row_shares
 from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
-from whale.errors import CaptureError
+from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
 from whale.graph.reach import names_in_code
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
@@ -36,6 +38,7 @@ from whale.runtime.module import ParallelModule, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
+from whale.runtime.store import Board
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["CHECKED_RANKS", "Builder", "clock_of", "warn_of"]
@@ -68,6 +71,9 @@ def clock_of(clock: RNGPosition, size: int, options: Options) -> RNGPosition | N
 CHECKED_RANKS = 1024
 """Number of ranks up to which every launch proves its programs; it takes milliseconds for small worlds."""
 
+
+_COMPILATION_SECONDS = 3600.0
+"""The longest that ranks wait for each other's compilers."""
 
 _ANY_NUMBER = 0.5
 """In place of those that a step takes as tensors."""
@@ -108,6 +114,7 @@ class Builder:
         self.any_size = AnySize(lambda number: ints_of_all(world, number, "the comparison of compiled steps"))
         self.shards: dict[str, Shard] = {}
         self.layouts: dict[str, tuple[int, ...]] = {}
+        self.segments = kernels_of_inductor() if options.compile else None
         self.unread: dict[str, PlacedStage] = {}
 
     def build(
@@ -175,7 +182,7 @@ class Builder:
             local=self._local_batches(compilation, shares, refusals) if bring != "global" else None,
         )
         data = self._rank_step(compilation)
-        step = self._assemble(data, held)
+        step = self._assemble(self._with_kernels(data, held, example), held)
         self._learn(Kind(modes if any(modes) else (), "loss"), example, PlacedStep(compilation, data))
         engine.install(example, modes if any(modes) else (), step)
         if bring == "parts" and engine.local is not None:
@@ -264,7 +271,7 @@ class Builder:
         data = self._rank_step(compilation)
         if kind is not None:
             self._learn(kind, varying, PlacedStep(compilation, data))
-        return replace(self._assemble(data, tensors), numbers=tuple(numbers))
+        return replace(self._assemble(self._with_kernels(data, tensors, batch), tensors), numbers=tuple(numbers))
 
     def _compiled(
         self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]
@@ -298,13 +305,34 @@ class Builder:
         options: dict[str, Any] = {"device": self.world.device, "layouts": self.layouts}
         return rank_step(compilation, rank, compilation.program(rank), seeded, **options)
 
-    def _assemble(self, step: RankStep, tensors: Mapping[str, Tensor]) -> CompiledStep:
+    def _with_kernels(self, step: RankStep, tensors: Mapping[str, Tensor], batch: Mapping[str, Any]) -> RankStep:
+        """The step with compiled kernels, if they are asked for. All ranks must call it."""
+        if self.segments is None or step.loss_dtype is None:
+            return step
+        compiled = compiled_kernels(step, self.segments)
+        device = self.world.device
+        zeros = {n: torch.zeros_like(x, device=device) if isinstance(x, Tensor) else x for n, x in batch.items()}
+        board = Board(self.world, "compilation of kernels", patience_seconds=_COMPILATION_SECONDS)
+        try:
+            run_alone(compiled, self._held(step, tensors), zeros, self.clock)
+        except BaseException as error:
+            board.put(f"rank {self.world.rank}", f"{type(error).__name__}: {error}")
+            raise
+        board.put(f"rank {self.world.rank}", "")
+        for rank in range(self.world.size):
+            if failed := board.get(f"rank {rank}"):
+                raise WorkerError(f"rank {rank} could not compile its kernels: {failed}")
+        return compiled
+
+    def _held(self, step: RankStep, tensors: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
         held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t for name, t in tensors.items()}
-        constants = {("constant", n): t.to(self.world.device) for n, t in step.constants.items()}
+        return held | {("constant", n): t.to(self.world.device) for n, t in step.constants.items()}
+
+    def _assemble(self, step: RankStep, tensors: Mapping[str, Tensor]) -> CompiledStep:
         return assemble(
             step,
             self.world.rank,
-            tensors={**held, **constants},
+            tensors=self._held(step, tensors),
             clock=self.clock,
             bridge_group=self.groups.get,
             reduce_group=self.reduce_groups.get,

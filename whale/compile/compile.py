@@ -42,7 +42,8 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made.
+    """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
+    ``compile`` asks for compiled kernels.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -52,6 +53,7 @@ class Options:
     default: Strategy | None = None
     prefer: str = "consecutive"
     promote: bool = False
+    compile: bool = False
     plan: Plan | None = None
 
 

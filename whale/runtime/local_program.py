@@ -114,14 +114,16 @@ class Derivative:
     number of a parameter's placeholder and its gradient as soon as this is made. Its others have sources ("kept",
     number), ("argument", number of a placeholder of the forward), or ("seed", number of an output) for a gradient. It
     returns the gradients of received values, by position, None for those that have none. ``strides`` are those that
-    the graphs expect of tensors that are made anew in each step, by placeholder; ``seeds`` the shapes and dtypes of
-    gradients of outputs, None where there is none; ``split`` is the same backward in two parts.
+    the graphs expect of tensors that are made anew in each step, by placeholder; ``received`` and ``seeds`` the shapes
+    and dtypes of received values and of gradients of outputs, None where there is none; ``split`` is the same backward
+    in two parts.
     """
 
     forward: LocalCode
     backward: LocalGraph
     num_results: int
     strides: Mapping[int, tuple[int, ...]]
+    received: tuple[ShapeAndDtype, ...]
     seeds: tuple[ShapeAndDtype | None, ...]
     split: SplitBackward | None = None
 

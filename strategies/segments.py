@@ -1,0 +1,190 @@
+"""Compiled kernels: the operators of a graph between its collectives, layer by layer, each run as one function.
+
+Runs of operators that are equal, as those of equal layers are, share one function, so that many layers are compiled in
+the time of one. Collectives, random numbers and what autograd keeps on a tape stay nodes between them. It knows graphs
+and the names of their modules; not what compiles.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale.graph.capture_checks import modules_around
+from whale.runtime.derivative import laid_out
+from whale.runtime.local_program import Derivative, LocalCode, LocalGraph
+
+__all__ = ["Segments"]
+
+_FEWEST = 3
+"""Operators in a run that is worth a function of its own."""
+
+
+class _Segment(nn.Module):
+    """A run of operators as a function of the tensors that it reads."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """What later nodes read of it."""
+        return self.function(*tensors)
+
+
+@dataclass(eq=False)
+class Segments:
+    """Compiles the runs of operators of any number of graphs; equal ones once.
+
+    Attributes:
+        compile: makes a function of a graph.
+        functions: those that were made, by the text of their graphs.
+    """
+
+    compile: Callable[[fx.GraphModule], Callable[..., Any]]
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def of_derivative(self, derivative: Derivative) -> Derivative:
+        """The same with compiled runs."""
+
+        def of_graph(graph: LocalGraph) -> LocalGraph:
+            return LocalGraph(self._code(graph.code), graph.sources)
+
+        split = derivative.split
+        if split is not None:
+            split = replace(split, inputs=of_graph(split.inputs), weights=of_graph(split.weights))
+        return replace(
+            derivative, forward=self._code(derivative.forward), backward=of_graph(derivative.backward), split=split
+        )
+
+    def _code(self, code: LocalCode) -> LocalCode:
+        return _Compiled(self, code).run()
+
+    def function(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """The function of a graph."""
+        key = _text(graph)
+        if key not in self.functions:
+            self.functions[key] = self.compile(graph)
+        return self.functions[key]
+
+
+class _Compiled:
+    """One graph with its runs of operators compiled."""
+
+    def __init__(self, segments: Segments, code: LocalCode) -> None:
+        self.segments, self.given, self.old_root = segments, code, code.root
+        self.new, self.root = fx.Graph(), nn.Module()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.current: list[fx.Node] = []
+        self.inside: set[fx.Node] = set()
+        self.layer: str | None = None
+        self.after: list[fx.Node] = []  # gradients that are handed over when the run is done
+        self.count = 0
+
+    def run(self) -> LocalCode:
+        output = self.given.graph.output_node()
+        for node in self.given.graph.nodes:
+            if node is output:
+                continue
+            if _compiles(node, self.inside):
+                layer = _layer(node)
+                if self.current and layer != self.layer:
+                    self._close()
+                self.layer = layer
+                self.current.append(node)
+                self.inside.add(node)
+            elif node.op == "call_method" and any(used in self.inside for used in node.all_input_nodes):
+                self.after.append(node)
+            else:
+                if any(used in self.inside for used in node.all_input_nodes):
+                    self._close()
+                self._copy(node)
+        self._close()
+        self.new.output(fx.node.map_arg(output.args[0], self.env.__getitem__))
+        return LocalCode(self.root, self.new, boxed=self.given.boxed)
+
+    def _copy(self, node: fx.Node) -> None:
+        self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+        if node.op in ("call_module", "get_attr"):
+            name = str(node.target)
+            found = getattr(self.old_root, name)
+            if isinstance(found, nn.Module):
+                self.root.add_module(name, found)
+            else:
+                self.root.register_buffer(name, found)
+
+    def _close(self) -> None:
+        """End the run: write a call of its function, then what waits for it."""
+        nodes, self.current, inside, self.inside = self.current, [], self.inside, set()
+        if sum(node.target is not operator.getitem for node in nodes) < _FEWEST:
+            for node in nodes:
+                self._copy(node)
+        else:
+            self._call(nodes, inside)
+        for node in self.after:
+            self._copy(node)
+        self.after = []
+
+    def _call(self, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> None:
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        outer = list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
+        for number, used in enumerate(outer):
+            env[used] = graph.placeholder(f"x_{number}")
+            env[used].meta = {"val": used.meta.get("val")}
+        for node in nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        results = [node for node in nodes if _is_tensor(node) and any(user not in inside for user in node.users)]
+        graph.output(tuple(env[node] for node in results))
+        function = self.segments.function(fx.GraphModule(self.old_root, graph))
+        name = f"segment_{self.count}"
+        self.count += 1
+        self.root.add_module(name, _Segment(function))
+        called = self.new.call_module(name, tuple(self.env[used] for used in outer))
+        for number, node in enumerate(results):
+            self.env[node] = self.new.call_function(operator.getitem, (called, number))
+
+
+def _compiles(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a node can be part of a run: an operator that draws no random numbers, or a result of one in the run."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return node.args[0] in inside
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return node.target is laid_out
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether a node is a tensor, and not several of which others select one."""
+    return not any(user.target is operator.getitem and user.args[0] is node for user in node.users)
+
+
+def _layer(node: fx.Node) -> str:
+    """The module of a list of modules in which a node was computed, as far as the first number in its name."""
+    source = node.meta.get("source")
+    if not isinstance(source, fx.Node):
+        return ""
+    parts = next(iter(reversed(modules_around(source))), "").split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ""
+
+
+def _text(graph: fx.GraphModule) -> str:
+    """A text that is equal for graphs that compute the same."""
+    numbers = {node: number for number, node in enumerate(graph.graph.nodes)}
+    lines = []
+    for node in graph.graph.nodes:
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: f"%{numbers[x]}")
+        value = node.meta.get("val")
+        kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else ""
+        target = id(getattr(graph, str(node.target))) if node.op == "get_attr" else node.target
+        lines.append(f"{node.op} {target if node.op != 'placeholder' else ''} {args} {kind}")
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""Compiled kernels of a step: every run of operators between collectives becomes one function of Inductor, compiled
+before the first step, so that no rank waits for another one's compiler in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale.compile.rank_step import RankStage, RankStep
+from whale.runtime.collectives import DryGroup
+from whale.runtime.local_program import Derivative, LocalProgram, bound
+from whale.runtime.random import RNGPosition
+from whale.runtime.stage import LocalStage
+from whale.strategies.segments import Segments
+
+__all__ = ["compiled_kernels", "kernels_of_inductor", "run_alone"]
+
+
+def kernels_of_inductor() -> Segments:
+    """Compiles runs of operators with Inductor."""
+
+    def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
+        function: Callable[..., Any] = torch.compile(graph, dynamic=False, fullgraph=True)
+        return function
+
+    return Segments(compiled)
+
+
+def compiled_kernels(step: RankStep, segments: Segments) -> RankStep:
+    """The step with compiled kernels in training; nothing is compiled yet."""
+    derivatives: dict[int, Derivative] = {}
+    programs: dict[int, LocalProgram] = {}
+
+    def of_program(program: LocalProgram) -> LocalProgram:
+        derivative = program.derivative
+        if derivative is None:
+            return program
+        if id(derivative) not in derivatives:
+            derivatives[id(derivative)] = segments.of_derivative(derivative)
+        if id(program) not in programs:
+            programs[id(program)] = replace(program, derivative=derivatives[id(derivative)])
+        return programs[id(program)]
+
+    def of_stage(stage: RankStage) -> RankStage:
+        return replace(stage, programs=tuple(map(of_program, stage.programs)))
+
+    return replace(step, stages=tuple(map(of_stage, step.stages)))
+
+
+def run_alone(
+    step: RankStep, tensors: Mapping[tuple[str, str], Tensor], batch: Mapping[str, Any], clock: RNGPosition
+) -> None:
+    """Run every program of a rank once, forward and backward, without other ranks and without a trace: parameters,
+    gradients, buffers and generators are as before."""
+    parameters = [x for x in tensors.values() if isinstance(x, nn.Parameter)]
+    gradients = [x.grad for x in parameters]
+    device = next(iter(tensors.values())).device
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            for stage in step.stages:
+                _run_stage(stage, tensors, batch, RNGPosition(clock.seed), device)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _run_stage(
+    stage: RankStage,
+    tensors: Mapping[tuple[str, str], Tensor],
+    batch: Mapping[str, Any],
+    clock: RNGPosition,
+    device: torch.device,
+) -> None:
+    distinct = list({id(program.derivative): program for program in stage.programs}.values())
+    programs = bound(distinct, lambda name, ranks: DryGroup(name, ranks, []) if len(ranks) > 1 else None)
+    local = LocalStage(
+        programs=programs,
+        outputs=stage.outputs,
+        mutated=stage.mutated,
+        tensors=tensors,
+        parameters=(),
+        clock=clock,
+        returned=stage.returned,
+    )
+    local.begin(batch)
+    for number, program in enumerate(programs):
+        derivative = program.derivative
+        if derivative is None:
+            continue
+
+        def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        received = tuple(blank(*like) for like in derivative.received)
+        for in_parts in (False, True) if derivative.split is not None else (False,):
+            _, kept = local.forward_to_train(number, received)
+            seeds = [None if like is None else blank(*like) for like in derivative.seeds]
+            if in_parts:
+                local.backward_of_inputs(number, kept, seeds)
+                local.backward_of_weights(number, kept)
+            else:
+                local.backward(number, kept, seeds)
