@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from whale.annotations import enter_module, module_scopes, recording
 from whale.errors import CaptureError, UsageError
-from whale.graph.canonical import canonicalize
+from whale.graph.canonical import DRAWS, canonicalize, functional
 from whale.graph.capture_checks import (
     SourceLine,
     check_autocast,
@@ -408,11 +408,10 @@ def _tracing() -> Iterator[tuple[Mapping[str, int], list[SourceLine | None]]]:
         yield entered, checkpointed
 
 
-_NO_GRADIENT = {
+_NO_GRADIENT = DRAWS | {
     torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default, torch.ops.aten.rand_like.default, torch.ops.aten.new_zeros.default,
-    torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype,
-    torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.full_like.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default,
+    torch.ops.aten.new_full.default, torch.ops.aten.empty_like.default,
 }  # fmt: skip
 
 
@@ -472,11 +471,11 @@ def _mutates(graph: fx.Graph) -> bool:
                 return True
             if not schema.is_mutable or node.target is torch.ops.aten.detach_.default:
                 continue
-            base, functional = node.args[0], _functional(node.target)
+            base, target = node.args[0], functional(node.target)
             blank = base in written or getattr(base.target, "_overloadpacket", None) in _BLANKS
-            if functional is None or not blank or len(base.users) > 1:
+            if target is None or not blank or len(base.users) > 1:
                 return True
-            node.target = functional
+            node.target = target
             written.add(node)
     return False
 
@@ -503,18 +502,6 @@ def _detach_regions(graph: fx.Graph) -> None:
 
 def _has_values(model: nn.Module) -> bool:
     return any(not parameter.is_meta for parameter in model.parameters())
-
-
-def _functional(target: Any) -> Any:
-    """The functional variant of an operator that writes into its first argument; None if there is none."""
-    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
-    if found is None or found._schema.is_mutable:
-        return None
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
-        (a.name, str(a.type)) for a in target._schema.arguments
-    ]
-    return found if same else None
 
 
 def _submodules(graph: fx.Graph) -> list[fx.GraphModule]:
