@@ -14,7 +14,7 @@ import whale
 F: Any = torch.nn.functional
 
 Function = Callable[[Tensor, Tensor], Tensor]
-"""Of hidden rows and labels from 0 to 5: a loss, or a tensor."""
+"""A loss, or a tensor, of hidden rows and of labels from 0 to 5."""
 
 
 def signs(y: Tensor) -> Tensor:

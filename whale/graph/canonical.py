@@ -21,6 +21,9 @@ aten = torch.ops.aten
 
 def canonicalize(graph: fx.Graph, *, promote: bool = False) -> None:
     """Rewrite *graph* in place. Fake values stay in ``node.meta["val"]``."""
+    for node in graph.nodes:  # torch forgets what is never read when it cuts out a region
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
     _inline_wrappers(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _DROPPED:
@@ -413,6 +416,24 @@ def _number_of_sum(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, found)
 
 
+def _index_put(graph: fx.Graph, node: fx.Node) -> None:
+    """Express ``x[mask] = number``, a write to where a mask of the leading dims is set, as a choice, which treats rows
+    independently."""
+    bound = _bound(node)
+    source, indices, value = bound["self"], bound["indices"], bound["values"]
+    x, number = source.meta["val"], value.meta["val"]
+    if len(indices) != 1 or bound["accumulate"] or number.numel() != 1:
+        return
+    mask = indices[0].meta["val"]
+    if mask.dtype != torch.bool or number.dtype != x.dtype:
+        return
+    with graph.inserting_before(node):
+        wide = emit(graph, node, aten.reshape.default, indices[0], [*mask.shape, *[1] * (x.dim() - mask.dim())])
+        number = emit(graph, node, aten.reshape.default, value, [])
+        chosen = emit(graph, node, aten.where.self, wide, number, source)
+    _replace(graph, node, chosen)
+
+
 _MEAN, _NONE, _SUM = 1, 0, 2
 
 
@@ -586,6 +607,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.concat.default: _cat,
     aten.concatenate.default: _cat,
     aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
     aten.add.Tensor: _number_of_sum,
     aten.add.Scalar: _number_of_sum,
     aten.sub.Tensor: _number_of_sum,

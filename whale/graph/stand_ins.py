@@ -131,7 +131,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
 }
-"""What is called in place of functions that torch hands to modes."""
+"""Functions that torch hands to modes, and what is called in place of each."""
 
 
 def _not_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
