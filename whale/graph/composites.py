@@ -2,7 +2,8 @@
 
 A captured graph has some of them whole, as ``triplet_margin_loss`` or ``feature_dropout``. Autograd sees their parts
 in eager mode too, so that values and gradients stay the same bit for bit. Kernels without a form that needs no data are
-written out here, with the same values and gradients. This module knows no rules: which operators are known, its caller says.
+written out here, with the same values and gradients. This module knows no rules: its caller says which operators are
+known.
 """
 
 from __future__ import annotations
