@@ -418,7 +418,7 @@ def _index() -> Iterator[Sample]:
     yield S(put, x(7, 6), [ints(7, 4)], x(4, 6), True, offers=("P,S(0),S(0)->P",))
     yield S(put, x(7, 6), [ints(7, 4)], x(1, 6), True)
     yield S(put, x(4, 7, 6), [None, ints(7, 5)], x(4, 5, 6), True, offers=("S(0),R*,S(0)->S(0)", "P,S(0),S(1)->P"))
-    yield S(put, x(4, 6), [bools(4, 6)], x(1), refused=True)
+    yield S(put, x(4, 6), [bools(4)], x(6), refused=True)
 
 
 def _loss() -> Iterator[Sample]:
