@@ -26,7 +26,7 @@ def mask_row(repeats: int) -> tuple[str, ...]:
     x, ranges = torch.randn(SIDE, SIDE), (((0, SIDE),),) * 2
     rows, columns = row_numbers(ranges, (SIDE, SIDE), CPU), column_numbers(ranges, CPU)
     dropout = SeededDropout(0.1, 1, RNGPosition(0), with_mask=False)
-    one, other = lambda: dropout(x, rows, columns), lambda: F.dropout(x, 0.1, training=True)
+    one, other = lambda: dropout(rows, columns, x), lambda: F.dropout(x, 0.1, training=True)
     return side_by_side("dropout, 1M elements", one, other, repeats=repeats, target=1.0).cells()
 
 

@@ -25,6 +25,7 @@ from whale.graph.values import Value, needs_grad, output_shapes, value_shape, va
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
+from whale.runtime.draws import DRAWS, SeededDraw
 from whale.runtime.local_program import LocalGraph, LocalProgram, Source
 from whale.runtime.random import RNGPosition, SeededAttention, SeededBernoulli, SeededCall, SeededDropout, position_key
 from whale.strategies.analysis import Analysis, Choice
@@ -500,18 +501,20 @@ class _Lowering:
             part = tuple((a, self.coordinates[a]) for a in range(1, len(choices)) if outputs[0][a].kind == "S")
             key, of_all = (position_key(self.order[op.node], where) for where in (part, ()))
             where = ((op.node, 0), self._normal((op.node, 0), outputs[0]))
-            masked: nn.Module | None = None
-            if op.node.target in (aten.dropout.default, aten.native_dropout.default):
-                pair = op.node.target is aten.native_dropout.default
-                masked, x = SeededDropout(bound["p"], of_all, self.clock, pair), bound["input"]
-            elif op.node.target is aten.bernoulli.p:
-                masked, x = SeededBernoulli(bound["p"], of_all, self.clock), bound["self"]
-            if masked is not None:
-                rows = emitter.placeholder((*where, "rows"), ("rows", where), "rows")
-                columns = emitter.placeholder((*where, "columns"), ("columns", where), "columns")
-                return emitter.call_module(masked, (x, rows, columns), "masked")
             positional, keyword = arguments(op, bound)
             target: Any = op.target
+            drawn: nn.Module | None = None
+            if target in (aten.dropout.default, aten.native_dropout.default):
+                pair = target is aten.native_dropout.default
+                drawn, positional, keyword = SeededDropout(bound["p"], of_all, self.clock, pair), (bound["input"],), {}
+            elif target is aten.bernoulli.p:
+                drawn, positional, keyword = SeededBernoulli(bound["p"], of_all, self.clock), (bound["self"],), {}
+            elif target in DRAWS:
+                drawn = SeededDraw(target, of_all, self.clock, value_tensor((op.node, 0)).dtype)
+            if drawn is not None:
+                rows = emitter.placeholder((*where, "rows"), ("rows", where), "rows")
+                columns = emitter.placeholder((*where, "columns"), ("columns", where), "columns")
+                return emitter.call_module(drawn, (rows, columns, *positional), "drawn", keyword)
             if target is aten.scaled_dot_product_attention.default:
                 rows = emitter.placeholder((*where, "rows"), ("rows", where), "rows")
                 attention = SeededAttention(target, key, of_all, self.clock)

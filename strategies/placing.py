@@ -18,7 +18,7 @@ from torch import fx
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of, where
-from whale.graph.partition import Partition, TaskGraph
+from whale.graph.partition import Partition, TaskGraph, is_random
 from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.strategy import Along, RegionRole, divides_batch, shards_operators
@@ -267,25 +267,25 @@ def place_time(
 
 
 def _computes_whole_batch(analysis: Analysis, time: Mapping[fx.Node, Choice], node: fx.Node) -> fx.Node | None:
-    """The first operator before *node* that reads rows of the batch and is not cut along them."""
+    """The first operator before *node* that reads rows of the batch and is not cut along them, or draws for them."""
     batch = analysis.batch_factor
     above, waiting = set[fx.Node](), [node]
     while waiting:
         new = [n for n in waiting.pop().all_input_nodes if n not in above]
         above.update(new)
         waiting += new
-    for found in time:
-        if (
-            found in above
-            and time[found].factor != batch
-            and any(
-                analysis.factors.count(dim, batch)
-                for value in analysis.ops[found].operands
-                for dim in analysis.dims[value]
-            )
-        ):
-            return found
-    return None
+    uncut = [found for found in time if found in above and time[found].factor != batch]
+
+    def has_rows(found: fx.Node) -> bool:
+        read = [*analysis.ops[found].operands, *([(found, 0)] if _draws_whole(analysis, found) else [])]
+        return any(analysis.factors.count(dim, batch) for value in read for dim in analysis.dims[value])
+
+    return next(filter(has_rows, uncut), None)
+
+
+def _draws_whole(analysis: Analysis, node: fx.Node) -> bool:
+    """Whether an operator draws random numbers that are not known by their positions."""
+    return analysis.rules[node].opaque and is_random(node)
 
 
 def _free(captured: Captured, analysis: Analysis, partition: Partition, nodes: Sequence[fx.Node]) -> frozenset[Value]:
@@ -401,6 +401,12 @@ def _uncut(
 
 def _coupled_message(analysis: Analysis, time: Mapping[fx.Node, Choice], node: fx.Node, count: int) -> str:
     operator = f"micro_batches={count}: {node.target}{where(node)}"
+    if _draws_whole(analysis, node):
+        return (
+            f"{operator} draws random numbers of the whole batch one after the other, which micro-batches would draw "
+            "apart; use micro_batches=1, or compute them from torch.rand or torch.randn, whose numbers depend on their "
+            "positions"
+        )
     if analysis.rules[node].opaque:
         return (
             f"{operator} has no axis rule, so it is not known whether it computes a row of the batch from other rows; "

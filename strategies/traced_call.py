@@ -233,7 +233,7 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
     returned: list[Any] = list(found.graph.output_node().args[0])  # type: ignore[arg-type]
     count = len(gradients)
     trace = Trace(found.graph, found, dict(modules), frozenset(forward), returned[:count], returned[count:])
-    _leave_out_what_does_nothing(trace)
+    _simplify(trace)
     if isinstance(call.module, SeededCall):
         _draw_by_position(trace, call.module)
     return trace
@@ -254,13 +254,20 @@ _SAME = {aten.detach.default, aten.alias.default}
 """Operators that do nothing below autograd."""
 
 
-def _leave_out_what_does_nothing(trace: Trace) -> None:
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+"""Operators that fail for tensors in another layout: a few kernels, such as that of the gradient of CTC, return another
+one than torch expects of them without data. A reshape then copies, and else is the same."""
+
+
+def _simplify(trace: Trace) -> None:
     same: dict[Any, Any] = {}
     for node in trace.graph.nodes:
         if node.target in _SAME:
             source = node.args[0]
             same[node] = same.get(source, source)
             node.replace_all_uses_with(same[node])
+        elif node.target in _VIEWS:
+            node.target = aten.reshape.default
     trace.results = [same.get(x, x) for x in trace.results]
     trace.gradients = [same.get(x, x) for x in trace.gradients]
     for node in reversed(list(trace.graph.nodes)):
@@ -275,7 +282,7 @@ def _draw_by_position(trace: Trace, seeded: SeededCall) -> None:
     """Let operators that draw random numbers draw them as the call does."""
     for node in trace.forward:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            node.meta["module"] = SeededCall(node.target, seeded.key, seeded.clock)  # type: ignore[arg-type]
+            node.meta["module"] = seeded.of(node.target)  # type: ignore[arg-type]
 
 
 def writes(node: fx.Node) -> bool:

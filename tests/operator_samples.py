@@ -85,8 +85,10 @@ def samples() -> Iterator[Sample]:
     yield from _index()
     yield from _loss()
     yield from _window()
+    yield from _unpooled()
     yield from _recurrent()
     yield from _row_wise()
+    yield from _random()
 
 
 def _pointwise() -> Iterator[Sample]:
@@ -128,6 +130,7 @@ def _pointwise() -> Iterator[Sample]:
     yield S(aten.log_sigmoid.default, x(4, 6))
     yield S(aten.special_expit.default, x(4, 6))
     yield S(aten.absolute.default, x(4, 6))
+    yield S(aten.hardswish.default, x(4, 6, low=-4.0, high=4.0), offers=("S(1)->S(1)",))
     yield S(aten.isclose.default, data(4, 6), data(6))
     yield S(aten.isfinite.default, data(4, 6))
     yield S(aten.isinf.default, data(4, 6))
@@ -226,9 +229,6 @@ def _shape() -> Iterator[Sample]:
     yield S(aten.ones.default, [4, 6])
     yield S(aten.full.default, [4, 6], 2.0)
     yield S(aten.empty.memory_format, [4, 6], random=True)
-    yield S(aten.rand.default, [4, 6], random=True)
-    yield S(aten.randn.default, [4, 6], random=True)
-    yield S(aten.randint.low, 0, 9, [4, 6], random=True)
     for target in (aten.new_zeros.default, aten.new_ones.default):
         yield S(target, x(3, 5), [4, 6], offers=("->S(0)", "->S(1)"))
     yield S(aten.new_full.default, data(3), [4], 2.0)
@@ -236,8 +236,7 @@ def _shape() -> Iterator[Sample]:
     for target in (aten.zeros_like.default, aten.ones_like.default):
         yield S(target, x(4, 6), offers=("S(0)->S(0)",))
     yield S(aten.full_like.default, x(4, 6), 2.0)
-    for target in (aten.empty_like.default, aten.rand_like.default, aten.randn_like.default):
-        yield S(target, data(4, 6), random=True)
+    yield S(aten.empty_like.default, data(4, 6), random=True)
     yield S(aten.arange.default, 7, offers=("->S(0)",))
     yield S(aten.arange.start, 3, 9)
     yield S(aten.arange.start_step, 3, 16, 2)
@@ -379,11 +378,8 @@ def _reduce() -> Iterator[Sample]:
     yield S(aten.native_layer_norm.default, x(4, 6), [6], x(6), x(6), 1e-5, offers=("S(0),R*,R*->S(0),S(0),S(0)",))
     yield S(aten.rms_norm.default, x(4, 6), [6], x(6), offers=("S(0),R*->S(0)",))
     yield S(aten._fused_rms_norm.default, x(4, 6), [6], x(6), 1e-5)
-    yield S(aten.dropout.default, x(4, 6), 0.5, True, random=True, offers=("S(0)->S(0)",))
-    yield S(aten.native_dropout.default, x(4, 6), 0.5, True, random=True)
-    yield S(aten.bernoulli.default, ints(2, 4, 6).double(), offers=("S(0)->S(0)",))
-    yield S(aten.bernoulli.p, data(4, 6), 0.5, random=True)
-    yield S(aten.multinomial.default, torch.eye(6, dtype=torch.float64)[[1, 3, 5, 0]], 1, offers=("S(0)->S(0)",))
+    yield S(aten.cdist.default, x(4, 3, 6), x(4, 5, 6), offers=("S(0),S(0)->S(0)", "S(1),R*->S(1)", "R*,S(1)->S(2)"))
+    yield S(aten.cdist.default, x(3, 6), x(2, 5, 6), 1.0, offers=("R*,S(0)->S(0)", "S(0),R*->S(1)"))
 
 
 def _index() -> Iterator[Sample]:
@@ -422,7 +418,7 @@ def _index() -> Iterator[Sample]:
     yield S(put, x(7, 6), [ints(7, 4)], x(4, 6), True, offers=("P,S(0),S(0)->P",))
     yield S(put, x(7, 6), [ints(7, 4)], x(1, 6), True)
     yield S(put, x(4, 7, 6), [None, ints(7, 5)], x(4, 5, 6), True, offers=("S(0),R*,S(0)->S(0)", "P,S(0),S(1)->P"))
-    yield S(put, x(4, 6), [bools(4, 6)], x(1), refused=True)
+    yield S(put, x(4, 6), [bools(4)], x(6), refused=True)
 
 
 def _loss() -> Iterator[Sample]:
@@ -511,7 +507,7 @@ def _window() -> Iterator[Sample]:
     last = (0.1, 1e-5, False)
     yield S(aten.instance_norm.default, x(4, 6, 5), x(6), x(6), None, None, True, *last,
             offers=(batch, along, "S(1),S(0),S(0)->S(1)"))  # fmt: skip
-    yield S(aten.instance_norm.default, x(4, 6, 5), None, None, data(6), data(6).abs(), False, *last, refused=True)
+    yield S(aten.instance_norm.default, x(4, 6, 5), None, None, data(6), data(6).abs(), False, *last, offers=(batch,))
     mean, var = data(6), data(6).abs() + 0.5
     weights = (x(6), x(6))
     yield S(aten.batch_norm.default, x(4, 6, 5), *weights, mean, var, False, *last,
@@ -525,6 +521,43 @@ def _window() -> Iterator[Sample]:
             offers=("S(0),R*,R*,R*,R*->S(0),R,R,R,R", "S(3),R*,R*,R*,R*->S(3),R,R,R,R"))  # fmt: skip
     yield S(functional, x(8, 6), None, None, mean, var, True, 0.3, 1e-3)
     yield S(functional, x(8, 6), *weights, mean, var, False, 0.3, 1e-3, refused=True)
+
+
+def _unpooled() -> Iterator[Sample]:
+    rows = "S(0),S(0)->S(0)"
+    places = torch.tensor([0, 3, 9, 10])
+    yield S(aten.max_unpool2d.default, x(4, 3, 2, 2), places.view(2, 2).expand(4, 3, 2, 2), [4, 4],
+            offers=(rows, "S(1),S(1)->S(1)"))  # fmt: skip
+    yield S(aten.max_unpool3d.default, x(4, 3, 1, 2, 2), places.view(1, 2, 2).expand(4, 3, 1, 2, 2), [2, 4, 4],
+            [2, 2, 2], [0, 0, 0], offers=(rows,))  # fmt: skip
+    steps = torch.full((4, 3, 3), 0.3, dtype=torch.float64)
+    yield S(aten.fractional_max_pool2d.default, x(4, 3, 5, 5), [2, 2], [3, 3], steps[..., :2],
+            offers=("S(0),S(0)->S(0),S(0)", "S(1),S(1)->S(1),S(1)"))  # fmt: skip
+    yield S(aten.fractional_max_pool3d.default, x(4, 3, 4, 5, 5), [2, 2, 2], [2, 3, 3], steps)
+    yield S(aten.affine_grid_generator.default, x(4, 2, 3), [4, 3, 5, 6], False, offers=("S(0)->S(0)",))
+
+
+def _random() -> Iterator[Sample]:
+    rows = "S(0)->S(0)"
+    yield S(aten.dropout.default, x(4, 6), 0.5, True, random=True, offers=(rows,))
+    yield S(aten.native_dropout.default, x(4, 6), 0.5, True, random=True)
+    yield S(aten.bernoulli.default, ints(2, 4, 6).double(), offers=(rows,))
+    yield S(aten.bernoulli.p, data(4, 6), 0.5, random=True)
+    yield S(aten.bernoulli.Tensor, data(4, 6), ints(2, 6).double(), offers=("S(0),R*->S(0)", "S(1),S(0)->S(1)"))
+    yield S(aten.multinomial.default, torch.eye(6, dtype=torch.float64)[[1, 3, 5, 0]], 1, offers=(rows,))
+    yield S(aten.multinomial.default, torch.eye(6, dtype=torch.float64)[[1, 3, 5, 0]], 4, True, offers=(rows,))
+    for name in ("uniform", "normal_functional", "exponential", "cauchy", "log_normal", "random"):
+        yield S(getattr(aten, name).default, data(4, 6), random=True, offers=(rows, "S(1)->S(1)"))
+    yield S(aten.geometric.default, data(4, 6), 0.4, random=True)
+    yield S(aten.normal.Tensor_Tensor, data(4, 6), data(6).abs(), random=True, offers=("S(0),R*->S(0)",))
+    yield S(aten.normal.Tensor_float, data(4, 6), 0.5, random=True)
+    yield S(aten.normal.float_float, 0.0, 0.5, [4, 6], random=True, offers=("->S(0)",))
+    for target in (aten.rand.default, aten.randn.default):
+        yield S(target, [4, 6], random=True, offers=("->S(0)", "->S(1)"))
+    yield S(aten.randint.low, 0, 9, [4, 6], random=True)
+    for target in (aten.rand_like.default, aten.randn_like.default):
+        yield S(target, data(4, 6), random=True, offers=(rows,))
+    yield S(aten.randint_like.default, ints(9, 4, 6), 5, random=True, offers=(rows,))
 
 
 def _recurrent() -> Iterator[Sample]:

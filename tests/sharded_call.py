@@ -79,6 +79,10 @@ def single_call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
     node.meta["val"] = target(*args, **kwargs)
     graph.output((node,))
     canonicalize(graph)
+    for detach in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if detach is not node and not detach.args[0].meta["val"].requires_grad:  # put in front of a random operator
+            detach.replace_all_uses_with(detach.args[0])
+            graph.erase_node(detach)
     calls = [node for node in graph.nodes if is_call(node)]
     assert len(calls) == 1, [str(call.target) for call in calls]
     leaves = pytree.tree_leaves(node.meta["val"])

@@ -7,7 +7,8 @@ from whale.strategies.rules.registry import Op, OpAxis, Rule, pointwise, registe
 
 @register(
     "aten.__and__", "aten.__or__", "aten.__xor__", "aten.floor_divide", "aten.log_sigmoid", "aten.isclose",
-    "aten.isfinite", "aten.isinf", "aten.absolute", "aten.greater", "aten.less", "aten.special_expit", "aten.complex",
+    "aten.isfinite", "aten.isinf", "aten.hardswish", "aten.absolute", "aten.greater", "aten.less", "aten.special_expit",
+    "aten.complex",
     "aten.polar",
 )  # fmt: skip
 def _untagged(op: Op) -> Rule:

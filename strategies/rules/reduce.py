@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from whale.strategies.rules.registry import Op, OpAxis, Rule, pointwise, register, same_axes
+from whale.strategies.rules.registry import Op, OpAxis, Rule, notation, pointwise, register, same_axes
 
 _FIRST = [frozenset({0})]
 
@@ -125,14 +125,4 @@ def _layer_norm(op: Op) -> Rule:
     return Rule(axes=[OpAxis({0: d}, dict.fromkeys(outputs, d)) for d in range(rows)])
 
 
-@register("aten.dropout", "aten.native_dropout", "aten.bernoulli")
-def _random(op: Op) -> Rule | None:
-    if len(op.operands) > 1:  # a probability for each element
-        return None
-    return Rule(axes=same_axes(op, 0, outputs=range(len(op.outputs))))
-
-
-@register("aten.multinomial")
-def _multinomial(op: Op) -> Rule:
-    """``* e! -> * k``."""
-    return Rule(axes=[OpAxis({0: d}, {0: d}) for d in range(len(op.shape(0)) - 1)])
+notation("* r d!, * s d! -> * r s", "aten.cdist")

@@ -183,14 +183,12 @@ def _overwrite(op: Op) -> Rule:
     return Rule(axes=axes, linear=[frozenset({0, 1})])
 
 
-@register("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.rand", "aten.randn", "aten.randint")
+@register("aten.zeros", "aten.ones", "aten.full", "aten.empty")
 def _create(op: Op) -> Rule:
     return Rule(axes=[OpAxis({}, {0: dim}) for dim in range(len(op.outputs[0]))], local=_output_size("size"))
 
 
-@register(
-    "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.rand_like", "aten.randn_like",
-)  # fmt: skip
+@register("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
 def _like(op: Op) -> Rule:
     return Rule(axes=same_axes(op, 0))
 

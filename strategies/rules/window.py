@@ -165,6 +165,31 @@ def _grid_sampler(op: Op) -> Rule:
     return Rule(axes=axes + [OpAxis({1: dim}, {0: dim + 1}) for dim in space])
 
 
+@register("aten.affine_grid_generator")
+def _affine_grid(op: Op) -> Rule:
+    """``n 2! 3! -> n v! u! 2!``."""
+
+    def local(op: Op, args: dict[str, Any], shapes: LocalShapes) -> dict[str, Any]:
+        return {**args, "size": [shapes.outputs[0][0], *args["size"][1:]]}
+
+    return Rule(axes=[OpAxis({0: 0}, {0: 0})], local=local)
+
+
+@register("aten.fractional_max_pool2d", "aten.fractional_max_pool3d")
+def _fractional_pool(op: Op) -> Rule:
+    """``n c s!, n c 2! -> n c s!, n c s!``: the second operand is random numbers that cut space into windows."""
+    lead = len(op.shape(0)) - int(op.name[-2])
+    axes = [OpAxis({0: dim, 1: dim + 2 - lead}, {0: dim, 1: dim}) for dim in range(lead)]
+    return Rule(axes=axes)
+
+
+@register("aten.max_unpool2d", "aten.max_unpool3d")
+def _unpool(op: Op) -> Rule:
+    """``* s!, * s! -> * s!``: indices speak of places in the whole plane."""
+    lead = len(op.shape(0)) - int(op.name[-2])
+    return Rule(axes=[OpAxis({0: dim, 1: dim}, {0: dim}) for dim in range(lead)])
+
+
 @register("aten.group_norm")
 def _group_norm(op: Op) -> Rule:
     """``n (g c) s*, (g c)?, (g c)? -> n (g c) s*`` with the statistics of each row and group over all of space."""

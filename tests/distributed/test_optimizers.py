@@ -25,6 +25,7 @@ from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, SHARDED, Two, annotated, parallel, refusal
 from tests.small_models import decoder, tokens
 from whale.runtime.launch import World
+from whale.runtime.optimizers import SAME, _trial
 
 
 @pytest.fixture(scope="module")
@@ -331,3 +332,11 @@ def test_one_of_two_models_is_clipped(ranks: Two, kind: str) -> None:
             assert "gradients of a parallel model together with others" in together
         if kind == "stages":
             assert "of one parallel model on a rank, and of another on another rank" in apart
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_rounding_in_few_digits_is_not_taken_for_an_update_by_other_elements(momentum: float) -> None:
+    parameter = torch.nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=momentum)
+    for dim in (0, 1, None):
+        assert _trial(optimizer, 0, (6, 6), parameter, dim) < SAME

@@ -99,3 +99,32 @@ def test_numbers_added_to_a_loss_are_terms_that_one_micro_batch_has() -> None:
     torch.testing.assert_close(parallel.train_step(x), expected)
     for name, gradient in parallel.full_gradients().items():
         torch.testing.assert_close(gradient, local.get_parameter(name).grad)
+
+
+class Masked(nn.Module):
+    """Writes of a number to where a mask is set, values that are never read, and a region without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        unread = self.layer(x).sum()  # noqa: F841
+        h = self.layer(x).clone()
+        h[h < -0.2] = 0.1
+        h[x[:, 0] > 0.5] = 3.0
+        with torch.no_grad():
+            teacher = self.layer(2 * x)
+        return (h - teacher).square().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_numbers_are_written_by_masks_to_each_row(micro_batches: int) -> None:
+    torch.manual_seed(0)
+    local, x = Masked().double(), torch.randn(8, 3, dtype=torch.float64)
+    parallel = whale.parallelize(copy.deepcopy(local), x, micro_batches=micro_batches, device="cpu")
+    expected = local(x)
+    expected.backward()
+    torch.testing.assert_close(parallel.train_step(x), expected)
+    for name, gradient in parallel.full_gradients().items():
+        torch.testing.assert_close(gradient, local.get_parameter(name).grad)

@@ -21,7 +21,7 @@ def test_a_dropout_scales_what_it_keeps_and_remembers_a_byte_an_element(probabil
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y, mask = SeededDropout(probability, 1, RNGPosition(seed=0), with_mask=True)(x, ROWS, COLUMNS)
+        y, mask = SeededDropout(probability, 1, RNGPosition(seed=0), with_mask=True)(ROWS, COLUMNS, x)
     assert [tensor.nbytes for tensor in kept] == [1000]
     scale = 1 / (1 - probability) if probability < 1 else 0.0
     torch.testing.assert_close(y, mask.double() * scale)
@@ -43,7 +43,7 @@ def test_a_seeded_call_repeats_and_touches_no_other_generator(monkeypatch: pytes
     torch.rand(3)
     assert torch.equal(call([8], dtype=torch.float64, device="cpu"), first)
     assert not torch.equal(SeededCall(torch.ops.aten.rand.default, 4, RNGPosition(5))([8], dtype=torch.float64), first)
-    generator = torch.Generator().manual_seed(RNGPosition(seed=5).derive(3))
+    generator = torch.Generator().manual_seed(RNGPosition(seed=5).of_step(3))
     torch.testing.assert_close(first, torch.rand(8, dtype=torch.float64, generator=generator))
 
 

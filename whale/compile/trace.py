@@ -17,6 +17,7 @@ from torch import fx, nn
 from whale.errors import UsageError
 from whale.graph.capture import Captured, capture, mark_gradients
 from whale.graph.capture_checks import where
+from whale.graph.composites import write_out_composites
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
@@ -30,6 +31,7 @@ from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.folding import Kinds
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, batch_placeholders, place_time
+from whale.strategies.rules.registry import rule_of
 from whale.strategies.ungroup import ungroup
 
 __all__ = ["Traced", "main_dtype", "precision_of", "trace"]
@@ -138,8 +140,9 @@ def trace(
     for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
     captured = capture(model, batch, device=device, loss_fn=loss_fn, promote=promote, returns=returns, numbers=numbers)
+    written_out = write_out_composites(captured.graph, lambda node: not rule_of(node).opaque)
     recognize_masks(captured)
-    if ungroup(captured.graph):
+    if ungroup(captured.graph) or written_out:
         mark_gradients(captured, model)
     settle_order(captured)
     flow = dataflow(captured)

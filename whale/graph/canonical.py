@@ -21,6 +21,9 @@ aten = torch.ops.aten
 
 def canonicalize(graph: fx.Graph, *, promote: bool = False) -> None:
     """Rewrite *graph* in place. Fake values stay in ``node.meta["val"]``."""
+    for node in graph.nodes:  # torch forgets what is never read when it cuts out a region
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
     _inline_wrappers(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _DROPPED:
@@ -60,6 +63,18 @@ def _evaluate(node: fx.Node, *like: fx.Node) -> Any:
             return node.target(*args, **kwargs)  # type: ignore[operator]
         with mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def functional(target: Any) -> Any:
+    """The functional variant of an operator that writes into its first argument; None if there is none."""
+    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None)
+    if found is None or found._schema.is_mutable:
+        return None
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
+        (a.name, str(a.type)) for a in target._schema.arguments
+    ]
+    return found if same else None
 
 
 def _leaves(value: Any) -> tuple[Any, ...]:
@@ -304,11 +319,26 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
             _identity(graph, node)
 
 
-def _randint_like(graph: fx.Graph, node: fx.Node) -> None:
-    """Detach what only tells a shape, for autograd has no derivative of it; the function of Python ignores it."""
-    shaped: Any = node.args[0]
+def _draw(graph: fx.Graph, node: fx.Node) -> None:
+    """Detach what tells the shape and the parameters of random numbers, whose derivative is zero or unknown."""
+
+    def detached(x: fx.Node) -> fx.Node:
+        return emit(graph, node, aten.detach.default, x) if x.meta["val"].is_floating_point() else x
+
     with graph.inserting_before(node):
-        node.args = (emit(graph, node, aten.detach.default, shaped), *node.args[1:])
+        node.args, node.kwargs = fx.map_arg((node.args, dict(node.kwargs)), detached)
+
+
+DRAWS: frozenset[Any] = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in (
+        "uniform", "normal_functional", "exponential", "geometric", "cauchy", "log_normal", "random", "bernoulli",
+        "normal", "poisson", "rand_like", "randn_like", "randint_like", "multinomial",
+    )
+    for overload in getattr(aten, name).overloads()
+    if not getattr(getattr(aten, name), overload)._schema.is_mutable
+)  # fmt: skip
+"""Operators that draw random numbers, through which no gradient flows."""
 
 
 def _new(graph: fx.Graph, node: fx.Node) -> None:
@@ -384,6 +414,24 @@ def _number_of_sum(graph: fx.Graph, node: fx.Node) -> None:
             term = emit(graph, node, aten.full.default, [], number * alpha, dtype=val.dtype, device=val.device)
             found = emit(graph, node, target, tensor, term)
     _replace(graph, node, found)
+
+
+def _index_put(graph: fx.Graph, node: fx.Node) -> None:
+    """Express ``x[mask] = number``, a write to where a mask of the leading dims is set, as a choice, which treats rows
+    independently."""
+    bound = _bound(node)
+    source, indices, value = bound["self"], bound["indices"], bound["values"]
+    x, number = source.meta["val"], value.meta["val"]
+    if len(indices) != 1 or bound["accumulate"] or number.numel() != 1:
+        return
+    mask = indices[0].meta["val"]
+    if mask.dtype != torch.bool or number.dtype != x.dtype:
+        return
+    with graph.inserting_before(node):
+        wide = emit(graph, node, aten.reshape.default, indices[0], [*mask.shape, *[1] * (x.dim() - mask.dim())])
+        number = emit(graph, node, aten.reshape.default, value, [])
+        chosen = emit(graph, node, aten.where.self, wide, number, source)
+    _replace(graph, node, chosen)
 
 
 _MEAN, _NONE, _SUM = 1, 0, 2
@@ -462,6 +510,16 @@ def _adaptive_mean(graph: fx.Graph, node: fx.Node) -> None:
         with graph.inserting_before(node):
             mean = emit(graph, node, aten.mean.dim, source, list(range(-len(size), 0)), True)  # type: ignore[arg-type]
         _replace(graph, node, mean)
+
+
+def _instance_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Express a normalisation by running statistics, which are the same for every row, as a batch norm's."""
+    bound = _bound(node)
+    if bound["use_input_stats"]:
+        return
+    x, weight, bias, mean, var, _, momentum, eps, cudnn = bound.values()
+    node.target, node.args = aten.batch_norm.default, (x, weight, bias, mean, var, False, momentum, eps, cudnn)
+    node.kwargs = {}
 
 
 def _inline_wrappers(graph: fx.Graph) -> None:
@@ -544,12 +602,12 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.reshape_as.default: _reshape_like,
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _dropout,
-    aten.randint_like.default: _randint_like,
-    aten.randint_like.low_dtype: _randint_like,
+    **dict.fromkeys(DRAWS, _draw),
     aten.cat.default: _cat,
     aten.concat.default: _cat,
     aten.concatenate.default: _cat,
     aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
     aten.add.Tensor: _number_of_sum,
     aten.add.Scalar: _number_of_sum,
     aten.sub.Tensor: _number_of_sum,
@@ -583,6 +641,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.copy.default: _copy,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
+    aten.instance_norm.default: _instance_norm,
     aten.conv1d.padding: _convolution,
     aten.conv2d.padding: _convolution,
     aten.conv3d.padding: _convolution,

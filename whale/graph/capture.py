@@ -23,9 +23,9 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from whale.annotations import enter_module, module_scopes, recording
+from whale.annotations import NODE_KEY, enter_module, module_scopes, recording
 from whale.errors import CaptureError, UsageError
-from whale.graph.canonical import canonicalize
+from whale.graph.canonical import DRAWS, canonicalize, functional
 from whale.graph.capture_checks import (
     SourceLine,
     check_autocast,
@@ -34,6 +34,7 @@ from whale.graph.capture_checks import (
     check_hooks,
     check_static,
     located,
+    modules_around,
     place_of_forward,
     place_of_node,
     refusing,
@@ -46,7 +47,9 @@ from whale.graph.losses import any_sum, pick_loss
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
+from whale.graph.values import is_call
 from whale.ir.program import Returns
+from whale.ir.strategy import ScopePath, encode_scopes
 
 Batch = Any
 """A dict of keyword arguments, a tuple of positional arguments, or one tensor."""
@@ -377,10 +380,23 @@ def capture(
     captured.structure, captured.has_loss = found.structure, found.has_loss
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
-    scopes = (scope for path in module_scopes(model).values() for scope in path)
+    marked = module_scopes(model)
+    _scope_by_modules(captured.graph, marked)
+    scopes = (scope for path in marked.values() for scope in path)
     annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
     return captured
+
+
+def _scope_by_modules(graph: fx.Graph, marked: Mapping[str, ScopePath]) -> None:
+    """Give the scopes of their modules to operators without some: functionalization drops those of ``no_grad`` regions,
+    in which a parametrization updates its buffers."""
+    for node in graph.nodes:
+        custom = node.meta.get("custom") or {}
+        if is_call(node) and NODE_KEY not in custom:
+            inner = next((marked[path] for path in reversed(modules_around(node)) if path in marked), ())
+            if inner:
+                node.meta["custom"] = {**custom, NODE_KEY: encode_scopes(inner)}
 
 
 def _holes(
@@ -408,11 +424,10 @@ def _tracing() -> Iterator[tuple[Mapping[str, int], list[SourceLine | None]]]:
         yield entered, checkpointed
 
 
-_NO_GRADIENT = {
+_NO_GRADIENT = DRAWS | {
     torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default, torch.ops.aten.rand_like.default, torch.ops.aten.new_zeros.default,
-    torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype,
-    torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.full_like.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default,
+    torch.ops.aten.new_full.default, torch.ops.aten.empty_like.default,
 }  # fmt: skip
 
 
@@ -472,11 +487,11 @@ def _mutates(graph: fx.Graph) -> bool:
                 return True
             if not schema.is_mutable or node.target is torch.ops.aten.detach_.default:
                 continue
-            base, functional = node.args[0], _functional(node.target)
+            base, target = node.args[0], functional(node.target)
             blank = base in written or getattr(base.target, "_overloadpacket", None) in _BLANKS
-            if functional is None or not blank or len(base.users) > 1:
+            if target is None or not blank or len(base.users) > 1:
                 return True
-            node.target = functional
+            node.target = target
             written.add(node)
     return False
 
@@ -503,18 +518,6 @@ def _detach_regions(graph: fx.Graph) -> None:
 
 def _has_values(model: nn.Module) -> bool:
     return any(not parameter.is_meta for parameter in model.parameters())
-
-
-def _functional(target: Any) -> Any:
-    """The functional variant of an operator that writes into its first argument; None if there is none."""
-    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
-    if found is None or found._schema.is_mutable:
-        return None
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
-        (a.name, str(a.type)) for a in target._schema.arguments
-    ]
-    return found if same else None
 
 
 def _submodules(graph: fx.Graph) -> list[fx.GraphModule]:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from whale.errors import CaptureError, UsageError
+from whale.graph.stand_ins import STAND_INS, standing_in
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -277,7 +278,7 @@ class _Refuse(TorchFunctionMode):
             raise located(_NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
         if func in (torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward) and _called_by_model():
             raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
-        if _writes(name) and _called_by_model() and _is_unrecorded(args[0]):
+        if _writes(name) and args and _is_unrecorded(args[0]):
             raise located(
                 "a tensor that has a gradient is written to through detach(), .data or under torch.no_grad(), which "
                 "autograd does not see and a captured graph does: write to a clone() of it, or compute another tensor",
@@ -304,7 +305,7 @@ class _Refuse(TorchFunctionMode):
                 for tensor in x if isinstance(x, (list, tuple)) else (x,):
                     if type(tensor) in _PLAIN and tensor.requires_grad and tensor.is_leaf:
                         raise located(_no_name(tensor), place_of_frame(sys._getframe(1)))
-        return func(*args, **(kwargs or {}))
+        return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _writes(name: str) -> bool:
@@ -403,7 +404,7 @@ def refusing() -> Iterator[list[SourceLine | None]]:
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        with _Refuse(), _refusing_seeds():
+        with _Refuse(), _refusing_seeds(), standing_in():
             yield checkpointed
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant

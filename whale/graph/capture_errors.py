@@ -29,9 +29,10 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
     text = str(error)
     first = text.strip().splitlines()[0] if text.strip() else ""
     name, kind = type(model).__name__, type(error).__name__
-    if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind:
+    if "data-dependent" in text or "GuardOnDataDependent" in kind or "DataDependent" in kind or "DynamicOutput" in kind:
         function = _function_of_traceback(error.__traceback__)
-        return located(f"{name} cannot be captured: {f'in {function}, ' if function else ''}{DATA_DEPENDENT}", place)
+        said = f"{DATA_DEPENDENT}; {_INSTEAD[function]}" if function in _INSTEAD else DATA_DEPENDENT
+        return located(f"{name} cannot be captured: {f'in {function}, ' if function else ''}{said}", place)
     if "is mutated in the forward" in text:
         return located(
             f"{name} cannot be captured: the forward or loss_fn writes to a tensor that is no buffer of the model, as "
@@ -65,6 +66,14 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
         "this batch, and keep what is no computation on tensors out of forward",
         place,
     )
+
+
+_INSTEAD = {
+    "one_hot": "here, give num_classes",
+    **dict.fromkeys((f"BatchNorm{dims}d" for dims in (1, 2, 3)), "here, give momentum as a number"),
+    "AdaptiveLogSoftmaxWithLoss": "here, use cross_entropy of all classes",
+}
+"""Words on calls of torch that read values, by function or module: what to write instead."""
 
 
 def _place_of_traceback(traceback: TracebackType | None) -> SourceLine | None:

@@ -22,6 +22,7 @@ from whale.graph.row_wise import capturing, is_row_wise, operator_of, whole_posi
 
 __all__ = ["checking_functions"]
 
+_MODULES = ("torch.nn.", "torch.distributions.")
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 _thread = threading.local()
 
@@ -55,7 +56,9 @@ def checking_functions(checkpointed: list[SourceLine | None]) -> Iterator[None]:
                     place_of_frame(sys._getframe(1)),
                 )
             return operator_of(_unchecked, cls, args)(args)
-        if not cls.__module__.startswith("torch.") and not _derives_its_backward(cls, args, kwargs):
+        trained = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+        own = cls.__module__.startswith("torch.") and not cls.__module__.startswith(_MODULES)  # of operators
+        if trained and torch.is_grad_enabled() and not own and not _derives_its_backward(cls, args, kwargs):
             raise located(
                 f"the custom autograd function {cls.__name__} has a backward that is not its forward's derivative, "
                 "which a captured graph cannot keep; if each row of a batch is computed by itself, say so with "

@@ -24,9 +24,12 @@ aten = torch.ops.aten
 
 _UNTAGGED = {
     overload
-    for name in ("random", "rrelu", "feature_dropout", "feature_alpha_dropout", "binomial", "_sample_dirichlet")
+    for name in (
+        "random", "normal_functional", "rrelu", "feature_dropout", "feature_alpha_dropout", "binomial",
+        "_sample_dirichlet",
+    )
     for overload in (getattr(getattr(aten, name), overload) for overload in getattr(aten, name).overloads())
-}
+}  # fmt: skip
 """Operators that draw random numbers, although torch does not say so."""
 
 

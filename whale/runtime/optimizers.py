@@ -251,9 +251,10 @@ def _trial(optimizer: Optimizer, group: int, shape: Sequence[int], like: Tensor,
     """By how much the updates of an optimizer for all differ from those of two, as on two ranks, that have a half each
     of a tensor along a dim, or a tensor each of two (None); as a part of the largest."""
     draw = torch.Generator().manual_seed(0)
+    dtype = torch.promote_types(like.dtype, torch.float32)  # in fewer digits equal updates are rounded differently
 
     def drawn() -> list[Tensor]:
-        whole = [torch.randn(shape, generator=draw).to(like) for _ in range(2)]
+        whole = [torch.randn(shape, generator=draw).to(like.device, dtype) for _ in range(2)]
         return whole if dim is None else list(whole[0].split(-(-shape[dim] // 2), dim))
 
     def joined(pieces: Sequence[Tensor]) -> list[Tensor]:

@@ -1,9 +1,8 @@
 """Random operators whose numbers depend on the position in a tensor, not on which process draws first.
 
-A dropout mask is a hash of (user's seed, step, operator, position of the element in the whole tensor): it is the same
-for every division into ranks and micro-batches, and bit for bit on every device. Other operators are seeded by a hash
-of (user's seed, step, micro-batch, operator, shard): ranks with the same shard draw the same numbers, ranks with
-different shards independent ones. Either way a step can be repeated.
+A number is a hash of (user's seed, step, operator, position of the element in the whole tensor): it is the same for
+every division into ranks and micro-batches, and dropout masks bit for bit on every device. Operators without such a
+form are computed whole, seeded by a hash of (user's seed, step, operator). Either way a step can be repeated.
 """
 
 from __future__ import annotations
@@ -127,6 +126,23 @@ def keep_mask(seed: int, keep: float, rows: Tensor, columns: Tensor) -> Tensor:
     return mask
 
 
+def uniform_numbers(seed: int, rows: Tensor, columns: Tensor, digits: int = 53) -> Tensor:
+    """Uniform numbers in [0, 1) in float64, each a hash of its position: SplitMix64, started at its row's key.
+
+    Args:
+        seed: 63 bits.
+        rows, columns: from :func:`row_numbers` and :func:`column_numbers`.
+        digits: binary digits of each number; one of 52 plus half of its last place is in (0, 1).
+    """
+    found = torch.empty((rows.numel(), columns.numel()), dtype=torch.float64, device=rows.device)
+    keys, places = _mixed(rows ^ seed)[:, None], columns.long() * (0x9E3779B97F4A7C15 - 2**64)
+    chunk = max(1, (_CPU_CHUNK if rows.device.type == "cpu" else _CHUNK) // max(1, columns.numel()))
+    for begin in range(0, rows.numel(), chunk):
+        part = slice(begin, begin + chunk)
+        found[part] = _shifted(_mixed(keys[part] + places), 64 - digits)
+    return found.mul_(2.0**-digits)
+
+
 def _signed(number: int) -> int:
     """The number of 32 bits with the same bits and a sign."""
     return number - 2**32 if number >= 2**31 else number
@@ -175,6 +191,22 @@ class PositionMask(nn.Module):
         return found.view(x.shape)
 
 
+class UniformNumbers(nn.Module):
+    """The uniform numbers of an operator: see :func:`uniform_numbers`."""
+
+    def __init__(self, key: int, clock: RNGPosition, digits: int) -> None:
+        super().__init__()
+        self.key, self.clock, self.digits = key, clock, digits
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The numbers of elements in these rows and columns, in this step."""
+        return uniform_numbers(self.clock.of_step(self.key), rows, columns, self.digits)
+
+    def without_data(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """An empty tensor for them."""
+        return torch.empty((rows.numel(), columns.numel()), dtype=torch.float64, device=rows.device)
+
+
 class SeededDropout(nn.Module):
     """Dropout whose mask depends on positions in the whole tensor; the second result, if requested, is the mask."""
 
@@ -182,7 +214,7 @@ class SeededDropout(nn.Module):
         super().__init__()
         self.mask, self.with_mask = PositionMask(1.0 - probability, key, clock), with_mask
 
-    def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Any:
+    def forward(self, rows: Tensor, columns: Tensor, x: Tensor) -> Any:
         """Zero elements with the probability, scale the others up."""
         y, mask = _dropped(x, self.mask, rows, columns)
         return (y, mask) if self.with_mask else y
@@ -202,18 +234,27 @@ class SeededBernoulli(nn.Module):
         super().__init__()
         self.mask = PositionMask(probability, key, clock)
 
-    def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, columns: Tensor, x: Tensor) -> Tensor:
         """Draw in the shape and dtype of a tensor."""
         return self.mask.like(x, rows, columns).to(x.dtype)
 
 
 class SeededCall(nn.Module):
-    """Any other random operator, run with the default generator of its device, which is seeded for it and restored
-    afterwards. Those of other devices are left alone: to seed them takes milliseconds, and none of them draws."""
+    """A random operator that is computed whole, with the default generator of its device, which is seeded for it and
+    restored afterwards. Those of other devices are left alone: to seed them takes milliseconds, and none of them
+    draws."""
 
     def __init__(self, target: Callable[..., Any], key: int, clock: RNGPosition) -> None:
         super().__init__()
         self.target, self.key, self.clock = target, key, clock
+
+    def seed(self) -> int:
+        """The seed of this step, the same in all micro-batches."""
+        return self.clock.of_step(self.key)
+
+    def of(self, target: Callable[..., Any]) -> SeededCall:
+        """Another operator with this seed."""
+        return type(self)(target, self.key, self.clock)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator."""
@@ -223,14 +264,22 @@ class SeededCall(nn.Module):
         devices = [a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         generator = _generator_of(torch.device(named) if named is not None else devices[0] if devices else None)
         state = generator.get_state()
-        generator.manual_seed(self.clock.derive(self.key))
+        generator.manual_seed(self.seed())
         try:
             return self.target(*args, **kwargs)
         finally:
             generator.set_state(state)
 
 
-class SeededAttention(SeededCall):
+class SeededPart(SeededCall):
+    """A random operator of which a rank computes a part, seeded for each part and micro-batch."""
+
+    def seed(self) -> int:
+        """The seed of this micro-batch."""
+        return self.clock.derive(self.key)
+
+
+class SeededAttention(SeededPart):
     """Attention whose dropout mask depends on positions in the whole tensor.
 
     On a CPU torch computes attention with dropout in steps, as this does. GPUs have a kernel for it, which draws by
@@ -240,6 +289,10 @@ class SeededAttention(SeededCall):
     def __init__(self, target: Callable[..., Any], key: int, key_of_all: int, clock: RNGPosition) -> None:
         super().__init__(target, key, clock)
         self.key_of_all = key_of_all
+
+    def of(self, target: Callable[..., Any]) -> SeededCall:
+        """Another operator with this seed."""
+        return SeededPart(target, self.key, self.clock)
 
     def forward(
         self,

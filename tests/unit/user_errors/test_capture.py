@@ -131,7 +131,7 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = x[x > 0].sum() * x", DATA),
         ("x = x * x.tolist()[0][0]", DATA),
         ("x = x * torch.cov(x.T).sum()", ["in cov, control flow", *DATA]),
-        ("x = x * nn.functional.gaussian_nll_loss(x, x, x * x)", ["in gaussian_nll_loss, control flow", *DATA]),
+        ("x = x * nn.functional.one_hot(x.long().abs()).sum()", ["in one_hot, control flow", *DATA]),
         ("x = torch.distributions.Gamma(x.exp(), x.exp(), validate_args=True).rsample()", ["in Gamma", *DATA]),
         (
             "x = nn.LSTM(8, 8)(nn.utils.rnn.pack_padded_sequence(x[None], x.long()[:, 0], True))",

@@ -1,0 +1,181 @@
+"""Composites: operators of torch that are a few lines of other operators, written out where nothing is known of them.
+
+A captured graph has some of them whole, as ``triplet_margin_loss`` or ``feature_dropout``. Autograd sees their parts
+in eager mode too, so that values and gradients stay the same bit for bit. Kernels without a form that needs no data are
+written out here, with the same values and gradients. This module knows no rules: its caller says which operators are
+known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from whale.graph.canonical import canonicalize, emit, functional
+from whale.graph.values import is_call
+
+__all__ = ["write_out_composites"]
+
+aten = torch.ops.aten
+
+
+def write_out_composites(graph: fx.Graph, is_known: Callable[[fx.Node], bool]) -> bool:
+    """Replace composites that are not known by their parts, in canonical form; whether there were some."""
+    found = False
+    for node in list(graph.nodes):
+        if is_call(node) and (node.target in _KERNELS or (_is_composite(node.target) and not is_known(node))):
+            parts = _parts(node)
+            if parts is not None:
+                _inline(graph, node, parts)
+                found = True
+    if found:
+        canonicalize(graph)
+    return found
+
+
+def _is_composite(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    return target.has_kernel_for_dispatch_key(implicit) and not target._schema.is_mutable
+
+
+def _parts(node: fx.Node) -> fx.Graph | None:
+    """The operators of a call as a graph of its tensors; None where it is one operator, or writes to them."""
+    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    values = [leaves[place].meta["val"] for place in places]
+    mode = next((x.fake_mode for x in values if isinstance(x, torch._subclasses.FakeTensor)), None)
+    target: Any = _KERNELS.get(node.target, node.target)
+
+    def call(*tensors: Tensor) -> Any:
+        given = dict(zip(places, tensors, strict=True))
+        args, kwargs = pytree.tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+        return target(*args, **kwargs)
+
+    if mode is None:
+        return None
+    with mode, torch.no_grad():
+        parts: fx.Graph = make_fx(functionalize(call))(*values).graph
+    calls = [part for part in parts.nodes if part.op not in ("placeholder", "output")]
+    if any(part.op == "get_attr" or part.target is node.target for part in calls) or not _without_writes(parts):
+        return None
+    return parts
+
+
+def _without_writes(graph: fx.Graph) -> bool:
+    """Let operators that write to what another has just made return it; whether that is all they write to."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        made, target = node.args[0], functional(node.target)
+        fresh = getattr(getattr(made.target, "_schema", None), "returns", ())
+        if target is None or not fresh or any(result.alias_info is not None for result in fresh):
+            return False
+        node.target = target
+        made.replace_all_uses_with(node, delete_user_cb=lambda user, own=node: user is not own and own < user)
+    return True
+
+
+def _inline(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
+    given = iter(leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node))
+    values: dict[fx.Node, Any] = {}
+    with graph.inserting_before(node):
+        for part in parts.nodes:
+            if part.op == "placeholder":
+                values[part] = next(given)
+            elif part.op == "output":
+                result = fx.map_arg(part.args[0], values.__getitem__)
+            else:
+                args, kwargs = fx.map_arg((part.args, part.kwargs), values.__getitem__)
+                values[part] = emit(graph, node, part.target, *args, **kwargs)
+    if isinstance(result, (tuple, list)):
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
+            graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+# Kernels
+
+
+def _multi_margin_loss(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    index = target.unsqueeze(-1)
+    own = x.gather(-1, index)
+    terms = (x - own + margin).relu()
+    terms = terms * terms if p == 2 else terms
+    if weight is not None:
+        terms = terms * weight[target].unsqueeze(-1)
+    others = torch.arange(x.shape[-1], device=x.device) != index
+    return _reduced(terms.where(others, 0.0).sum(-1) / x.shape[-1], reduction)
+
+
+def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    given = (target >= 0).cumprod(-1) != 0  # classes up to the first -1
+    index = target.where(given, 0)
+    own = x.gather(-1, index).unsqueeze(-1)
+    classes = torch.arange(x.shape[-1], device=x.device)
+    named = ((index.unsqueeze(-1) == classes) & given.unsqueeze(-1)).any(-2)
+    terms = (x.unsqueeze(-2) - own + 1).relu()
+    counted = given.unsqueeze(-1) & ~named.unsqueeze(-2)
+    return _reduced(terms.where(counted, 0.0).sum((-2, -1)) / x.shape[-1], reduction)
+
+
+def _reduced(rows: Tensor, reduction: int) -> Tensor:
+    return rows if reduction == 0 else rows.mean() if reduction == 1 else rows.sum()
+
+
+def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Tensor:
+    if not training:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+    return torch.where(x > 0, x, x * torch.empty_like(x).uniform_(lower, upper))
+
+
+def _quantized(x: Tensor, scale: Any, inverse: Any, zero: Any, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """The nearest of the numbers ``(i - zero) * scale``, multiplied in *dtype*, with the gradient of the identity in
+    their range."""
+    place = (x.to(torch.promote_types(x.dtype, torch.float32)) * inverse).round() + zero
+    inside = (place >= low) & (place <= high)
+    value = ((place.clamp(low, high) - zero).to(dtype) * scale).to(x.dtype)
+    return value.detach() + torch.where(inside, x - x.detach(), 0.0)
+
+
+def _fake_quantize(x: Tensor, scale: Any, zero: Any, low: int, high: int) -> Tensor:
+    if isinstance(scale, Tensor):
+        return _quantized(x, scale, 1 / scale, zero, low, high, torch.float32)
+    exact = np.float32(scale)  # as the kernel reads it
+    return _quantized(x, float(exact), float(1 / exact), zero, low, high, torch.float32)
+
+
+def _fake_quantize_channels(x: Tensor, scale: Tensor, zero: Tensor, axis: int, low: int, high: int) -> Tensor:
+    shape = [-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())]
+    scale, dtype = scale.reshape(shape), torch.promote_types(x.dtype, torch.float32)
+    return _quantized(x, scale, 1 / scale, zero.reshape(shape), low, high, dtype)
+
+
+def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    n, channels, *space = x.shape
+    return x.reshape(n, groups, channels // groups, *space).transpose(1, 2).reshape(x.shape)
+
+
+_KERNELS: dict[Any, Callable[..., Tensor]] = {
+    aten.multi_margin_loss.default: _multi_margin_loss,
+    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
+    aten.rrelu.default: _rrelu,
+    aten.fake_quantize_per_tensor_affine.default: _fake_quantize,
+    aten.fake_quantize_per_tensor_affine.tensor_qparams: _fake_quantize,
+    aten.fake_quantize_per_channel_affine.default: _fake_quantize_channels,
+    aten.channel_shuffle.default: _channel_shuffle,
+}

@@ -1,0 +1,152 @@
+"""Stand-ins: functions of torch that a capture would record wrongly or not at all, in other words.
+
+A stand-in has the values and the gradients of the function. It leaves out what reads values only to check arguments: a
+captured model has none, and what is not allowed becomes not a number. This module knows functions of torch, not how a
+model is captured.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
+from torch.nn.modules import transformer
+
+from whale.errors import CaptureError
+from whale.graph.row_wise import row_wise
+
+__all__ = ["STAND_INS", "standing_in"]
+
+
+def _l1_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """``l1_loss``, which loses its weight on the way to a mode of torch."""
+    frame, weight = sys._getframe(1), None
+    while frame.f_back is not None and (frame.f_code is _L1_LOSS or not _calls_it(frame.f_code.co_filename)):
+        if frame.f_code is _L1_LOSS:
+            weight = frame.f_locals.get("weight")
+        frame = frame.f_back
+    if weight is not None:
+        kwargs["weight"] = weight
+    found: Tensor = F.l1_loss(*args, **kwargs)
+    return found
+
+
+_L1_LOSS = F.l1_loss.__code__
+
+
+def _calls_it(file: str) -> bool:
+    return not file.startswith(_OWN)
+
+
+_OWN = (torch.__path__[0], __file__.removesuffix("stand_ins.py"))
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """``gaussian_nll_loss``; a variance below zero is not a number."""
+    var = var * torch.ones_like(input) if isinstance(var, float) else var
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    clamped = torch.where(var < 0, torch.nan, var.clamp(min=eps)).detach()
+    var = clamped + (var - var.detach()) if var.requires_grad else clamped
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return _reduced(loss, reduction)
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+@row_wise
+class Alignment(torch.autograd.Function):
+    """The connectionist temporal classification of each row, whose kernel has no form without data."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Tensor,
+        target_lengths: Tensor,
+        blank: int,
+        zero_infinity: bool,
+    ) -> Tensor:
+        """*log_probs* (rows, time, classes), *targets* (rows, longest), lengths (rows) -> losses (rows)."""
+        if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
+            ctx.save_for_backward(torch.empty_like(log_probs))
+            return log_probs.new_empty(log_probs.shape[:1])
+        with torch.enable_grad():
+            x = log_probs.detach().requires_grad_()
+            lengths = input_lengths, target_lengths
+            losses = torch.ctc_loss(x.transpose(0, 1), targets, *lengths, blank, 0, zero_infinity)
+            ctx.save_for_backward(*torch.autograd.grad(losses.sum(), x))
+        return losses.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """The gradient of the log-probabilities."""
+        (slope,) = ctx.saved_tensors
+        return slope * gradients[0][:, None, None], None, None, None, None, None
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    if log_probs.dim() != 3 or targets.dim() != 2:
+        raise CaptureError(
+            f"ctc_loss of log-probabilities of shape {tuple(log_probs.shape)} with targets of shape "
+            f"{tuple(targets.shape)}: which targets belong to which row depends on the lengths' values; give "
+            "log-probabilities of shape (time, rows, classes), and targets of shape (rows, longest), padded"
+        )
+    lengths = [
+        length if isinstance(length, Tensor) else torch.tensor(length, device=log_probs.device)
+        for length in (input_lengths, target_lengths)
+    ]
+    losses = Alignment.apply(log_probs.transpose(0, 1), targets, *lengths, blank, zero_infinity)
+    name = reduction if isinstance(reduction, str) else ("none", "mean", "sum")[reduction]
+    if name == "mean":
+        losses = losses / lengths[1].to(losses.device).clamp_min(1)
+    return _reduced(losses, name)
+
+
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    F.l1_loss: _l1_loss,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss,
+}
+"""Functions that torch hands to modes, and what is called in place of each."""
+
+
+def _not_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether attention may leave out its mask: not where only the mask's values would tell."""
+    return is_causal is True
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Context for a capture: replaces what torch's modules call, and lets distributions not check their arguments."""
+    detect, validate = transformer._detect_is_causal_mask, Distribution._validate_args
+    transformer._detect_is_causal_mask = _not_causal
+    Distribution._validate_args = False
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+        Distribution._validate_args = validate
