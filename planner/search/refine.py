@@ -61,7 +61,7 @@ DISTURBANCES = 2
 FAR = 1.25
 """Ratio to the step of the start above which no descent begins: almost none from so far ends at a better plan."""
 
-ENOUGH = 0.01
+ENOUGH = 0.02
 """Relative improvement of a move that is taken without a look at the others: these are tried from there."""
 
 GAIN = 1e-6
