@@ -139,10 +139,14 @@ class Topology:
         """
         if len(set(ranks)) < len(ranks):
             raise UsageError(f"a group has every rank once, unlike {list(ranks)}")
-        by_node: dict[str, list[int]] = {}
+        by_node: dict[int, list[int]] = {}
+        places = self._places
         for rank in sorted(ranks):
-            by_node.setdefault(self.cluster.node_of(rank).name, []).append(rank)
-        return tuple(Member(node=self.cluster.node_of(part[0]), ranks=tuple(part)) for part in by_node.values())
+            if rank not in places:
+                raise UsageError(f"rank {rank} does not exist: the cluster has {len(self.cluster.devices)} devices")
+            by_node.setdefault(places[rank][0], []).append(rank)
+        nodes = self.cluster.nodes
+        return tuple(Member(node=nodes[index], ranks=tuple(part)) for index, part in by_node.items())
 
     def unlike(self, members: Sequence[Member]) -> list[Member]:
         """The members without those whose nodes, and places there, are like another's."""

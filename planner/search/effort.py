@@ -47,11 +47,11 @@ QUICK = Effort(
     stages_cut=400,
     cut_exactly=4,
     refined=12,
-    stages_descended=6_000,
+    stages_descended=4_000,
     leaders=1,
     restarts=8,
     stages_refined=1_500,
-    stages_restarted=6_000,
+    stages_restarted=3_000,
 )
 THOROUGH = Effort(
     micro_batches=10,

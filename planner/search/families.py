@@ -240,8 +240,7 @@ def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
 
 
 def fit_divisions(meshes: CostTable, counts: tuple[int, ...]) -> list[Division]:
-    """The tensor and expert degrees for a mesh of these counts: a group lies within a node or takes whole nodes, and is
-    of one type, but in small meshes."""
+    """The tensor and expert degrees for a mesh of these counts: a group is of one type, but in small meshes."""
     if counts not in meshes.fit_divisions:
         meshes.fit_divisions[counts] = _fit_divisions(meshes, counts)
     return meshes.fit_divisions[counts]

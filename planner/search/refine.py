@@ -4,9 +4,9 @@ The stage with the most work per step is the bottleneck. Moves take work from it
 another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
 number of micro-batches. Moves to other meshes are ranked by their step if stages took equally long, and the first are
 cut and scored; one whose slowest stage alone takes longer than the best step is dropped before it is cut. The best few
-get their exact cuts. Steepest descent: the best move is taken as long as one helps. A heuristic; never worse than its
-start, and it ends at a partial plan that no likely move improves, where an earlier descent has been, or when it is
-stopped.
+get their exact cuts. A move that helps much is taken at once, the best one if none does, as long as one helps. A
+heuristic; never worse than its start, and it ends at a partial plan that no likely move improves, where an earlier
+descent has been, or when it is stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MOST_BOUND = 3
 """Stages whose devices are changed, and that are exchanged, joined or split, those that have most to do first: with few
 micro-batches every stage is on the critical path."""
 
-STAGES_LOOKED_AT = 256
+STAGES_LOOKED_AT = 128
 """Total stages of the sequences of meshes next to that of a partial plan which are cut and scored, those first that
 would be best if stages took equally long: the best move is rarely far down that list."""
 
@@ -60,6 +60,9 @@ DISTURBANCES = 2
 
 FAR = 1.25
 """Ratio to the step of the start above which no descent begins: almost none from so far ends at a better plan."""
+
+ENOUGH = 0.02
+"""Relative improvement of a move that is taken without a look at the others: these are tried from there."""
 
 GAIN = 1e-6
 """Smallest relative improvement of a move."""
@@ -106,7 +109,11 @@ def refined(
             tried(scored)
             if scored.fits and scored.seconds < min(NEAR * best.seconds, reached.get(draft.meshes, inf)):
                 found.append(scored)
-        left.add(best.draft)
+                enough = best.seconds * (1 - ENOUGH)
+                if scored.seconds <= enough and scored.timed.seconds <= enough:
+                    break
+        else:
+            left.add(best.draft)
         leading = [cut_exactly(meshes, scored, batch, score) for scored in best_timed(found, MOST_CUT_EXACTLY)]
         for scored in leading:
             reached[scored.draft.meshes] = min(scored.seconds, reached.get(scored.draft.meshes, inf))

@@ -212,11 +212,6 @@ def with_more(cluster: Cluster, type_: DeviceType, times: int) -> Cluster:
     return Cluster(nodes=tuple(nodes), devices=tuple(devices))
 
 
-def _lies_well(degree: int, pool: Pool) -> bool:
-    """Whether a group of the given size lies within a node or takes whole ones."""
-    return degree <= pool.per_node or degree % pool.per_node == 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """The model as parts that no cut goes through.
@@ -333,17 +328,14 @@ class MeshSpace:
     # CostTable
 
     def degrees(self, pool: Pool) -> tuple[int, ...]:
-        """Tensor degrees of groups of a pool's devices: within a node or of whole nodes, where times are known."""
+        """Tensor degrees of groups of a pool's devices, where times are known. A group larger than a node may straddle
+        nodes, those of eight devices nodes of six."""
         return self._degrees[pool.type.name]
 
     def divisions(self, pool: Pool) -> tuple[Division, ...]:
         """Ways to form data slices of a pool's devices, by tensor and by expert degree; such as `degrees`."""
         usual = self.degrees(pool)
-        return tuple(
-            (tensor, expert)
-            for tensor, expert in self.all_divisions
-            if (tensor in usual if expert == 1 else _lies_well(expert, pool))
-        )
+        return tuple((tensor, expert) for tensor, expert in self.all_divisions if expert > 1 or tensor in usual)
 
     @cached_property
     def all_divisions(self) -> tuple[Division, ...]:
@@ -360,9 +352,7 @@ class MeshSpace:
     def _degrees(self) -> dict[str, tuple[int, ...]]:
         return {
             pool.type.name: tuple(
-                degree
-                for degree in self.prices.tensor_degrees
-                if _lies_well(degree, pool) and self.prices.knows(pool.type, degree, pool.per_node)
+                degree for degree in self.prices.tensor_degrees if self.prices.knows(pool.type, degree, pool.per_node)
             )
             for pool in self.pools
         }

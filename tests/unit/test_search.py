@@ -303,6 +303,17 @@ def test_tensor_groups_lie_inside_nodes_and_stages_apart() -> None:
     assert placed[2] == [(8, 9, 10, 11), (16, 17, 18, 19), (20, 21, 22, 23)]
 
 
+def test_tensor_groups_straddle_nodes_whose_size_they_do_not_divide() -> None:
+    """Groups of eight on nodes of six: no smaller degree of the profile holds the model in one stage."""
+    profile = ModelProfile.load(GOLDEN).model_copy(update={"tied": ()})
+    some = profile.model_copy(update={"layers": (*profile.layers[:11], profile.layers[-1]), "paths": ()})
+    devices = [(f"node{index}", V100) for index in range(4) for _ in range(6)]
+    cluster = Cluster.of(devices, intra=V100.intra_node, inter=NETWORK)
+    settings = SearchSettings(precision="fp16", max_stages=1, time_limit=300)
+    best = search(some, cluster, batch=24, settings=settings).best
+    assert [(stage.data, stage.tensor) for stage in best.stages] == [(3, 8)]
+
+
 @pytest.mark.parametrize("meshes", [(Mesh((2,), 1, 1), Mesh((2,), 1, 1)), (Mesh((2,), 1, 1), Mesh((1,), 1, 1))])
 def test_partial_plans_price_the_sum_of_a_parameter_that_two_stages_read(meshes: tuple[Mesh, ...]) -> None:
     cluster = machines([FAST] * 4, Link(bandwidth=1e9, latency=1e-5))
