@@ -189,7 +189,7 @@ class _Differentiation:
         self.values[node], self.calls[node] = known.results, _Named(call, operands, known)
 
     def _place(self, node: fx.Node) -> _Place:
-        """Of a node's tensor; a ``getitem`` only selects a result."""
+        """The place of a node's tensor; a ``getitem`` only selects a result."""
         if node.target is operator.getitem and node not in self.calls:
             return node.args[0], node.args[1]  # type: ignore[return-value]
         return node, 0

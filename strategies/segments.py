@@ -33,7 +33,7 @@ class _Segment(nn.Module):
         self.function = function
 
     def forward(self, *tensors: Tensor) -> Any:
-        """What later nodes read of it."""
+        """The tensors that later nodes read."""
         return self.function(*tensors)
 
 

@@ -1,8 +1,8 @@
 """One operator, forward and backward, as the operators below autograd that both run: traced on tensors without data.
 
-Calls with equal arguments are traced once, so many equal layers cost what one does. A call that depends on values, or
-whose backward is a script's own, is not traced: autograd keeps what it needs on a tape. It knows operators and tensors;
-nothing of the graph that they are in.
+Calls with equal arguments are traced once, and many equal layers take the time of one. A call that depends on values,
+or whose backward is a script's own, is not traced: autograd keeps what it needs on a tape. It knows operators and
+tensors; nothing of the graph that they are in.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def sum_without_data(x: Tensor, y: Tensor) -> Tensor:
 
 
 def run_without_data(code: LocalCode, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a graph returns for tensors without data."""
+    """The results of a graph for tensors without data."""
     with recording(), _fakes, torch.no_grad():
         found: Sequence[Tensor] = code.once(*arguments)
     return found
 
 
 class Kind(NamedTuple):
-    """What a trace depends on of a tensor."""
+    """The properties of a tensor on which a trace depends."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -94,7 +94,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Kind:
-        """That of a tensor."""
+        """The kind of a tensor."""
         return cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
 
     def fake(self) -> Tensor:
@@ -157,13 +157,13 @@ class Trace:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """Those of the tensors and of the gradients."""
+        """The placeholders of the tensors and of the gradients."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
 
 @dataclass(eq=False)
 class Known:
-    """What is known of calls with equal arguments: tensors like the results, and traces by the kinds of gradients."""
+    """Facts of calls with equal arguments: tensors like the results, and traces by the kinds of gradients."""
 
     results: Any
     traces: dict[tuple[Kind | None, ...], Trace | None] = field(default_factory=dict)
@@ -174,7 +174,7 @@ _MOST_KNOWN = 4096
 
 
 def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
-    """What is known of a call with tensors like these; modules are not compared."""
+    """The facts of a call with tensors like these; modules are not compared."""
     key = None if call.module is not None else (call.target, _frozen((call.args, call.kwargs)), *map(Kind.of, tensors))
     if key in _known:
         return _known[key]

@@ -26,7 +26,7 @@ SAMPLES = list(samples())
 NOT_REVERSED = {"view_as_complex.default", "take_along_dim.default", "max_unpool2d.default", "max_unpool3d.default"}
 
 TOLERANCE = {"masked_fill.Tensor": 1e-14, "prod.dim_int": 1e-14}
-"""Where autograd has another formula, of the same value, for tensors without data."""
+"""Operators for which autograd has another formula, of the same value, for tensors without data."""
 
 
 class Sink:

@@ -93,7 +93,7 @@ class _Arguments:
                 self.leaves[captured.inputs[node.name]] = kind
 
     def derivative(self, program: LocalProgram) -> Derivative:
-        """That of a program of the micro-batch."""
+        """The derivative of a program of the micro-batch."""
         earlier: dict[str, Sequence[Tensor]] = {}
         earlier["constant"] = run_without_data(program.constant.code, self._of(program.constant, earlier))
         earlier["step"] = run_without_data(program.step.code, self._of(program.step, earlier))

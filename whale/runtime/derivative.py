@@ -1,4 +1,4 @@
-"""What graphs of a derivative call besides operators: calls that autograd differentiates, and copies of gradients."""
+"""Calls in the graphs of a derivative that are no operators: of what autograd records, and copies of gradients."""
 
 from __future__ import annotations
 

@@ -1,0 +1,89 @@
+"""Compiled kernels: runs of operators as functions compute what the graph does, equal layers share one, and a step of
+two ranks with Inductor equals the local step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import whale
+from tests.distributed.harness import Ranks
+from whale.runtime.launch import World
+from whale.strategies import segments
+
+LAYERS = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))) * 2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)}
+
+
+def errors(annotations: dict[str, Any], **options: Any) -> float:
+    """The largest error of the loss and the gradients of two steps."""
+    local = Model()
+    model = copy.deepcopy(local)
+    if annotations:
+        whale.annotate(model, annotations)
+    parallel = whale.parallelize(model, batch(), device="cpu", compile=True, timeout_seconds=60, **options)
+    worst = 0.0
+    for _ in range(2):
+        expected = local(**batch())
+        expected.backward()
+        worst = max(worst, abs(parallel.train_step(**batch()).item() - expected.item()))
+    found = parallel.full_gradients()
+    for name, parameter in local.named_parameters():
+        assert parameter.grad is not None
+        worst = max(worst, float((found[name] - parameter.grad).abs().max()))
+    return worst
+
+
+def test_equal_layers_share_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[fx.GraphModule] = []
+
+    def note(self: segments.Segments, graph: fx.GraphModule) -> Callable[..., Any]:
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: note(None, graph))  # type: ignore[arg-type]
+    assert errors({}) == 0.0  # the same operators in the same order
+    calls = [sum(node.op == "call_function" for node in graph.graph.nodes) for graph in made]
+    assert 2 <= len(made) <= 6, calls  # forward and backward: the first layer, those in the middle, the last
+    assert min(calls) >= 3
+
+
+def errors_of_two(world: World) -> list[float]:
+    halves = {f"layers.[{i}-{i + 2}]": whale.stage() for i in (0, 3)}
+    return [errors({"": whale.split()}), errors(halves, micro_batches=2, schedule="zero_bubble")]
+
+
+def test_two_ranks_with_compiled_kernels_equal_the_local_model() -> None:
+    with Ranks(2) as ranks:
+        for found in ranks.run(errors_of_two, timeout=500):
+            assert max(found) < 1e-12
