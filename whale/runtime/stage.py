@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from whale.runtime.anomalies import run_checked
 from whale.runtime.derivative import laid_out
-from whale.runtime.local_program import Intervals, LocalGraph, LocalProgram, ShapeAndDtype
+from whale.runtime.local_program import Intervals, LocalCode, LocalGraph, LocalProgram, ShapeAndDtype
 from whale.runtime.random import RNGPosition, column_numbers, row_numbers
 
 
@@ -22,6 +23,14 @@ class Kept:
     made: list[Any] = field(default_factory=list)
     arguments: dict[int, Any] = field(default_factory=dict)
     weights: list[Any] = field(default_factory=list)  # arguments of the weights' part of a split backward
+
+
+def _run(code: LocalCode, given: list[Any]) -> tuple[Any, ...]:
+    """Run a backward."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        return run_checked(code, given)
+    found: tuple[Any, ...] = code.function(code.root, given)
+    return found
 
 
 class GradientSink:
@@ -175,8 +184,7 @@ class LocalStage:
         graph = program.derivative.backward
         given = self._given(program, graph, kept, seeds)
         kept.made, kept.arguments = [], {}
-        found: tuple[Tensor | None, ...] = graph.code.function(graph.code.root, given)
-        return found
+        return _run(graph.code, given)
 
     def backward_of_inputs(
         self, micro_batch: int, kept: Kept, seeds: Sequence[Tensor | None]
@@ -189,7 +197,7 @@ class LocalStage:
         split = program.derivative.split
         assert split is not None
         inputs, weights, num_gradients = split.inputs, split.weights, split.num_gradients
-        found = inputs.code.function(inputs.code.root, self._given(program, inputs, kept, seeds))
+        found = _run(inputs.code, self._given(program, inputs, kept, seeds))
         kept.weights = self._given(program, weights, kept, seeds, found[num_gradients:])
         kept.made, kept.arguments = [], {}
         return found[:num_gradients]
@@ -200,8 +208,7 @@ class LocalStage:
         self.clock.micro_batch = micro_batch
         if program.derivative is not None:
             assert program.derivative.split is not None
-            code = program.derivative.split.weights.code
-            code.function(code.root, kept.weights)
+            _run(program.derivative.split.weights.code, kept.weights)
 
     def _given(
         self,

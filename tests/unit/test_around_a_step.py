@@ -1,0 +1,56 @@
+"""Modes of autograd that a script sets around a step: they act, or the step is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.errors import UsageError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).abs().sqrt()).sum()
+
+
+def parallel() -> Any:
+    torch.manual_seed(0)
+    return whale.parallelize(Model(), {"x": torch.ones(2, 4)}, device="cpu")
+
+
+def test_a_gradient_that_is_not_a_number_is_found_with_its_operator_and_module() -> None:
+    model = parallel()
+    for parameter in model.first.parameters():
+        nn.init.zeros_(parameter)  # the root of 0 has an infinite slope, and the absolute value none: 0 * inf
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(RuntimeError, match=r"in the backward of abs.* returned nan"),
+    ):
+        model.train_step(x=torch.ones(2, 4))
+    loss = model.train_step(x=torch.ones(2, 4))
+    assert loss.isfinite()
+
+
+def test_anomaly_detection_changes_no_number() -> None:
+    losses, gradients = [], []
+    for detects in (False, True):
+        model = parallel()
+        with torch.autograd.set_detect_anomaly(detects):
+            losses.append(model.train_step(x=torch.ones(2, 4)).item())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert losses[0] == losses[1]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_hooks_of_saved_tensors_are_refused() -> None:
+    model = parallel()
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(UsageError, match=r"saved_tensors_hooks"):
+        model.train_step(x=torch.ones(2, 4))
