@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import whale
 from whale.annotations import module_scopes
@@ -19,6 +19,7 @@ from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
+from whale.compile.derivatives import with_derivatives
 from whale.compile.rank_step import rank_step
 from whale.compile.trace import Traced, trace
 from whale.errors import ScheduleError
@@ -26,10 +27,10 @@ from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
 from whale.ir.cluster import Cluster
 from whale.ir.program import Compute, Program, Reduce, SumLoss
-from whale.runtime.collectives import DryGroup
+from whale.runtime.collectives import CollectiveModule, DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.random import RNGPosition
-from whale.strategies.dry_run import WithoutData
+from whale.strategies.dry_run import WithoutData, dry_run
 
 LAYERS, ROWS, LENGTH = 4, 24, 8
 SIZES: dict[str, object] = {"layers": LAYERS, "hidden": 16, "heads": 2, "seq": LENGTH, "vocab": 32, "dropout": 0.0}
@@ -183,6 +184,34 @@ def test_ranks_start_things_in_one_order(schedule: str, nesting: str, tied: bool
     for micro_batches in (1, 2, 8):
         compilation, world = compiled(schedule, nesting, tied, micro_batches)
         check_one_queue({rank: recorded(compilation, rank, world) for rank in range(world)})
+
+
+def collectives_of(graph: fx.Graph, root: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    modules = [root.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
+    return [(getattr(m, "op", "all_to_all"), m.ranks) for m in modules if isinstance(m, CollectiveModule)]
+
+
+@pytest.mark.parametrize("nesting", ["two split stages", "replicas to parts", "replicas of parts"])
+def test_graphs_have_the_collectives_that_the_static_check_proves(nesting: str) -> None:
+    compilation, _ = compiled("1f1b", nesting, True, 2)
+    captured, clock, compared = compilation.captured, RNGPosition(0), 0
+    for stage in compilation.stages:
+        for rank in stage.mesh.ranks:
+            programs = compilation.local_programs(stage, rank, clock)
+            device = torch.device("cpu")
+            (derived, *_) = with_derivatives(compilation, stage, rank, programs, device, in_parts=True)
+            checked = dry_run(captured, stage, rank, programs[0], 0)
+            derivative = derived.derivative
+            assert derivative is not None and derivative.split is not None
+            forward = collectives_of(derivative.forward.graph, derivative.forward.root)
+            assert forward == [(call.op, call.ranks) for call in checked.forward]
+            expected = [(call.op, call.ranks) for call in checked.backward]
+            whole, first = derivative.backward.code, derivative.split.inputs.code
+            assert collectives_of(whole.graph, whole.root) == expected
+            if derivative.received:
+                assert collectives_of(first.graph, first.root) == expected
+            compared += len(forward) + len(expected)
+    assert compared
 
 
 def loss_before_the_last_backward(program: Program) -> Program:
