@@ -8,7 +8,7 @@ and knows only its own device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from whale.runtime.collectives import DryGroup
 from whale.runtime.local_program import LocalProgram, bound
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalStage
+from whale.strategies.derivatives import derivative_of
 from whale.strategies.layers import LayeredModel
 from whale.strategies.lowering import PlacedStage
 
@@ -78,7 +79,9 @@ def runnable_layers(
     for position in positions:
         layer = layered.chain.layers[position]
         placed = layered.place(layer.kind, degree)
-        program = programs.setdefault(layer.kind, layered.program(layer.kind, degree, rows))
+        if layer.kind not in programs:
+            programs[layer.kind] = _program(layered, layer.kind, degree, rows, device)
+        program = programs[layer.kind]
         first = next(other for other in layered.chain.layers if other.kind == layer.kind)
         names = dict(zip(first.parameters, layer.parameters, strict=True))
         tensors = _tensors(layered, placed, model, names, made, generator, device)
@@ -95,6 +98,13 @@ def runnable_layers(
             )
         )
     return found
+
+
+def _program(layered: LayeredModel, kind: int, degree: int, rows: int, device: torch.device) -> LocalProgram:
+    """The program of a kind of layer, with its derivative."""
+    placed, program = layered.place(kind, degree), layered.program(kind, degree, rows)
+    micro_batch, rank = layered.rows.index(rows), placed.mesh.ranks[0]
+    return replace(program, derivative=derivative_of(layered.captured, placed, rank, program, micro_batch, device))
 
 
 def _stage(

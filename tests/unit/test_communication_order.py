@@ -19,7 +19,6 @@ from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
-from whale.compile.derivatives import with_derivatives
 from whale.compile.rank_step import rank_step
 from whale.compile.trace import Traced, trace
 from whale.errors import ScheduleError
@@ -30,6 +29,7 @@ from whale.ir.program import Compute, Program, Reduce, SumLoss
 from whale.runtime.collectives import CollectiveModule, DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.random import RNGPosition
+from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import WithoutData, dry_run
 
 LAYERS, ROWS, LENGTH = 4, 24, 8
@@ -199,7 +199,7 @@ def test_graphs_have_the_collectives_that_the_static_check_proves(nesting: str) 
         for rank in stage.mesh.ranks:
             programs = compilation.local_programs(stage, rank, clock)
             device = torch.device("cpu")
-            (derived, *_) = with_derivatives(compilation, stage, rank, programs, device, in_parts=True)
+            (derived, *_) = with_derivatives(captured, stage, rank, programs, device, in_parts=True)
             checked = dry_run(captured, stage, rank, programs[0], 0)
             derivative = derived.derivative
             assert derivative is not None and derivative.split is not None

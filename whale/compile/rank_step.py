@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from whale.compile.compilation import Compilation
-from whale.compile.derivatives import with_derivatives
 from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.program import Compute, Edge, Program, ReduceSpec
 from whale.runtime.local_program import LocalProgram
 from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.random import RNGPosition
+from whale.strategies.derivatives import with_derivatives
 from whale.strategies.lowering import nothing_of
 
 __all__ = ["RankStage", "RankStep", "rank_step"]
@@ -102,7 +102,7 @@ def rank_step(
         programs = compilation.local_programs(stage, rank, seeded)
         if device is not None and captured.has_loss:
             options: dict[str, Any] = {"in_parts": in_parts, "layouts": layouts}
-            programs = with_derivatives(compilation, stage, rank, programs, device, **options)
+            programs = with_derivatives(captured, stage, rank, programs, device, **options)
         stages.append(
             RankStage(
                 index=stage.index,

@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
-from whale.compile.derivatives import with_derivatives
 from whale.compile.rank_step import RankStep, rank_step
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
@@ -39,6 +38,7 @@ from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
+from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import TaskCalls, WithoutData
 from whale.strategies.folding import Fold
 from whale.strategies.fused import accelerated, fused
@@ -371,9 +371,8 @@ class _Trial:
         for stage in data.stages:
             programs = {id(one): fused(one) if self.device == "cuda" else one for one in stage.programs}
             own = [programs[id(one)] for one in stage.programs]
-            own = with_derivatives(
-                self.compilation, placed[stage.index], self.rank, own, torch.device("cpu"), in_parts=True
-            )
+            where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
+            own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=True)
             stages.append(replace(stage, programs=tuple(own)))
         return replace(data, stages=tuple(stages))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from whale.errors import UsageError
 from whale.ir.placement import Cut, Segment
 from whale.runtime import collectives
-from whale.runtime.stage import LocalStage
+from whale.runtime.stage import Kept, LocalStage
 
 __all__ = [
     "TimedLayers",
@@ -363,8 +363,18 @@ class Layer(Protocol):
 
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-_Kept = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-"""Inputs and outputs of a layer."""
+
+
+class _Shape(NamedTuple):
+    """The shape and dtype of an output."""
+
+    sizes: torch.Size
+    dtype: torch.dtype
+
+
+_Kept = tuple[Kept, Sequence[_Shape]]
+"""Everything that a layer's backward needs, and the shapes of its outputs."""
+
 MAX_STEPS = 1_000
 
 
@@ -423,7 +433,7 @@ class TimedLayers:
         self.layers, self.micro_batches = tuple(layers), micro_batches
         parameters = {id(parameter): parameter for layer in layers for parameter in layer.parameters}
         self.optimizer = optimizer(list(parameters.values())) if parameters else None
-        self.clock = _Clock(device)
+        self.device, self.clock = device, _Clock(device)
 
     def step(self) -> tuple[list[list[float]], float]:
         """Run a step; for each layer the seconds of its forwards, first backward and later backwards, and those of the
@@ -432,9 +442,10 @@ class TimedLayers:
         update = [0.0]
         for layer in self.layers:
             layer.stage.begin(layer.batch)
-        for micro_batch in range(self.micro_batches):
-            kept = self._forward(times)
-            self._backward(kept, times, self.BACKWARD if micro_batch else self.FIRST_BACKWARD)
+        with torch.no_grad():
+            for micro_batch in range(self.micro_batches):
+                kept = self._forward(times)
+                self._backward(kept, times, self.BACKWARD if micro_batch else self.FIRST_BACKWARD)
         for layer in self.layers:
             layer.stage.finish()
         if self.optimizer is not None:
@@ -449,31 +460,24 @@ class TimedLayers:
         kept: list[_Kept] = []
         values: Sequence[Tensor] = ()
         for layer, spent in zip(self.layers, times, strict=True):
-            given = tuple(
-                _usable(values, index, x).requires_grad_(needs) for index, (x, needs) in enumerate(layer.received)
-            )
+            given = tuple(_usable(values, index, x) for index, (x, _) in enumerate(layer.received))
             self.clock.start()
-            outputs = layer.stage.forward(0, given)
+            values, of_stage = layer.stage.forward_to_train(0, given)
             self.clock.stop(spent, self.FORWARD)
-            kept.append((given, outputs))
-            values = [output.detach() for output in outputs]
+            kept.append((of_stage, [_Shape(x.shape, x.dtype) for x in values]))
         return kept
 
     def _backward(self, kept: list[_Kept], times: Sequence[list[float]], index: int) -> None:
         gradients: Sequence[Tensor | None] = ()
         for layer, spent in zip(reversed(self.layers), reversed(times), strict=True):
-            given, outputs = kept.pop()
-            pairs = [
-                (output, _seed(output, gradients, place))
-                for place, (output, flows) in enumerate(zip(outputs, layer.flows, strict=True))
-                if flows and output.requires_grad
+            of_stage, shapes = kept.pop()
+            seeds = [
+                _seed(shape, gradients, place, self.device) if flows else None
+                for place, (shape, flows) in enumerate(zip(shapes, layer.flows, strict=True))
             ]
-            del outputs
             self.clock.start()
-            if pairs:
-                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            gradients = layer.stage.backward(0, of_stage, seeds)
             self.clock.stop(spent, index)
-            gradients = [x.grad for x in given]
 
 
 def _usable(values: Sequence[Tensor], index: int, stand_in: Tensor) -> Tensor:
@@ -483,9 +487,11 @@ def _usable(values: Sequence[Tensor], index: int, stand_in: Tensor) -> Tensor:
     return stand_in.detach()
 
 
-def _seed(root: Tensor, gradients: Sequence[Tensor | None], index: int) -> Tensor:
+def _seed(shape: _Shape, gradients: Sequence[Tensor | None], index: int, device: torch.device) -> Tensor:
     gradient = gradients[index] if index < len(gradients) else None
-    return gradient if gradient is not None and gradient.shape == root.shape else torch.ones_like(root)
+    if gradient is not None and gradient.shape == shape.sizes:
+        return gradient
+    return torch.ones(shape.sizes, dtype=shape.dtype, device=device)
 
 
 class _Clock:

@@ -1,4 +1,5 @@
-"""The derivatives of a rank's local programs: what its placeholders are like, for :mod:`differentiation`."""
+"""The derivatives of a rank's local programs: tensors without data in place of its own, for
+:mod:`whale.strategies.differentiation`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.compile.compilation import Compilation
+from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.runtime.local_program import Derivative, LocalGraph, LocalProgram
 from whale.runtime.stage import part
@@ -19,11 +20,11 @@ from whale.strategies.lowering import PlacedStage
 from whale.strategies.split_backward import split
 from whale.strategies.traced_call import dense, fake_like, run_without_data
 
-__all__ = ["with_derivatives"]
+__all__ = ["derivative_of", "with_derivatives"]
 
 
 def with_derivatives(
-    compilation: Compilation,
+    captured: Captured,
     stage: PlacedStage,
     rank: int,
     programs: Sequence[LocalProgram],
@@ -35,7 +36,7 @@ def with_derivatives(
     """The programs of a stage's micro-batches with their derivatives; equal ones share theirs.
 
     Args:
-        compilation, stage, rank, programs: of which they are.
+        captured, stage, rank, programs: of which they are.
         device: of the rank's tensors.
         in_parts: whether the schedule splits backwards.
         layouts: strides of parameters and buffers by name, where they are not contiguous.
@@ -47,10 +48,23 @@ def with_derivatives(
             continue
         code = id(program.micro_batch.code)
         if program.nothing is None and code not in known:
-            whole = _Arguments(compilation, stage, rank, micro_batch, device, layouts or {}).derivative(program)
+            whole = derivative_of(captured, stage, rank, program, micro_batch, device, layouts)
             known[code] = split(whole) if in_parts else whole
         found[id(program)] = replace(program, derivative=known.get(code))
     return [found[id(program)] for program in programs]
+
+
+def derivative_of(
+    captured: Captured,
+    stage: PlacedStage,
+    rank: int,
+    program: LocalProgram,
+    micro_batch: int,
+    device: torch.device,
+    layouts: Mapping[str, tuple[int, ...]] | None = None,
+) -> Derivative:
+    """The derivative of one program, of a micro-batch; arguments as in :func:`with_derivatives`."""
+    return _Arguments(captured, stage, rank, micro_batch, device, layouts or {}).derivative(program)
 
 
 class _Arguments:
@@ -58,7 +72,7 @@ class _Arguments:
 
     def __init__(
         self,
-        compilation: Compilation,
+        captured: Captured,
         stage: PlacedStage,
         rank: int,
         micro_batch: int,
@@ -67,7 +81,6 @@ class _Arguments:
     ) -> None:
         self.stage, self.micro_batch, self.device = stage, micro_batch, device
         self.at = stage.mesh.coordinates(rank)
-        captured = compilation.captured
         self.kinds: dict[tuple[str, str], Tensor] = {}
         self.leaves: dict[str, Tensor] = {}
         for node in captured.graph.nodes:
