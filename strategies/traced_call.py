@@ -7,6 +7,7 @@ tensors; nothing of the graph that they are in.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.graph.row_wise import by_target
 from whale.runtime.local_program import LocalCode
@@ -170,7 +171,7 @@ class Known:
 
 
 _known: dict[Any, Known] = {}
-_MOST_KNOWN = 4096
+_MOST_KNOWN = 1024
 
 
 def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
@@ -206,37 +207,80 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
         return None
     primals = [Kind.of(x).fake() for x in tensors]
     tangents = [Kind.of(x).fake() for x in gradients if x is not None]
-    last: list[fx.Node] = []
-
-    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[Any, ...]:
-        found = call(primals)
-        results = list(found) if isinstance(found, (tuple, list)) else [found]
-        mode = get_proxy_mode()
-        assert mode is not None
-        last.append(next(iter(reversed(mode.tracer.graph.nodes))))
-        roots = [x for x, gradient in zip(results, gradients, strict=True) if gradient is not None]
-        wanted = [x for x in primals if x.requires_grad]
-        made = iter(torch.autograd.grad(roots, wanted, tangents, allow_unused=True))
-        return *results, *(next(made) if x.requires_grad else None for x in primals)
-
-    with recording() as modules, torch.enable_grad():
+    with recording() as modules, _fakes, torch.enable_grad(), _Recorder([*primals, *tangents]) as recorder:
         try:
-            found = make_fx(joint, tracing_mode="fake")(primals, tangents)
+            found = call(primals)
+            forward = frozenset(node for node in recorder.graph.nodes if node.op != "placeholder")
+            results = list(found) if isinstance(found, (tuple, list)) else [found]
+            roots = [x for x, gradient in zip(results, gradients, strict=True) if gradient is not None]
+            wanted = [x for x in primals if x.requires_grad]
+            made = iter(torch.autograd.grad(roots, wanted, tangents, allow_unused=True))
         except (DataDependentOutputException, DynamicOutputShapeException):
             return None
-    forward = []
-    for node in found.graph.nodes:
-        if node.op != "placeholder" and last[0].op != "placeholder":
-            forward.append(node)
-        if node is last[0]:
-            break
-    returned: list[Any] = list(found.graph.output_node().args[0])  # type: ignore[arg-type]
-    count = len(gradients)
-    trace = Trace(found.graph, found, dict(modules), frozenset(forward), returned[:count], returned[count:])
+        trace = Trace(
+            recorder.graph,
+            recorder.root,
+            dict(modules),
+            forward,
+            [recorder.node(x) if isinstance(x, Tensor) else None for x in results],
+            [recorder.node(next(made)) if x.requires_grad else None for x in primals],
+        )
+        recorder.graph.output((*trace.results, *trace.gradients))
     _simplify(trace)
     if isinstance(call.module, SeededCall):
         _draw_by_position(trace, call.module)
     return trace
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes the operators that run into a graph."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.graph, self.root = fx.Graph(), nn.Module()
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Tensor] = []  # so that no other tensor gets the number of one
+        for number, x in enumerate(inputs):
+            self._note(x, self.graph.placeholder(f"x_{number}"))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether each call is shielded from Dynamo, which costs more than a call: nothing is compiled here."""
+        return False
+
+    def node(self, x: Tensor | None) -> fx.Node | None:
+        """The node of a tensor; one that no operator made is a constant."""
+        if x is None:
+            return None
+        if id(x) not in self._nodes:
+            name = f"constant_{len(self._alive)}"
+            self.root.register_buffer(name, x)
+            self._note(x, self.graph.get_attr(name))
+        return self._nodes[id(x)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func in _ASKED:
+            return found
+        given = pytree.tree_map_only(Tensor, self.node, (tuple(args), kwargs))
+        node = self.graph.call_function(func, *given)
+        if isinstance(found, Tensor):
+            self._note(found, node)
+        elif isinstance(found, (tuple, list)):
+            for number, x in enumerate(found):
+                if isinstance(x, Tensor):
+                    self._note(x, self.graph.call_function(operator.getitem, (node, number)))
+        return found
+
+    def _note(self, x: Tensor, node: fx.Node) -> None:
+        node.meta["val"] = x
+        self._nodes[id(x)] = node
+        self._alive.append(x)
+
+
+_ASKED = {torch.ops.prim.device.default, aten.size.default, aten.stride.default}
+"""Calls that only ask for a property of a tensor."""
 
 
 def _frozen(x: Any) -> Any:
