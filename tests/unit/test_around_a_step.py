@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.errors import UsageError
 
 
 class Model(nn.Module):
@@ -50,7 +49,17 @@ def test_anomaly_detection_changes_no_number() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_hooks_of_saved_tensors_are_refused() -> None:
-    model = parallel()
-    with torch.autograd.graph.save_on_cpu(), pytest.raises(UsageError, match=r"saved_tensors_hooks"):
-        model.train_step(x=torch.ones(2, 4))
+def test_hooks_of_saved_tensors_see_what_a_step_keeps() -> None:
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> tuple[int]:
+        packed.append(x)
+        return (len(packed) - 1,)
+
+    plain, model = parallel(), parallel()
+    expected = plain.train_step(x=torch.ones(2, 4)).item()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: packed[index[0]]):
+        assert model.train_step(x=torch.ones(2, 4)).item() == expected
+    assert len(packed) >= 3
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

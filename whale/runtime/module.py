@@ -125,11 +125,6 @@ class ParallelModule(nn.Module):
                 "train_step computes gradients, but they are off here (torch.no_grad or torch.inference_mode): take it "
                 "out, or use eval_step"
             )
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise UsageError(
-                "train_step is inside of saved_tensors_hooks (such as save_on_cpu), which see none of its tensors: its "
-                "backward is a graph, and autograd saves nothing; take them out"
-            )
         where = _destination(outputs)
         result = self._run(self._whale.leaves(*args, **kwargs), True, "both" if outputs else "loss", where, scale)
         assert result.loss is not None

@@ -25,6 +25,21 @@ class Kept:
     weights: list[Any] = field(default_factory=list)  # arguments of the weights' part of a split backward
 
 
+class _Packed(NamedTuple):
+    """A kept tensor in the form that a script's hooks for saved tensors gave it."""
+
+    value: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def _packed(x: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+    return _Packed(pack(x), unpack) if isinstance(x, Tensor) else x
+
+
+def _opened(x: Any) -> Any:
+    return x.unpack(x.value) if isinstance(x, _Packed) else x
+
+
 def _run(code: LocalCode, given: list[Any]) -> tuple[Any, ...]:
     """Run a backward."""
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -164,6 +179,9 @@ class LocalStage:
                 arguments[number] = laid_out(arguments[number], strides)
         found = derivative.forward(*arguments)
         kept = Kept(list(found[derivative.num_results :]), {i: arguments[i] for i in derivative.arguments})
+        if (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            kept.made = [_packed(x, *hooks) for x in kept.made]
+            kept.arguments = {i: _packed(x, *hooks) for i, x in kept.arguments.items()}
         return self._results(micro_batch, found[: derivative.num_results]), kept
 
     def backward(self, micro_batch: int, kept: Kept, seeds: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -224,9 +242,9 @@ class LocalStage:
         for kind, what in graph.sources:
             match kind:
                 case "kept":
-                    given.append(kept.made[what])
+                    given.append(_opened(kept.made[what]))
                 case "argument":
-                    given.append(kept.arguments[what])
+                    given.append(_opened(kept.arguments[what]))
                 case "passed":
                     given.append(passed[what])
                 case _:
