@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.graph.capture import Batch, batch_leaves
-from whale.graph.values import needs_grad, value_tensor
+from whale.graph.values import value_tensor
 from whale.runtime.collectives import DryGroup
 from whale.runtime.local_program import LocalProgram, bound
 from whale.runtime.random import RNGPosition
@@ -33,16 +33,14 @@ class RunnableLayer:
     Attributes:
         kind: of the layer.
         stage: runs its forward, with one value for each entry of ``received``.
-        received: stand-ins for what earlier layers send, and whether a gradient goes back to each.
-        flows: for each output of the forward whether a gradient comes back; the loss is among them.
+        received: stand-ins for what earlier layers send.
         batch: the part of the global batch that the stage reads.
         parameters: those that it trains, in the order in which it uses them; what layers share is the same object.
     """
 
     kind: int
     stage: LocalStage
-    received: tuple[tuple[Tensor, bool], ...]
-    flows: tuple[bool, ...]
+    received: tuple[Tensor, ...]
     batch: Mapping[str, Tensor]
     parameters: tuple[nn.Parameter, ...]
 
@@ -92,7 +90,6 @@ def runnable_layers(
                 kind=layer.kind,
                 stage=_stage(placed, program, tensors, parameters),
                 received=_received(placed, layered.rows.index(rows), generator, device),
-                flows=(*(needs_grad(value) for value in placed.sent), *[True] * (placed.loss is not None)),
                 batch=leaves,
                 parameters=parameters,
             )
@@ -188,7 +185,7 @@ def _values(
 
 def _received(
     placed: PlacedStage, micro_batch: int, generator: torch.Generator, device: torch.device
-) -> tuple[tuple[Tensor, bool], ...]:
+) -> tuple[Tensor, ...]:
     at = placed.mesh.coordinates(placed.mesh.ranks[0])
     found = []
     for value in placed.received:
@@ -198,7 +195,7 @@ def _received(
             x = torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
         else:
             x = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        found.append((x, needs_grad(value)))
+        found.append(x)
     return tuple(found)
 
 

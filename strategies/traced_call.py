@@ -176,7 +176,8 @@ _MOST_KNOWN = 1024
 
 def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
     """The facts of a call with tensors like these; modules are not compared."""
-    key = None if call.module is not None else (call.target, _frozen((call.args, call.kwargs)), *map(Kind.of, tensors))
+    given = (torch.get_default_dtype(), _frozen((call.args, call.kwargs)), *map(Kind.of, tensors))
+    key = None if call.module is not None else (call.target, *given)
     if key in _known:
         return _known[key]
     with recording(), _fakes, torch.enable_grad():
@@ -296,7 +297,6 @@ def _frozen(x: Any) -> Any:
 
 _SAME = {aten.detach.default, aten.alias.default}
 """Operators that do nothing below autograd."""
-
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 """Operators that fail for tensors in another layout: a few kernels, such as that of the gradient of CTC, return another

@@ -146,16 +146,20 @@ def batch() -> dict[str, Tensor]:
 
 def error(name: str, annotations: dict[str, Any] | None = None, **options: Any) -> float:
     """The largest difference of losses and gradients from the local model's, in two steps."""
-    local = Model(name).double()
+    return error_of(Model(name).double(), batch(), annotations, timeout_seconds=20, **options)
+
+
+def error_of(local: nn.Module, batch: dict[str, Tensor], annotations: dict[str, Any] | None, **options: Any) -> float:
+    """The largest difference of a model's losses and gradients in two steps from those of its parallel model."""
     model = copy.deepcopy(local)
     if annotations:
         whale.annotate(model, annotations)
-    parallel = whale.parallelize(model, batch(), device="cpu", timeout_seconds=20, **options)
+    parallel = whale.parallelize(model, batch, device="cpu", **options)
     worst = 0.0
     for _ in range(2):
-        expected = local(**batch())
+        expected = local(**batch)
         expected.backward()
-        worst = max(worst, abs(parallel.train_step(**batch()).item() - expected.item()))
+        worst = max(worst, abs(parallel.train_step(**batch).item() - expected.item()))
     found = parallel.full_gradients()
     for own, parameter in local.named_parameters():
         assert parameter.grad is not None

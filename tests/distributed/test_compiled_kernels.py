@@ -3,7 +3,6 @@ two ranks with Inductor equals the local step."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import whale
 from tests.distributed.harness import Ranks
+from tests.torch_functions import error_of
 from whale.runtime.launch import World
 from whale.strategies import segments
 
@@ -47,21 +47,7 @@ def batch() -> dict[str, Tensor]:
 
 def errors(annotations: dict[str, Any], **options: Any) -> float:
     """The largest error of the loss and the gradients of two steps."""
-    local = Model()
-    model = copy.deepcopy(local)
-    if annotations:
-        whale.annotate(model, annotations)
-    parallel = whale.parallelize(model, batch(), device="cpu", compile=True, timeout_seconds=60, **options)
-    worst = 0.0
-    for _ in range(2):
-        expected = local(**batch())
-        expected.backward()
-        worst = max(worst, abs(parallel.train_step(**batch()).item() - expected.item()))
-    found = parallel.full_gradients()
-    for name, parameter in local.named_parameters():
-        assert parameter.grad is not None
-        worst = max(worst, float((found[name] - parameter.grad).abs().max()))
-    return worst
+    return error_of(Model(), batch(), annotations, compile=True, timeout_seconds=60, **options)
 
 
 def test_equal_layers_share_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -177,6 +177,10 @@ class Executor:
         shapes = self.edges[edge].target_shapes if direction == "forward" else self.edges[edge].source_shapes
         return shapes[micro_batch][self.rank]
 
+    def blank(self, make: Callable[..., Tensor], edge: int, micro_batch: int) -> Tensor:
+        """Make a tensor like a received value."""
+        return make(self.shape(edge, "forward", micro_batch), dtype=self.dtypes[edge], device=self.device)
+
 
 def _most_kept(program: Program) -> int:
     kept = most = 0
@@ -192,16 +196,8 @@ class _Kept:
     """State of a micro-batch at a stage between its tasks."""
 
     outputs: tuple[Tensor, ...]
-    received: list[_Shape]
     of_stage: Any = None
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of received values, by edge
-
-
-class _Shape(NamedTuple):
-    """The shape and dtype of a received tensor that is gone."""
-
-    sizes: torch.Size
-    dtype: torch.dtype
 
 
 @dataclass(eq=False)
@@ -305,10 +301,9 @@ class _Step:
             for number, edge in enumerate(executor.entering[stage]):
                 if edge.needs_grad:
                     gradient = gradients[number] if number < len(gradients) else None
-                    if gradient is None:
-                        sizes, dtype = kept.received[number]
-                        gradient = torch.zeros(sizes, dtype=dtype, device=executor.device)
-                    kept.gradients[edge.index] = gradient
+                    kept.gradients[edge.index] = (
+                        executor.blank(torch.zeros, edge.index, micro_batch) if gradient is None else gradient
+                    )
         if final and executor.reducer is not None:
             executor.reducer.finished(stage)
 
@@ -317,14 +312,7 @@ class _Step:
         received = []
         for edge in executor.entering[stage]:
             value = self.take(edge.index, "forward", micro_batch)
-            if value is None:
-                value = torch.empty(
-                    executor.shape(edge.index, "forward", micro_batch),
-                    dtype=executor.dtypes[edge.index],
-                    device=executor.device,
-                )
-            received.append(value)
-        shapes = [_Shape(value.shape, value.dtype) for value in received]
+            received.append(executor.blank(torch.empty, edge.index, micro_batch) if value is None else value)
         program, of_stage = executor.stages[stage], None
         with named(range_names.FORWARD, stage, micro_batch):
             if self.train:
@@ -336,7 +324,7 @@ class _Step:
         for name, output in zip(program.outputs, outputs, strict=True):
             if name == "loss":
                 self.loss = output.detach() if self.loss is None else self.loss + output.detach()
-        self.kept[stage, micro_batch] = _Kept(outputs, shapes, of_stage)
+        self.kept[stage, micro_batch] = _Kept(outputs, of_stage)
 
     def seeds(self, stage: int, micro_batch: int, kept: _Kept) -> list[Tensor | None]:
         """The gradients of a stage's outputs, summed over the stages that read them."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from whale.errors import UsageError
 from whale.ir.placement import Cut, Segment
 from whale.runtime import collectives
+from whale.runtime.local_program import ShapeAndDtype
 from whale.runtime.stage import Kept, LocalStage
 
 __all__ = [
@@ -342,13 +343,8 @@ class Layer(Protocol):
         ...
 
     @property
-    def received(self) -> Sequence[tuple[Tensor, bool]]:
-        """Stand-ins for what it receives, and whether a gradient goes back."""
-        ...
-
-    @property
-    def flows(self) -> Sequence[bool]:
-        """For each output whether a gradient comes back."""
+    def received(self) -> Sequence[Tensor]:
+        """Stand-ins for what it receives."""
         ...
 
     @property
@@ -363,18 +359,6 @@ class Layer(Protocol):
 
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-
-
-class _Shape(NamedTuple):
-    """The shape and dtype of an output."""
-
-    sizes: torch.Size
-    dtype: torch.dtype
-
-
-_Kept = tuple[Kept, Sequence[_Shape]]
-"""Everything that a layer's backward needs, and the shapes of its outputs."""
-
 MAX_STEPS = 1_000
 
 
@@ -456,27 +440,25 @@ class TimedLayers:
         self.clock.settle()
         return times, update[0]
 
-    def _forward(self, times: Sequence[list[float]]) -> list[_Kept]:
-        kept: list[_Kept] = []
+    def _forward(self, times: Sequence[list[float]]) -> list[Kept]:
+        kept: list[Kept] = []
         values: Sequence[Tensor] = ()
         for layer, spent in zip(self.layers, times, strict=True):
-            given = tuple(_usable(values, index, x) for index, (x, _) in enumerate(layer.received))
+            given = tuple(_usable(values, index, x) for index, x in enumerate(layer.received))
             self.clock.start()
             values, of_stage = layer.stage.forward_to_train(0, given)
             self.clock.stop(spent, self.FORWARD)
-            kept.append((of_stage, [_Shape(x.shape, x.dtype) for x in values]))
+            kept.append(of_stage)
         return kept
 
-    def _backward(self, kept: list[_Kept], times: Sequence[list[float]], index: int) -> None:
+    def _backward(self, kept: list[Kept], times: Sequence[list[float]], index: int) -> None:
         gradients: Sequence[Tensor | None] = ()
         for layer, spent in zip(reversed(self.layers), reversed(times), strict=True):
-            of_stage, shapes = kept.pop()
-            seeds = [
-                _seed(shape, gradients, place, self.device) if flows else None
-                for place, (shape, flows) in enumerate(zip(shapes, layer.flows, strict=True))
-            ]
+            derivative = layer.stage.programs[0].derivative
+            likes = () if derivative is None else derivative.seeds
+            seeds = [_seed(like, gradients, place, self.device) for place, like in enumerate(likes)]
             self.clock.start()
-            gradients = layer.stage.backward(0, of_stage, seeds)
+            gradients = layer.stage.backward(0, kept.pop(), seeds)
             self.clock.stop(spent, index)
 
 
@@ -487,11 +469,13 @@ def _usable(values: Sequence[Tensor], index: int, stand_in: Tensor) -> Tensor:
     return stand_in.detach()
 
 
-def _seed(shape: _Shape, gradients: Sequence[Tensor | None], index: int, device: torch.device) -> Tensor:
+def _seed(
+    like: ShapeAndDtype | None, gradients: Sequence[Tensor | None], index: int, device: torch.device
+) -> Tensor | None:
     gradient = gradients[index] if index < len(gradients) else None
-    if gradient is not None and gradient.shape == shape.sizes:
+    if like is None or (gradient is not None and gradient.shape == like[0]):
         return gradient
-    return torch.ones(shape.sizes, dtype=shape.dtype, device=device)
+    return torch.ones(like[0], dtype=like[1], device=device)
 
 
 class _Clock:
