@@ -17,15 +17,15 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from whale.ir.program import project
 from whale.ir.workload import Boundary, LinkTime, StageWork, Transfer, Workload
@@ -40,35 +40,33 @@ EQUAL = ((0.050, 0.100),) * RANKS
 MICRO_BATCHES = 8
 
 
-class Sleep(torch.autograd.Function):
-    """Identity whose backward takes the given seconds."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 class SleepingStage:
     """A stage whose tasks last as the workload says: half of a backward is for the weights."""
+
+    on_gradient: Callable[[Tensor], None] | None = None
+    parameters = ()
 
     def __init__(self, index: int, work: StageWork, last: bool) -> None:
         self.work = work
         self.outputs = ("loss",) if last else (f"boundary{index}",)
-        self.parameters = (nn.Parameter(torch.zeros(1)),)
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         time.sleep(self.work.forward[0])
-        weights = self.work.weights[0]
-        value = Sleep.apply(self.parameters[0], weights if received else self.work.backward[0])
-        for other in received:
-            value = value + Sleep.apply(other, self.work.backward[0] - weights)
-        return (value.sum() if self.outputs == ("loss",) else value,)
+        return (torch.zeros(() if self.outputs == ("loss",) else (1,)),)
+
+    def forward_to_train(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], None]:
+        return self.forward(micro_batch, received), None
+
+    def backward(self, micro_batch: int, kept: None, seeds: Sequence[Tensor | None]) -> tuple[()]:
+        time.sleep(self.work.backward[0])
+        return ()
+
+    def backward_of_inputs(self, micro_batch: int, kept: None, seeds: Sequence[Tensor | None]) -> tuple[()]:
+        time.sleep(self.work.backward[0] - self.work.weights[0])
+        return ()
+
+    def backward_of_weights(self, micro_batch: int, kept: None) -> None:
+        time.sleep(self.work.weights[0])
 
 
 def workload_of(schedule: str, times: tuple[tuple[float, float], ...], micro_batches: int) -> Workload:
