@@ -133,6 +133,9 @@ class _Arguments:
             kind_of_leaf = self.leaves[leaf]
             whole = fake_like(kind_of_leaf.shape, kind_of_leaf.dtype, self.device, strides=kind_of_leaf.stride())
             return dense(part(whole, intervals))
+        if kind == "sum":
+            total = value_tensor(self.stage.summed[what])
+            return fake_like(total.shape, total.dtype, self.device)
         if kind == "received":
             value = self.stage.received[what]
             placed = self.stage.stored[value]

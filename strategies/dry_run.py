@@ -396,7 +396,8 @@ def forward_without_data(
         parameters=(),
         clock=RNGPosition(0),
     )
-    local.begin(batch)
+    totals = [value_tensor(value) for value in stage.summed]
+    local.begin(batch, [torch.empty(total.shape, dtype=total.dtype, device="meta") for total in totals])
     received = []
     for value in stage.received:
         shape = stage.layout.local_shape(value, stage.stored[value], (micro_batch, *at))

@@ -51,7 +51,8 @@ class PlacedStage:
     ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
     placements in which values leave the micro-batch graph; ``returned`` are the tensors of the model's output, each
     with its number. ``omitted`` operators are not computed; only their floating operands are derived
-    (:mod:`whale.strategies.folding`). ``origin`` identifies the search that found the placements: stages with the same
+    (:mod:`whale.strategies.folding`). ``summed`` are sums over rows that ranks exchange before a step
+    (:mod:`whale.strategies.row_sums`). ``origin`` identifies the search that found the placements: stages with the same
     one differ only in their index, their ranks and what is omitted.
     """
 
@@ -68,6 +69,7 @@ class PlacedStage:
     mutated: Mapping[str, Value] = field(default_factory=dict)
     returned: tuple[tuple[int, Value, Placements], ...] = ()
     omitted: frozenset[fx.Node] = frozenset()
+    summed: tuple[Value, ...] = ()
     origin: object = field(default_factory=object, compare=False)
 
 
@@ -84,10 +86,12 @@ def lower(
 
     *clock* seeds random operators by position; without one they are left as they are (a single process).
     """
-    return _Lowering(captured, analysis, stage, rank, micro_batch, clock).run()
+    return Lowering(captured, analysis, stage, rank, micro_batch, clock).run()
 
 
-class _Lowering:
+class Lowering:
+    """The graphs of one rank, as they are written."""
+
     def __init__(
         self,
         captured: Captured,
@@ -132,6 +136,7 @@ class _Lowering:
     # The walk
 
     def run(self) -> LocalProgram:
+        """The local program of the stage."""
         main = self.emitters[MICRO_BATCH]
         for position, value in enumerate(self.stage.received):
             placed = self._normal(value, self.stage.stored[value])
@@ -336,6 +341,8 @@ class _Lowering:
                 return self._bridge_floating(emitter, source, value, whole, want, axis)
         if node.op == "placeholder":
             return self._derive_placeholder(emitter, value, want)
+        if value in self.stage.summed and want == self.whole:
+            return emitter.placeholder((value, want), ("sum", self.stage.summed.index(value)), f"sum_{node.name}")
         op = self.analysis.ops[node]
         choices = [self._choice_for(node, index, placement) for placement in want]
         for axis, choice in enumerate(choices):

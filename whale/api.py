@@ -130,6 +130,7 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
+        local_rows=batch != "global",
     )
     launch = describe(device)
     check_autocast(launch.device)

@@ -99,8 +99,13 @@ def rows_of(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x[index] if len(x) == rows else x for name, x in batch.items()}
 
 
-def steps(world: World, case: Case) -> tuple[list[int], float]:
-    """The rows that the rank brought, and the largest error of losses, gradients and buffers."""
+def gathered_by(model: Any) -> set[str]:
+    """Leaves that the model's last step gathered."""
+    return set(list(model._whale.engine.steps._steps.values())[-1].gathered)
+
+
+def steps(world: World, case: Case) -> tuple[list[int], float, set[str]]:
+    """The rows that the rank brought, the largest error of losses, gradients and buffers, and the gathered leaves."""
     local, model = case.build(), case.build()
     whale.annotate(model, case.layout)
     parallel = whale.parallelize(
@@ -114,6 +119,7 @@ def steps(world: World, case: Case) -> tuple[list[int], float]:
     )
     brought: list[int] = []
     errors: list[float] = []
+    gathered: set[str] = set()
     for batch in case.batches:
         own = rows_of(parallel, batch)
         brought.append(len(next(iter(own.values()))))
@@ -122,6 +128,7 @@ def steps(world: World, case: Case) -> tuple[list[int], float]:
         expected = local(**batch)
         expected.backward()
         found = parallel.train_step(**own) if brought[-1] else parallel.train_step()
+        gathered |= gathered_by(parallel) if len(next(iter(batch.values()))) > 1 else set()  # one row has no parts
         errors.append(float((found - expected).abs() / expected.abs()))
         gradients = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
         errors += relative_errors(parallel.full_gradients(), gradients).values()
@@ -130,7 +137,7 @@ def steps(world: World, case: Case) -> tuple[list[int], float]:
         errors.append(float((parallel.eval_step(**own) - local.eval()(**case.batches[0])).abs()))
     state = parallel.full_state_dict()
     errors += [float((state[n].double() - b.double()).abs().max()) for n, b in local.named_buffers()]
-    return brought, max(errors)
+    return brought, max(errors), gathered
 
 
 TOKENS = (masked(8), masked(7), masked(8, 4), masked(1), masked(20))
@@ -151,13 +158,17 @@ TWO = {
     "stages": Case(layout={"layers.0": whale.stage(), "layers.1": whale.stage()}, micro_batches=2, batches=TOKENS[:3]),
 }
 
+GATHERED = {"rows with each other": {"x", "y"}, "a head over both": {"labels"}}
+"""Leaves of which ranks read rows of others; sums over rows need none."""
+
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_step_as_one_with_all_rows(worlds: Worlds, name: str) -> None:
     found = worlds.run(2, steps, TWO[name])
-    for _, error in found:
+    for _, error, gathered in found:
         assert error <= BOUND
-    brought = [rows for rows, _ in found]
+        assert gathered == GATHERED.get(name, set())
+    brought = [rows for rows, _, _ in found]
     if name == "uneven":
         assert brought == [[6, 5, 6, 1, 15], [2, 2, 2, 0, 5]]
     if name == "a head over both":
@@ -179,9 +190,10 @@ FOUR = {
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_step_as_one_with_all_rows(worlds: Worlds, name: str) -> None:
     found = worlds.run(4, steps, FOUR[name])
-    brought = [rows for rows, _ in found]
-    for _, error in found:
+    brought = [rows for rows, _, _ in found]
+    for _, error, gathered in found:
         assert error <= BOUND
+        assert gathered == set()
     if name == "dp x tp":
         assert brought == [[4, 1], [4, 1], [4, 0], [4, 0]]
     else:
@@ -325,8 +337,9 @@ SPLIT: dict[str, tuple[Any, Any, int]] = {
 }
 
 
-def train_on_parts(world: World, name: str) -> tuple[float, dict[str, int], str]:
-    """The largest error, how many elements of each leaf the rank read, and what whole samples are refused with."""
+def train_on_parts(world: World, name: str) -> tuple[float, dict[str, int], str, set[str]]:
+    """The largest error, how many elements of each leaf the rank read, what whole samples are refused with, and the
+    gathered leaves."""
     build, layout, _ = SPLIT[name]
     torch.manual_seed(0)
     local, batch = build()
@@ -356,7 +369,7 @@ def train_on_parts(world: World, name: str) -> tuple[float, dict[str, int], str]
         parallel.train_step(**rows_of(parallel, batch))
     except whale.WhaleError as error:
         message = str(error)
-    return max(float((found - expected).abs()), *errors.values()), read, message
+    return max(float((found - expected).abs()), *errors.values()), read, message, gathered_by(parallel)
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -364,10 +377,11 @@ def test_ranks_read_parts_of_samples(worlds: Worlds, name: str) -> None:
     build, _, size = SPLIT[name]
     whole = {leaf: x.numel() for leaf, x in build()[1].items()}
     found = worlds.run(size, train_on_parts, name)
-    for error, _, message in found:
+    for error, _, message, gathered in found:
         assert error <= BOUND
+        assert gathered == set()
         assert "rank 0 brought samples of other sizes than its parts" in message
         assert "model.sample_share()" in message
     for leaf, elements in whole.items():
         times = 2 if leaf == "targets" else 1  # it has no depth
-        assert sum(read[leaf] for _, read, _ in found) == times * elements
+        assert sum(read[leaf] for _, read, _, _ in found) == times * elements

@@ -19,6 +19,7 @@ from whale.runtime.engine import CompiledStep
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
 from whale.runtime.local_program import bound
+from whale.runtime.local_rows import RowTerms
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage
@@ -91,7 +92,12 @@ def assemble(
         backward_group=backward_group,
         credit=credit,
     )
+    terms = []
+    for numbers, program in step.sums.terms:
+        bare: dict[str, Any] = {"outputs": tuple(map(str, numbers)), "mutated": (), "parameters": ()}
+        terms.append((numbers, LocalStage(programs=(program,), tensors=tensors, clock=clock, **bare)))
     return CompiledStep(
+        sums=RowTerms(step.sums.likes, tuple(terms)),
         executor=executor,
         stages=list(stages.values()),
         counts_loss=step.counts_loss,

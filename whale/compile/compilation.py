@@ -33,6 +33,7 @@ from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, stage
 from whale.strategies.folding import Fold, folded
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report
+from whale.strategies.row_sums import RowSums, row_sums
 
 __all__ = ["Compilation", "LocalParameter", "StoredForm", "placement_of"]
 
@@ -109,6 +110,12 @@ class Compilation:
             return self
         traced = replace(self.traced, analysis=replace(self.analysis, ops=changed))
         return replace(self, traced=traced, stages=tuple(stages), folds=folds, _lowered={})
+
+    @cached_property
+    def row_sums(self) -> RowSums:
+        """The sums over rows that ranks exchange before a step."""
+        exchanged = any(stage.summed for stage in self.stages)
+        return row_sums(self.captured, self.analysis, self.stages if exchanged else ())
 
     @cached_property
     def most_in_flight(self) -> dict[int, int]:

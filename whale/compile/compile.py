@@ -36,6 +36,7 @@ from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
+from whale.strategies.row_sums import row_sums
 
 __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of"]
 
@@ -43,7 +44,7 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
-    ``compile`` asks for compiled kernels.
+    ``compile`` asks for compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -54,6 +55,7 @@ class Options:
     prefer: str = "consecutive"
     promote: bool = False
     compile: bool = False
+    local_rows: bool = False
     plan: Plan | None = None
 
 
@@ -90,6 +92,9 @@ def compile_traced(
     _check_dense(cut, assignment)
     report = Report()
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
+    if options.local_rows:
+        summed = row_sums(captured, analysis, stages).values
+        stages = tuple(replace(stage, summed=summed) for stage in stages)
     if options.plan is not None and options.plan.decides_meshes and stored is None:
         _check_units(analysis, stages, options.plan)
     edges = edges_between(stages, rows)

@@ -3,7 +3,7 @@ before the first step, so that no rank waits for another one's compiler in a col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,8 @@ def run_alone(
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             for stage in step.stages:
-                _run_stage(stage, tensors, batch, RNGPosition(clock.seed), device)
+                sums = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in step.sums.likes]
+                _run_stage(stage, tensors, (batch, sums), RNGPosition(clock.seed), device)
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -73,7 +74,7 @@ def run_alone(
 def _run_stage(
     stage: RankStage,
     tensors: Mapping[tuple[str, str], Tensor],
-    batch: Mapping[str, Any],
+    given: tuple[Mapping[str, Any], Sequence[Tensor]],
     clock: RNGPosition,
     device: torch.device,
 ) -> None:
@@ -88,7 +89,7 @@ def _run_stage(
         clock=clock,
         returned=stage.returned,
     )
-    local.begin(batch)
+    local.begin(*given)
     for number, program in enumerate(programs):
         derivative = program.derivative
         if derivative is None:

@@ -83,6 +83,7 @@ class _Move:
             mutated={name: self._value(value) for name, value in stage.mutated.items()},
             returned=tuple((i, self._value(value), self._placements(placed)) for i, value, placed in stage.returned),
             omitted=frozenset(self._nodes[node] for node in stage.omitted),
+            summed=tuple(map(self._value, stage.summed)),
         )
 
     def _value(self, value: Value) -> Value:

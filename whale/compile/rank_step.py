@@ -13,13 +13,13 @@ from torch import Tensor
 from whale.compile.compilation import Compilation
 from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.program import Compute, Edge, Program, ReduceSpec
-from whale.runtime.local_program import LocalProgram
+from whale.runtime.local_program import LocalProgram, ShapeAndDtype
 from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.lowering import nothing_of
 
-__all__ = ["RankStage", "RankStep", "rank_step"]
+__all__ = ["RankStage", "RankStep", "RankSums", "rank_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,19 @@ class RankStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankSums:
+    """The sums over rows of all ranks that a step reads.
+
+    Attributes:
+        likes: their shapes and dtypes.
+        terms: programs that return this rank's terms, with the numbers of their sums.
+    """
+
+    likes: tuple[ShapeAndDtype, ...]
+    terms: tuple[tuple[tuple[int, ...], LocalProgram], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankStep:
     """A step of one rank.
 
@@ -56,6 +69,7 @@ class RankStep:
         loss_dtype: None if the model returns no loss.
         outputs: how ranks make the model's output; None if the step does not return it.
         constants: tensors that the model's code contains, by name.
+        sums: those over rows of all ranks, in steps of local batches.
     """
 
     program: Program
@@ -66,6 +80,7 @@ class RankStep:
     loss_dtype: torch.dtype | None
     outputs: Outputs | None
     constants: Mapping[str, Tensor]
+    sums: RankSums = RankSums(likes=(), terms=())
 
 
 def rank_step(
@@ -129,6 +144,18 @@ def rank_step(
         loss_dtype=value_tensor(loss).dtype if captured.has_loss else None,
         outputs=_outputs_of(compilation),
         constants=captured.constants,
+        sums=_sums_of(compilation, rank),
+    )
+
+
+def _sums_of(compilation: Compilation, rank: int) -> RankSums:
+    sums = compilation.row_sums
+    own = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
+    found = [sums.terms(stage, rank) for stage in own if sums.of_stage.get(stage.index)]
+    kinds = [value_tensor(value) for value in sums.values]
+    return RankSums(
+        likes=tuple((tuple(kind.shape), kind.dtype) for kind in kinds),
+        terms=tuple(terms for terms in found if terms is not None),
     )
 
 

@@ -23,7 +23,7 @@ from whale.runtime.compiled_steps import CompiledSteps, StepKey
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
 from whale.runtime.local_program import Intervals
-from whale.runtime.local_rows import LocalBatches, RowShares
+from whale.runtime.local_rows import LocalBatches, RowShares, RowTerms
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.random import RNGPosition
@@ -68,15 +68,17 @@ class Shard:
 class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
     ``loss_dtype`` is that of the loss, also where this rank computes none, and None if the model returns no loss;
-    ``outputs`` says how the model's output is made, in steps that return it. ``gathered`` are the leaves of local
-    batches that are gathered, once that is known, ``numbers`` those of type float that it takes as tensors;
-    ``is_made`` says that it was made of others, which takes little time, and not compiled."""
+    ``outputs`` says how the model's output is made, in steps that return it. ``sums`` are the terms of what local
+    batches are summed for, ``gathered`` the leaves of local batches that are gathered, once that is known, ``numbers``
+    those of type float that it takes as tensors; ``is_made`` says that it was made of others, which takes little time,
+    and not compiled."""
 
     executor: Executor
     stages: Sequence[LocalStage]
     counts_loss: bool
     loss_dtype: torch.dtype | None
     outputs: Outputs | None = None
+    sums: RowTerms = field(default_factory=RowTerms)
     gathered: tuple[str, ...] | None = None
     numbers: tuple[str, ...] = ()
     is_made: bool = False
@@ -200,10 +202,11 @@ class Engine:
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if self.local is not None:
             if step.gathered is None:
-                step.gathered = self.local.read_whole(whole, step.stages)
+                step.gathered = self.local.read_whole(whole, [*step.stages, *step.sums.stages])
             batch = self.local.placed(batch, whole, step.gathered)
+        sums = self.local.sums(batch, step.sums) if self.local is not None and step.sums.likes else ()
         for stage in step.stages:
-            stage.begin(batch)
+            stage.begin(batch, sums)
         if step.loss_dtype is None:
             step.executor.run(False)
             return Result(None, self._output(step, to))

@@ -34,8 +34,9 @@ Intervals = tuple[tuple[tuple[int, int], ...], ...]
 
 Source = tuple[str, Any]
 """Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
-intervals)), ("received", position), (level, position) for an earlier graph's output, or ("rows" | "columns",
-(intervals, shape)) for numbers of a part's elements in a whole tensor of this shape."""
+intervals)), ("received", position), (level, position) for an earlier graph's output, ("sum", number) for a sum over the
+rows of all ranks, or ("rows" | "columns", (intervals, shape)) for numbers of a part's elements in a whole tensor of
+this shape."""
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 

@@ -1,8 +1,9 @@
 """Local batches: every rank brings the rows that it computes on, and the step is that of all of them together.
 
 The ranks first tell each other how many rows they brought; that gives the global batch, for which the step is compiled
-as if every rank had it. Its programs read rows of the global batch, which are found in the local one. A leaf of which
-some rank reads more, as the labels for the number of those that count, is gathered. Knows rows and ranks; no graphs.
+as if every rank had it. Its programs read rows of the global batch, which are found in the local one. What a loss
+divides by, such as the number of labels that count, is summed over ranks from the terms of each. A leaf of which some
+rank reads more than its rows is gathered. Knows rows and ranks; no graphs.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch import Tensor
 from whale.errors import UsageError
 from whale.ir.shares import shares_on_axis
 from whale.runtime.launch import World
-from whale.runtime.local_program import Intervals
+from whale.runtime.local_program import Intervals, ShapeAndDtype
 from whale.runtime.loss import ROUNDING, look_at
 from whale.runtime.outputs import put
 from whale.runtime.refusals import Refusals
 from whale.runtime.stage import LocalStage, part
 
-__all__ = ["LocalBatches", "LocalRows", "RowShares"]
+__all__ = ["LocalBatches", "LocalRows", "RowShares", "RowTerms"]
 
 Stretches = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order, that do not touch."""
@@ -126,6 +127,24 @@ class LocalRows:
         found = box_within(self.held, intervals)
         assert found is not None  # the leaf would have been gathered
         return part(self.tensor, found)
+
+
+@dataclass(frozen=True)
+class RowTerms:
+    """Terms of sums over the rows of all ranks.
+
+    Attributes:
+        likes: shapes and dtypes of the sums.
+        of_stages: stages without tasks that return terms of this rank, with the numbers of their sums.
+    """
+
+    likes: tuple[ShapeAndDtype, ...] = ()
+    of_stages: tuple[tuple[tuple[int, ...], LocalStage], ...] = ()
+
+    @property
+    def stages(self) -> tuple[LocalStage, ...]:
+        """These stages."""
+        return tuple(stage for _, stage in self.of_stages)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -233,6 +252,30 @@ class LocalBatches:
         if gathered:
             found |= self._gather({name: own[name] for name in gathered}, like)
         return found
+
+    def sums(self, batch: Mapping[str, Any], terms: RowTerms) -> list[Tensor]:
+        """The sums over the rows of all ranks, by one collective of a few numbers.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout.
+        """
+        device = self.world.device
+        sizes = [prod(shape) for shape, _ in terms.likes]
+        total = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        parts = total.split(sizes)
+        with torch.no_grad():
+            for numbers, stage in terms.of_stages:
+                stage.begin(batch)
+                for number, term in zip(numbers, stage.forward(0, ()), strict=True):
+                    parts[number].copy_(term.reshape(-1))
+        if self.world.size > 1:
+            work = dist.all_reduce(total, group=self.group, async_op=True)
+            assert work is not None
+            blocking = device.type == "cpu"
+            self.world.failures.wait(
+                work, "the sums over the rows of all ranks", range(self.world.size), blocking=blocking
+            )
+        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, terms.likes, strict=True)]
 
     def _of_rows(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         return {name: x for name, x in batch.items() if name in self.leaves and isinstance(x, Tensor)}

@@ -141,6 +141,7 @@ class LocalStage:
         self._known: dict[int, tuple[list[Any], list[tuple[int, str, Any]]]] = {}
         self._numbers: dict[tuple[str, Any], Tensor] = {}
         self._batch: Mapping[str, Any] = {}
+        self._sums: Sequence[Tensor] = ()
         self._changed: dict[str, Tensor] = {}
         self._taken: dict[tuple[int, int], Tensor] = {}
         self._sinks: dict[int, GradientSink] = {}
@@ -151,10 +152,10 @@ class LocalStage:
         """The ranks that collectives inside this stage wait for, this one included."""
         return tuple(sorted({rank for program in self.programs for b in program.bridges for rank in b.ranks}))
 
-    def begin(self, batch: Mapping[str, Any]) -> None:
-        """Start a step on a global batch, whose leaves are tensors, or rows of them (:class:`LocalRows`): drop state
-        of the last one."""
-        self._batch = batch
+    def begin(self, batch: Mapping[str, Any], sums: Sequence[Tensor] = ()) -> None:
+        """Start a step on a global batch, whose leaves are tensors, or rows of them (:class:`LocalRows`), with its
+        *sums* over rows: drop state of the last one."""
+        self._batch, self._sums = batch, sums
         self._steps.clear()
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -310,6 +311,8 @@ class LocalStage:
                 leaf, intervals = what
                 held = self._batch[leaf]
                 arguments[position] = part(held, intervals) if isinstance(held, Tensor) else held.part(intervals)
+            elif kind == "sum":
+                arguments[position] = self._sums[what]
             else:
                 arguments[position] = self._step(program)[what]
         return arguments
@@ -319,7 +322,7 @@ class LocalStage:
         fixed: list[Any] = [None] * len(graph.sources)
         changing = []
         for position, (kind, what) in enumerate(graph.sources):
-            if kind in ("received", "input", "step"):
+            if kind in ("received", "input", "sum", "step"):
                 changing.append((position, kind, what))
             elif kind == "constant" and isinstance(what, int):
                 fixed[position] = self._constant(program)[what]
