@@ -19,12 +19,13 @@ from whale.arguments import check_choice, check_count, check_number, check_type,
 from whale.commands.automatic import automatic_plan
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.compile import Options, compile_traced
-from whale.compile.trace import trace
+from whale.compile.trace import LOW_PRECISIONS, trace
 from whale.detection import detect, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.copies import model_copy
+from whale.graph.precision import autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.assignment.assign import Preference
@@ -34,7 +35,7 @@ from whale.planner.search.constraints import is_kept
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, initialize
-from whale.runtime.module import ParallelModule, check_autocast
+from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
@@ -58,6 +59,7 @@ def parallelize(
     promote_casts: bool = False,
     sync_module_states: bool = False,
     batch: str = "global",
+    precision: str | None = None,
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -90,6 +92,10 @@ def parallelize(
         batch: what ranks bring to a step: ``global``, all of them the whole batch; ``local``, each the rows that it
             computes on (``model.batch_share``); or ``parts``, of these rows the parts that it reads
             (``model.sample_share``), where dims of samples are split. The example batch is a global one for all.
+        precision: ``bf16`` or ``fp16``: compute as under ``torch.autocast`` with this dtype, over parameters, gradients
+            and optimizer states in their own, which is float32; by default, and with ``fp32``, as the model is.
+            parallelize and steps may stand under ``torch.autocast`` too. With ``fp16`` gradients are scaled in
+            the step, as by a ``GradScaler`` (``model.loss_scaler``).
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -111,6 +117,8 @@ def parallelize(
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
     check_choice("batch", batch, ("global", "local", "parts"))
+    if precision is not None:
+        check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
@@ -133,7 +141,7 @@ def parallelize(
         local_rows=batch != "global",
     )
     launch = describe(device)
-    check_autocast(launch.device)
+    options = replace(options, precision=_precision(precision, launch.device))
     if plan is not None:
         plan.check_world(launch.size)
     if described is None:
@@ -195,6 +203,7 @@ def parallelize(
         modes=modes,
         loss_fn=loss_fn,
         promote=options.promote,
+        precision=options.precision,
     )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
@@ -226,6 +235,22 @@ def parallelize(
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
     return module
+
+
+def _precision(given: str | None, device: torch.device) -> str | None:
+    """The precision of ``torch.autocast`` in which a model computes: the given one, or that of the script around."""
+    around = autocast_around(device.type).dtype
+    names = {dtype: name for name, dtype in LOW_PRECISIONS.items()}
+    if around is None:
+        return given if given in LOW_PRECISIONS else None
+    if around not in names or given not in (None, names[around]):
+        raise UsageError(
+            f"parallelize stands under torch.autocast with {str(around).removeprefix('torch.')}, but precision is "
+            f"{given!r}: leave one of them out"
+            if given
+            else f"torch.autocast with {around} is not supported; use torch.bfloat16 or torch.float16"
+        )
+    return names[around]
 
 
 def _annotate_as_planned(template: nn.Module, plan: Plan) -> None:

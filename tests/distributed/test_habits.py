@@ -258,7 +258,8 @@ def go_backward(world: World) -> list[str]:
 def test_words_for_what_a_step_has_done(ranks: Two) -> None:
     for around, without, *backward in ranks.run(go_backward):
         assert all("train_step has done the backward already" in text for text in backward)
-        assert "torch.autocast around parallelize or a step is not supported" in around
+        assert "a step stands under torch.autocast with bfloat16, but the model was made without a precision" in around
+        assert 'write parallelize(..., precision="bf16"), and leave torch.autocast out' in around
         assert "gradients, but they are off here (torch.no_grad or torch.inference_mode)" in without
 
 

@@ -39,11 +39,15 @@ def not_cast(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x).sum()
 
 
-def test_autocast_inside_of_a_forward_is_refused_with_its_line() -> None:
-    with pytest.raises(CaptureError, match=r"test_capture_habits\.py:\d+: torch\.autocast inside of the forward"):
-        whale.parallelize(Wrapped(cast), X, device="cpu")
-    model = whale.parallelize(Wrapped(not_cast), X, device="cpu")
-    assert model.train_step(X).item() == pytest.approx(not_cast(Wrapped(not_cast).layer, X).item())
+@pytest.mark.parametrize("call", [cast, not_cast])
+def test_autocast_inside_of_a_forward_acts(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = whale.parallelize(Wrapped(call), X, device="cpu")
+    local = Wrapped(call)
+    call(local.layer, X).backward()
+    assert model.train_step(X).item() == pytest.approx(call(local.layer, X).item())
+    for own, parameter in zip(model.parameters(), local.parameters(), strict=True):
+        assert own.grad is not None and parameter.grad is not None
+        assert torch.equal(own.grad, parameter.grad)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

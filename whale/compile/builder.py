@@ -19,7 +19,7 @@ from whale.compile.kernels import compiled_kernels, kernels_of_inductor, run_alo
 from whale.compile.placed_like import placed_like
 from whale.compile.rank_step import RankStep, rank_step
 from whale.compile.row_shares import batch_leaf_names, row_shares
-from whale.compile.trace import Traced, trace
+from whale.compile.trace import LOW_PRECISIONS, Traced, trace
 from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
@@ -36,6 +36,7 @@ from whale.runtime.launch import World
 from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.module import ParallelModule, parallel_module
 from whale.runtime.optimizers import attend
+from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.store import Board
@@ -180,6 +181,8 @@ class Builder:
             shares=shares,
             refusals=refusals,
             local=self._local_batches(compilation, shares, refusals) if bring != "global" else None,
+            precision=LOW_PRECISIONS.get(self.options.precision or ""),
+            loss_scaler=LossScaler() if self.options.precision == "fp16" else None,
         )
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)
@@ -295,6 +298,7 @@ class Builder:
             modes=modes,
             loss_fn=self.loss_fn,
             promote=self.options.promote,
+            precision=self.options.precision,
             returns=returns,
             numbers=numbers,
         )

@@ -44,7 +44,8 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
-    ``compile`` asks for compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone.
+    ``precision`` is that of ``torch.autocast`` under which it computes. ``compile`` asks for compiled kernels;
+    ``local_rows`` says that ranks bring their own rows of a batch alone.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -54,6 +55,7 @@ class Options:
     default: Strategy | None = None
     prefer: str = "consecutive"
     promote: bool = False
+    precision: str | None = None
     compile: bool = False
     local_rows: bool = False
     plan: Plan | None = None
@@ -132,7 +134,15 @@ def compile_model(
 
     Raises the errors of :func:`whale.compile.trace.trace` and of :func:`compile_traced`.
     """
-    traced = trace(model, batch, device=device, training=training, loss_fn=loss_fn, promote=options.promote)
+    traced = trace(
+        model,
+        batch,
+        device=device,
+        training=training,
+        loss_fn=loss_fn,
+        promote=options.promote,
+        precision=options.precision,
+    )
     return compile_traced(traced, cluster, options, device=device)
 
 

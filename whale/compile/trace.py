@@ -34,7 +34,10 @@ from whale.strategies.placing import Report, batch_placeholders, place_time
 from whale.strategies.rules.registry import rule_of
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["Traced", "main_dtype", "precision_of", "trace"]
+__all__ = ["LOW_PRECISIONS", "Traced", "main_dtype", "precision_of", "trace"]
+
+LOW_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precisions of ``torch.autocast``, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,7 @@ def trace(
     promote: bool = False,
     returns: Returns = "loss",
     numbers: Collection[str] = (),
+    precision: str | None = None,
 ) -> Traced:
     """Trace the loss of *model* for batches like *batch*.
 
@@ -129,6 +133,7 @@ def trace(
         loss_fn: for a model that does not return its loss.
         promote: turn casts to float32 inside the model into casts to float64.
         numbers: leaves of the batch, of type float, that the step takes as tensors.
+        precision: ``bf16`` or ``fp16``: that in which ``torch.autocast`` lets it compute.
         returns: what a step returns. For outputs alone the sum of one of them is in the place of the loss.
 
     Raises:
@@ -139,7 +144,9 @@ def trace(
     model.train(training)
     for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
-    captured = capture(model, batch, device=device, loss_fn=loss_fn, promote=promote, returns=returns, numbers=numbers)
+    dtype = LOW_PRECISIONS.get(precision or "")
+    options: dict[str, Any] = {"loss_fn": loss_fn, "promote": promote, "returns": returns, "numbers": numbers}
+    captured = capture(model, batch, device=device, precision=dtype, **options)
     written_out = write_out_composites(captured.graph, lambda node: not rule_of(node).opaque)
     recognize_masks(captured)
     if ungroup(captured.graph) or written_out:
@@ -156,7 +163,7 @@ def trace(
         annotated=stages,
         paths=module_paths(captured, model),
         loss=loss,
-        dtype=main_dtype(model),
+        dtype=main_dtype(model) if dtype is None else str(dtype).removeprefix("torch."),
     )
 
 

@@ -21,13 +21,6 @@ aten = torch.ops.aten
 
 def canonicalize(graph: fx.Graph, *, promote: bool = False) -> None:
     """Rewrite *graph* in place. Fake values stay in ``node.meta["val"]``."""
-    for node in graph.nodes:  # torch forgets what is never read when it cuts out a region
-        for source in node.all_input_nodes:
-            source.users.setdefault(node)
-    _inline_wrappers(graph)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _DROPPED:
-            graph.erase_node(node)
     if promote:
         _promote_casts(graph)
     for node in list(graph.nodes):
@@ -36,6 +29,18 @@ def canonicalize(graph: fx.Graph, *, promote: bool = False) -> None:
             rewrite(graph, node)
     drop_dead(graph)
     graph.lint()
+
+
+def inline_regions(graph: fx.Graph) -> None:
+    """Inline the regions of ``torch.no_grad`` and ``torch.autocast``, and remove checks, in place. The operators of a
+    region of autocast have its arguments in ``node.meta["autocast"]``."""
+    for node in graph.nodes:  # torch forgets what is never read when it cuts out a region
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+    _inline_wrappers(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _DROPPED:
+            graph.erase_node(node)
 
 
 def emit(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
@@ -537,6 +542,7 @@ def _inline_wrappers(graph: fx.Graph) -> None:
             attr: Any = node.args[body_at]
             body: Any = owner.get_submodule(attr.target)
             enabled = name == "wrap_with_set_grad_enabled" and not node.args[0]
+            autocast = node.args[:body_at] if name == "wrap_with_autocast" else node.meta.get("autocast")
             holes = [n for n in body.graph.nodes if n.op == "placeholder"]
             values: dict[fx.Node, Any] = dict(zip(holes, node.args[body_at + 1 :], strict=True))
             value_of = values.__getitem__
@@ -552,6 +558,8 @@ def _inline_wrappers(graph: fx.Graph) -> None:
                         fresh.meta = dict(inner.meta)
                     else:
                         fresh = graph.node_copy(inner, value_of)
+                    if autocast is not None:
+                        fresh.meta["autocast"] = autocast
                     values[inner] = fresh
                     again = True
                 if enabled:

@@ -25,12 +25,12 @@ from torch.utils import _pytree as pytree
 
 from whale.annotations import NODE_KEY, enter_module, module_scopes, recording
 from whale.errors import CaptureError, UsageError
-from whale.graph.canonical import DRAWS, canonicalize, functional
+from whale.graph.canonical import DRAWS, canonicalize, functional, inline_regions
 from whale.graph.capture_checks import (
     SourceLine,
-    check_autocast,
     check_batch,
     check_constant,
+    check_dtypes,
     check_hooks,
     check_static,
     located,
@@ -45,6 +45,7 @@ from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.losses import any_sum, pick_loss
 from whale.graph.numbers import numbers_to_tensors
+from whale.graph.precision import Autocast, under_autocast, write_casts
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
 from whale.graph.values import is_call
@@ -293,15 +294,18 @@ def capture(
     promote: bool = False,
     returns: Returns = "loss",
     numbers: Collection[str] = (),
+    precision: torch.dtype | None = None,
 ) -> Captured:
     """Capture the loss of *model* on a batch of these shapes, or what else a step *returns*.
 
+    With a *precision* it is captured as it computes under ``torch.autocast`` with this dtype.
     *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64). The leaves
     *numbers*, of type float, become tensors without dims; that fails where the model does more than compute with one.
     Raises :class:`CaptureError` with the user's file and line where the model cannot be captured.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = torch.device(device)
+    autocast = Autocast(device.type, precision)
     leaves = batch_leaves(batch)
     check_batch(model, leaves, loss_fn)
     check_hooks(model)
@@ -328,7 +332,8 @@ def capture(
 
     def run(start: Callable[[nn.Module], None]) -> None:
         options: dict[str, Any] = {"device": device, "loss_fn": loss_fn, "returns": returns, "numbers": given}
-        run_without_data(model, fakes, mode, **options, start=start)
+        with under_autocast(autocast):
+            run_without_data(model, fakes, mode, **options, start=start)
 
     def exported(*, copying: bool) -> tuple[torch.export.ExportedProgram, int]:
         """The exported program, and the number of stages that the forward enters; most equal layers are copies, unless
@@ -349,7 +354,6 @@ def capture(
                     numbers_to_tensors(program.graph, _holes(program, fakes, given), constant)
                 if not (copying and steadiness.kept_something):
                     check_static(program.graph, type(model).__name__)
-                    check_autocast([program.graph, *(module.graph for module in _submodules(program.graph))])
             listings.append(graph_listing(program.graph) if steadiness.kept_something or listings else [])
             if steadiness.kept_something and copying:
                 first = steadiness, listings[0]
@@ -374,10 +378,14 @@ def capture(
     places: list[SourceLine | None] = []
     listings: list[Listing] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
-    program, stages = exported(copying=not _has_values(model))
+    with under_autocast(autocast):
+        program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))
     captured.checkpointed = tuple(places)
     captured.structure, captured.has_loss = found.structure, found.has_loss
+    inline_regions(captured.graph)
+    write_casts(captured.graph, autocast, captured.parameters)
+    check_dtypes(captured.graph, type(model).__name__)
     canonicalize(captured.graph, promote=promote)
     mark_gradients(captured, model)
     marked = module_scopes(model)

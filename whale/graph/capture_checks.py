@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import StackSummary
 from types import FrameType
@@ -30,9 +30,9 @@ from whale.graph.stand_ins import STAND_INS, standing_in
 __all__ = [
     "DATA_DEPENDENT",
     "SourceLine",
-    "check_autocast",
     "check_batch",
     "check_constant",
+    "check_dtypes",
     "check_hooks",
     "check_modules",
     "check_static",
@@ -451,6 +451,11 @@ def check_static(graph: fx.Graph, name: str) -> None:
                 "layer with track_running_stats=False, or call its eval() before parallelize",
                 place_of_node(node),
             )
+
+
+def check_dtypes(graph: fx.Graph, name: str) -> None:
+    """Refuse products of tensors of several dtypes."""
+    for node in graph.nodes:
         if node.target in _ONE_DTYPE:
             dtypes = {str(source.meta["val"].dtype).removeprefix("torch.") for source in node.all_input_nodes}
             if len(dtypes) > 1:
@@ -458,21 +463,6 @@ def check_static(graph: fx.Graph, name: str) -> None:
                     f"{name} cannot be captured: {node.target} of {' and '.join(sorted(dtypes))}; give a batch of the "
                     "model's dtype, or cast inside the model",
                     place_of_node(node),
-                )
-
-
-def check_autocast(graphs: Iterable[fx.Graph]) -> None:
-    """Refuse regions of ``torch.autocast`` that are on: a captured graph does not have their casts."""
-    for graph in graphs:
-        for node in graph.nodes:
-            if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2]:
-                owner: Any = graph.owning_module
-                body = owner.get_submodule(node.args[4].target)
-                places = [place for inner in body.graph.nodes if (place := place_of_node(inner)) is not None]
-                raise located(
-                    "torch.autocast inside of the forward is not captured: cast the model before parallelize, as "
-                    "model.to(torch.bfloat16), and what must be exact back inside of the forward, as x.float()",
-                    places[0] if places else None,
                 )
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from whale.graph.canonical import canonicalize, emit, functional
 from whale.graph.values import is_call
 
-__all__ = ["write_out_composites"]
+__all__ = ["inline_parts", "parts_of", "write_out_composites"]
 
 aten = torch.ops.aten
 
@@ -31,9 +31,9 @@ def write_out_composites(graph: fx.Graph, is_known: Callable[[fx.Node], bool]) -
     found = False
     for node in list(graph.nodes):
         if is_call(node) and (node.target in _KERNELS or (_is_composite(node.target) and not is_known(node))):
-            parts = _parts(node)
+            parts = parts_of(node)
             if parts is not None:
-                _inline(graph, node, parts)
+                inline_parts(graph, node, parts)
                 found = True
     if found:
         canonicalize(graph)
@@ -47,7 +47,7 @@ def _is_composite(target: Any) -> bool:
     return target.has_kernel_for_dispatch_key(implicit) and not target._schema.is_mutable
 
 
-def _parts(node: fx.Node) -> fx.Graph | None:
+def parts_of(node: fx.Node) -> fx.Graph | None:
     """The operators of a call as a graph of its tensors; None where it is one operator, or writes to them."""
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
@@ -85,7 +85,8 @@ def _without_writes(graph: fx.Graph) -> bool:
     return True
 
 
-def _inline(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
+def inline_parts(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
+    """Replace a call by its parts."""
     given = iter(leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node))
     values: dict[fx.Node, Any] = {}
     with graph.inserting_before(node):

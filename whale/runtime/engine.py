@@ -26,6 +26,7 @@ from whale.runtime.local_program import Intervals
 from whale.runtime.local_rows import LocalBatches, RowShares, RowTerms
 from whale.runtime.loss import GlobalLoss, LikeBatches
 from whale.runtime.outputs import Outputs, put
+from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.stage import LocalStage, part
@@ -113,6 +114,8 @@ class Engine:
         steps: compiled ones, by signature, modes, changed attributes and what they return.
         compared: how many batches of a signature there were.
         local: makes global batches of those of the ranks; None if every rank has them.
+        precision: in which steps compute, as under ``torch.autocast``; None: in that of the model.
+        loss_scaler: keeps a factor of the loss, in float16.
         floats: arguments of type float, with the first value of each.
         numbers: those that were another number later.
         constants: those of them that decide more than values, so that steps are compiled for each.
@@ -131,6 +134,8 @@ class Engine:
     steps: CompiledSteps[CompiledStep] = field(init=False)
     compared: dict[Signature, int] = field(default_factory=dict)
     local: LocalBatches | None = None
+    precision: torch.dtype | None = None
+    loss_scaler: LossScaler | None = None
     floats: dict[str, float] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
@@ -211,10 +216,34 @@ class Engine:
             step.executor.run(False)
             return Result(None, self._output(step, to))
         loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype)
-        step.executor.run(train, loss.begin, scale)
+        self._scaled(step, train, loss, scale)
         for stage in step.stages:
             stage.finish()
         return Result(loss.finish(), self._output(step, to) if returns == "both" else None)
+
+    def _scaled(self, step: CompiledStep, train: bool, loss: GlobalLoss, scale: float | Tensor) -> None:
+        """Run the programs of a step, whose gradients have the factor of the loss while it runs."""
+        if self.loss_scaler is None or not train:
+            step.executor.run(train, loss.begin, scale)
+            return
+
+        def run(factor: float) -> None:
+            step.executor.run(train, loss.begin, scale * factor)
+
+        self.loss_scaler.run([x for x in self.tensors.values() if x.requires_grad], run, self._on_any_rank)
+
+    def _on_any_rank(self, flag: Tensor) -> bool:
+        """Whether a flag is set on some rank. All ranks must call it.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout.
+        """
+        found = flag.to(self.world.device, torch.int32)
+        if self.world.size > 1:
+            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.loss_group, async_op=True)
+            assert work is not None
+            self.world.failures.wait(work, "whether all gradients are finite", range(self.world.size))
+        return bool(found)
 
     def _output(self, step: CompiledStep, to: int | None) -> Any:
         assert step.outputs is not None
@@ -264,7 +293,7 @@ class Engine:
             if isinstance(tensor, nn.Parameter):
                 copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
             tensors[name] = memo[id(tensor)] = copied
-        return replace(self, tensors=tensors, clock=copy(self.clock), compared={})
+        return replace(self, tensors=tensors, clock=copy(self.clock), compared={}, loss_scaler=copy(self.loss_scaler))
 
     # Whole tensors under the local model's names
 

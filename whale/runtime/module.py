@@ -20,11 +20,12 @@ from whale.ir import range_names
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.engine import Engine, Result
+from whale.runtime.precision import LossScaler, without_autocast
 from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
 
-__all__ = ["ParallelModule", "check_autocast", "parallel_module"]
+__all__ = ["ParallelModule", "parallel_module"]
 
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -180,14 +181,20 @@ class ParallelModule(nn.Module):
     ) -> Result:
         engine, watch = self._whale.engine, self._whale.watch
         watch.check()
-        check_autocast(engine.world.device)
         modes = tuple([module.training for module in watch.modules]) if train else ()
         modes = modes if True in modes else ()
         changes = self._whale.attributes.changes()
-        with named(range_names.TRAIN_STEP if train else range_names.FORWARD_STEP):
+        name = range_names.TRAIN_STEP if train else range_names.FORWARD_STEP
+        with named(name), without_autocast(engine.world.device, engine.precision):
             return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
 
     # States
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """The factor of the loss while float16 gradients are computed; None in other precisions. Its ``scale`` is for
+        logs, ``state_dict()`` for checkpoints, the same on all ranks."""
+        return self._whale.engine.loss_scaler
 
     def full_state_dict(self, *, to: str = "all") -> dict[str, Tensor]:
         """All parameters and buffers, whole, under the local model's names.
@@ -382,19 +389,6 @@ class _Done(torch.autograd.Function):
         raise UsageError(
             "train_step has done the backward already, its gradients are in .grad: leave loss.backward() out; to scale "
             "gradients, as for accumulation, write train_step(..., scale=1 / n)"
-        )
-
-
-def check_autocast(device: torch.device) -> None:
-    """Refuse to run under the script's ``torch.autocast``.
-
-    Raises:
-        UsageError: it is on for the device.
-    """
-    if torch.is_autocast_enabled(device.type):
-        raise UsageError(
-            "torch.autocast around parallelize or a step is not supported: cast the model before parallelize, as "
-            "model.to(torch.bfloat16), and what must be exact back inside of its forward, as x.float()"
         )
 
 

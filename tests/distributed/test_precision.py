@@ -1,0 +1,318 @@
+"""Steps in low precision: the casts of torch.autocast, and the scale of a float16 loss."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+import whale
+from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import LAYOUTS, Two, refusal
+from tests.small_models import decoder, tokens
+from whale.runtime.launch import World
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Two]:
+    with worlds_of_a_module() as made:
+        yield Two(made)
+
+
+class Mixed(nn.Module):
+    """Products of operators that autocast casts, inside of others that it does not know, and regions."""
+
+    def __init__(self, *, off: bool = True, on: bool = False) -> None:
+        super().__init__()
+        self.off, self.on = off, on
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.core = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = self.first(h) + self.second(h)
+        h = torch.einsum("bi,ij->bj", h, self.core)
+        with torch.autocast("cpu", dtype=torch.bfloat16) if self.on else nullcontext():
+            h = h + self.first(h)
+            with torch.autocast("cpu", enabled=False) if self.off else nullcontext():
+                h = h.float()
+                h = self.third(h) + torch.softmax(h @ self.core, -1)
+            h = self.second(h)
+        return F.mse_loss(h, y) + (h.to(h.dtype) * 0.5).square().mean()
+
+
+def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return build()
+
+    return built
+
+
+def words(rows: int = 4) -> dict[str, Tensor]:
+    drawn = tokens(rows)["tokens"]
+    return {"input_ids": drawn, "labels": drawn}
+
+
+def numbers(rows: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, rows, 8, generator=generator)
+    return {"x": x, "y": y}
+
+
+def pictures() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"pixel_values": torch.randn(4, 3, 32, 32, generator=generator), "labels": torch.arange(4) % 2}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {
+    "decoder": (lambda: decoder(layers=2).float(), tokens),
+    "regions": (Mixed, numbers),
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), words),
+    "bert": (
+        lambda: BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+        words,
+    ),
+    "resnet": (
+        lambda: ResNetForImageClassification(
+            ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+        ),
+        pictures,
+    ),
+}
+
+
+def loss_of(output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output.loss
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def locally(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """The loss of a local step under autocast."""
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = loss_of(model(**batch))
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_autocast_bit_for_bit(name: str, precision: str) -> None:
+    build, batch_of = MODELS[name]
+    local, batch = seeded(build)().train(), batch_of()
+    model = whale.parallelize(copy.deepcopy(local), batch, precision=precision, device="cpu")
+    if model.loss_scaler is not None:
+        model.loss_scaler.scale = 1.0
+    found = model.train_step(**batch)
+    expected = locally(local, batch, torch.bfloat16 if precision == "bf16" else torch.float16)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)  # means are sums over a count
+    own = gradients(model)
+    assert own.keys() == gradients(local).keys()
+    for key, gradient in gradients(local).items():
+        assert torch.equal(own[key], gradient), key
+        assert own[key].dtype == torch.float32
+
+
+def test_a_region_of_autocast_inside_of_a_model() -> None:
+    local, batch = seeded(lambda: Mixed(on=True))(), numbers()
+    model = whale.parallelize(copy.deepcopy(local), batch, device="cpu")
+    model.train_step(**batch)
+    locally(local, batch, None)
+    plain = seeded(lambda: Mixed(on=False))()
+    locally(plain, batch, None)
+    for key, gradient in gradients(local).items():
+        assert torch.equal(gradients(model)[key], gradient), key
+    assert not torch.equal(gradients(plain)["first.weight"], gradients(local)["first.weight"])
+
+
+def test_autocast_around_parallelize_and_steps() -> None:
+    local, batch = seeded(MODELS["decoder"][0])(), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model = whale.parallelize(copy.deepcopy(local), batch, device="cpu")
+        inside = model.train_step(**batch)
+    assert inside == model.train_step(**batch)
+    assert inside.item() == pytest.approx(locally(local, batch, torch.bfloat16).item(), rel=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "but precision is 'fp16'" in refusal(
+            lambda: whale.parallelize(copy.deepcopy(local), batch, device="cpu", precision="fp16")
+        )
+
+
+def test_outputs_have_their_dtypes() -> None:
+    local, batch = seeded(MODELS["llama"][0])(), words()
+    model = whale.parallelize(copy.deepcopy(local), batch, device="cpu", precision="bf16")
+    found = model.predict_step(**batch)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = local.eval()(**batch)
+    assert found.logits.dtype == expected.logits.dtype == torch.bfloat16
+    assert torch.equal(found.logits, expected.logits)
+
+
+# --- on two ranks -----------------------------------------------------------------------------------------------------
+
+
+def in_low_precision(world: World, kind: str, precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of steps with an optimizer, and the gradients of the first."""
+    model = decoder(layers=2).float()
+    whale.annotate(model, LAYOUTS[kind])
+    made = whale.parallelize(
+        model, tokens(), device="cpu", precision=precision, micro_batches=2 if kind == "stages" else 1
+    )
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.5)
+    losses, first = [], {}
+    for step in range(4):
+        losses.append(made.train_step(**tokens()).item())
+        if step == 0:
+            first = made.full_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first
+
+
+def in_halves(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    """The same in one process, of two halves of the batch one after the other."""
+    model, batch = decoder(layers=2).float(), tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses, first = [], {}
+    for step in range(4):
+        total = 0.0
+        for half in range(2):
+            part = {name: x[4 * half : 4 * half + 4] for name, x in batch.items()}
+            with torch.autocast("cpu", dtype=dtype):
+                loss = model(**part) / 2
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if step == 0:
+            first = {name: x.clone() for name, x in gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_two_ranks_train_as_one(ranks: Two, kind: str, precision: str) -> None:
+    expected, reference = in_halves(torch.bfloat16 if precision == "bf16" else torch.float16)
+    for losses, found in ranks.run(in_low_precision, kind, precision):
+        # Rows and layers of other ranks change no rounding; parts of a product do, by the last bit of its dtype.
+        exact = kind != "split" and precision == "bf16"
+        assert losses == pytest.approx(expected, rel=1e-6 if exact else 5e-3)
+        for name, gradient in reference.items():
+            error = float((found[name] - gradient).norm() / gradient.norm().clamp(min=1e-3))
+            assert error <= (1e-6 if exact else 2e-2), name
+
+
+def overflow(world: World, kind: str) -> tuple[list[bool], list[float], list[Tensor], int]:
+    """Whether steps left gradients, the scales after them, and the parameters."""
+    model = decoder(layers=2).float()
+    whale.annotate(model, LAYOUTS[kind])
+    made = whale.parallelize(model, tokens(), device="cpu", precision="fp16")
+    scaler = made.loss_scaler
+    assert scaler is not None
+    scaler.scale, scaler.growth_interval = 2.0**34, 2
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
+    kept, scales = [], []
+    for _ in range(24):
+        made.train_step(**tokens())
+        kept.append(any(x.grad is not None for x in made.parameters()))
+        if not any(kept):
+            optimizer.step()
+        optimizer.zero_grad()
+        scales.append(scaler.scale)
+    untouched = [x.detach().clone() for x in made.full_state_dict().values()]
+    assert optimizer.state_dict()["state"] == {}
+    restored = type(scaler)()
+    restored.load_state_dict(scaler.state_dict())
+    assert vars(restored) == vars(scaler)
+    return kept, scales, untouched, scaler.skipped
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_an_overflow_skips_the_step_on_all_ranks(ranks: Two, kind: str) -> None:
+    (kept, scales, parameters, skipped), (same, others, _, _) = ranks.run(overflow, kind)
+    assert (kept, scales) == (same, others)
+    assert skipped == kept.count(False) > 2
+    first = kept.index(True)
+    assert scales[first - 1] == 2.0 ** (34 - first)
+    assert scales[first + 1] == 2 * scales[first]  # two steps without an overflow
+    for own, initial in zip(parameters, decoder(layers=2).float().state_dict().values(), strict=True):
+        assert torch.equal(own, initial)
+
+
+def test_a_scaled_step_is_that_of_a_scaler_of_torch() -> None:
+    local, batch = seeded(MODELS["decoder"][0])(), tokens()
+    model = whale.parallelize(copy.deepcopy(local), batch, device="cpu", precision="fp16")
+    own, optimizer = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, local))
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        model.train_step(**batch)
+        own.step()
+        own.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = local(**batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    for (name, x), (_, y) in zip(model.named_parameters(), local.named_parameters(), strict=True):
+        assert torch.allclose(x, y, rtol=1e-5, atol=1e-6), name
+
+
+def accumulate(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients of two steps, without and with one that overflows between them."""
+    found = []
+    for with_overflow in (False, True):
+        model = decoder(layers=2).float()
+        whale.annotate(model, LAYOUTS["replicate"])
+        made = whale.parallelize(model, tokens(), device="cpu", precision="fp16")
+        assert made.loss_scaler is not None
+        made.train_step(**tokens())
+        if with_overflow:
+            scale, made.loss_scaler.scale = made.loss_scaler.scale, 2.0**40
+            made.train_step(**tokens())
+            made.loss_scaler.scale = scale
+        made.train_step(**tokens())
+        found.append(made.full_gradients())
+    return found[0], found[1]
+
+
+def test_accumulated_gradients_survive_an_overflow(ranks: Two) -> None:
+    for without, with_overflow in ranks.run(accumulate):
+        for name, gradient in without.items():
+            assert torch.equal(gradient, with_overflow[name])
+
+
+def test_what_is_no_precision_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = refusal(lambda: whale.parallelize(decoder(), tokens(), device="cpu", precision="float16"))
+    assert "precision" in text and "fp16" in text

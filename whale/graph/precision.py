@@ -1,0 +1,192 @@
+"""Casts of ``torch.autocast``, written into a captured graph.
+
+A model is captured under autocast, so that its code sees the dtypes that it would see when it runs, and the graph's
+fake values have them; the casts themselves happen below what is captured. So each operator is run once more, on fake
+tensors, under autocast, and what it casts becomes a cast of the graph. Which operators cast is torch's knowledge: there
+is no list of them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whale.annotations import NODE_KEY
+from whale.graph.canonical import emit
+from whale.graph.capture_checks import located, place_of_node
+from whale.graph.composites import inline_parts, parts_of
+
+__all__ = ["Autocast", "autocast_around", "under_autocast", "write_casts"]
+
+aten = torch.ops.aten
+
+
+class Autocast(NamedTuple):
+    """The state of autocast on a type of device: the dtype to which it casts, None if it is off, and whether it
+    remembers the casts of parameters."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    remembers: bool = True
+
+
+def autocast_around(device_type: str) -> Autocast:
+    """The state in which the caller runs."""
+    if not torch.is_autocast_enabled(device_type):
+        return Autocast(device_type, None)
+    return Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
+
+
+@contextmanager
+def under_autocast(state: Autocast) -> Iterator[None]:
+    """Run in a state, whatever is around."""
+    if state.dtype is None and not torch.is_autocast_enabled(state.device_type):
+        yield
+        return
+    dtype = state.dtype or torch.get_autocast_dtype(state.device_type)
+    with torch.autocast(state.device_type, dtype, enabled=state.dtype is not None, cache_enabled=state.remembers):
+        yield
+
+
+def write_casts(graph: fx.Graph, around: Autocast, parameters: Mapping[str, str]) -> None:
+    """Write the casts into a graph of operators as the model's code calls them.
+
+    An operator is in the state of its ``meta["autocast"]``, or else in that *around*. A parameter is cast once for all
+    operators of a stage that read it, as autocast remembers its casts; anything else once for each operator, so that
+    its gradients are added in its own dtype.
+
+    Args:
+        graph: changed in place.
+        around: the state in which the model was captured.
+        parameters: the names of placeholders that are parameters.
+
+    Raises:
+        CaptureError: an operator casts what it computes inside, and has no parts.
+    """
+    known: dict[Hashable, tuple[tuple[int, torch.dtype], ...] | None] = {}
+    made: dict[Hashable, fx.Node] = {}
+    for node in list(graph.nodes):
+        state = _state_of(node, around)
+        if node.op != "call_function" or state.dtype is None or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        inputs = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+        values = [source.meta.get("val") for source in inputs]
+        if node.target in _CASTS or not any(isinstance(x, Tensor) and x.is_floating_point() for x in values):
+            continue
+        key = state, node.target, _without_sizes(node)
+        if key not in known:
+            known[key] = _casts_of(node, inputs, state)
+        casts = known[key]
+        if casts is None:
+            with under_autocast(state._replace(remembers=False)):
+                parts = parts_of(node)
+            if parts is None:
+                raise located(
+                    f"{node.target} casts what it computes inside under torch.autocast, which cannot be captured: run "
+                    "it under torch.autocast(..., enabled=False)",
+                    place_of_node(node),
+                )
+            inline_parts(graph, node, parts)
+            continue
+        for place, dtype in casts:
+            _cast_input(graph, node, inputs[place], dtype, state, made, parameters)
+
+
+def _state_of(node: fx.Node, around: Autocast) -> Autocast:
+    """The state in which an operator runs."""
+    device_type, dtype, enabled, remembers = node.meta.pop("autocast", (None, None, False, True))
+    if device_type != around.device_type:
+        return around
+    if not enabled:
+        return Autocast(device_type, None)
+    return Autocast(device_type, dtype or torch.get_autocast_dtype(device_type), remembers)
+
+
+_CASTS = {
+    aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default,
+}  # fmt: skip
+
+
+def _without_sizes(node: fx.Node) -> Hashable:
+    """What decides the casts of a call: dtypes, numbers of dims, and arguments that are not tensors."""
+
+    def described(leaf: Any) -> Hashable:
+        value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else None
+        if isinstance(value, Tensor):
+            return value.dtype, value.dim()
+        return type(leaf), str(leaf)
+
+    leaves, structure = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    return tuple(map(described, leaves)), str(structure)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operators below a call, and the tensors that are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.casts: list[tuple[Tensor, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            self.calls.append(str(func))
+        if func is aten._to_copy.default:
+            self.casts.append((args[0], result.dtype))
+        return result
+
+
+def _casts_of(node: fx.Node, inputs: list[fx.Node], state: Autocast) -> tuple[tuple[int, torch.dtype], ...] | None:
+    """The numbers of the arguments that a call casts, with their dtypes; None if it casts other tensors."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    values = [source.meta.get("val") for source in inputs]
+    mode = next((x.fake_mode for x in pytree.tree_leaves(values) if isinstance(x, FakeTensor)), None)
+    target: Any = node.target
+
+    def recorded(own: Autocast) -> _Recorder:
+        with mode, torch.no_grad(), under_autocast(own), _Recorder() as recorder:  # type: ignore[union-attr]
+            target(*args, **kwargs)
+        return recorder
+
+    if mode is None:
+        return ()
+    found = recorded(state._replace(remembers=False))
+    if not found.casts:
+        return ()
+    try:
+        without = recorded(state._replace(dtype=None))
+    except (RuntimeError, TypeError):  # tensors of several dtypes
+        without = None
+    if without is not None and without.calls == found.calls:  # it casts by itself
+        return ()
+    places = [next((i for i, value in enumerate(values) if value is x), None) for x, _ in found.casts]
+    if None in places:
+        return None
+    return tuple((place, dtype) for place, (_, dtype) in zip(places, found.casts, strict=True) if place is not None)
+
+
+def _cast_input(
+    graph: fx.Graph,
+    node: fx.Node,
+    source: fx.Node,
+    dtype: torch.dtype,
+    state: Autocast,
+    made: dict[Hashable, fx.Node],
+    parameters: Mapping[str, str],
+) -> None:
+    stage = (node.meta.get("custom") or {}).get(NODE_KEY)
+    key = (source, dtype, stage) if state.remembers and source.name in parameters else (source, dtype, node)
+    if key not in made:
+        value = source.meta["val"]
+        with graph.inserting_before(node):
+            made[key] = emit(graph, node, aten._to_copy.default, source, dtype=dtype, device=value.device)
+    node.replace_input_with(source, made[key])
