@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from whale.graph.capture_checks import modules_around
+from whale.graph.capture_checks import layer_of
 from whale.runtime.derivative import laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph
 
@@ -166,15 +166,9 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _layer(node: fx.Node) -> str:
-    """The module of a list of modules in which a node was computed, as far as the first number in its name."""
+    """The layer of the model in which a node was computed."""
     source = node.meta.get("source")
-    if not isinstance(source, fx.Node):
-        return ""
-    parts = next(iter(reversed(modules_around(source))), "").split(".")
-    for place, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: place + 1])
-    return ""
+    return layer_of(source) if isinstance(source, fx.Node) else ""
 
 
 def _text(graph: fx.GraphModule) -> str:

@@ -37,6 +37,7 @@ from whale.runtime.initial_values import InitialValues, values_of_builder, value
 from whale.runtime.launch import World, describe, initialize
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
+from whale.strategies.recompute import RECOMPUTES, Recompute
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
 
@@ -60,6 +61,7 @@ def parallelize(
     sync_module_states: bool = False,
     batch: str = "global",
     precision: str | None = None,
+    recompute: Recompute = "none",
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -96,6 +98,10 @@ def parallelize(
             and optimizer states in their own, which is float32; by default, and with ``fp32``, as the model is.
             parallelize and steps may stand under ``torch.autocast`` too. With ``fp16`` gradients are scaled in
             the step, as by a ``GradScaler`` (``model.loss_scaler``).
+        recompute: what the backward computes again, instead of the forward keeping it: ``none``; ``selective``,
+            everything in a layer but products, attention and what ranks exchange; ``full``, everything but the layer's
+            inputs and what ranks exchange. Layers are the modules of lists, such as ``layers.3``. What a model computes
+            in ``torch.utils.checkpoint`` is computed again whatever this says.
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -117,6 +123,7 @@ def parallelize(
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
     check_choice("batch", batch, ("global", "local", "parts"))
+    check_choice("recompute", recompute, RECOMPUTES)
     if precision is not None:
         check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
     check_type("seed", seed, (int, type(None)), "a whole number")
@@ -138,6 +145,7 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
+        recompute=recompute,
         local_rows=batch != "global",
     )
     launch = describe(device)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import whale
 from whale.errors import CaptureError
@@ -48,21 +47,6 @@ def test_autocast_inside_of_a_forward_acts(call: Callable[[nn.Module, Tensor], T
     for own, parameter in zip(model.parameters(), local.parameters(), strict=True):
         assert own.grad is not None and parameter.grad is not None
         assert torch.equal(own.grad, parameter.grad)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_is_computed_and_said_to_save_nothing(reentrant: bool) -> None:
-    def call(layer: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(layer, x, use_reentrant=reentrant)
-        return y.sum()
-
-    with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint at .*test_capture_habits\.py:\d+ has no effect"):
-        model = whale.parallelize(Wrapped(call), X, device="cpu")
-    local = Wrapped(call).layer
-    local(X).sum().backward()
-    assert model.train_step(X).item() == pytest.approx(local(X).sum().item())
-    assert local.weight.grad is not None
-    assert torch.equal(model.full_gradients()["layer.weight"], local.weight.grad)
 
 
 @pytest.mark.parametrize(

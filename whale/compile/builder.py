@@ -47,12 +47,6 @@ __all__ = ["CHECKED_RANKS", "Builder", "clock_of", "warn_of"]
 
 def warn_of(world: World, compilation: Compilation) -> None:
     """Warn of what a compilation does in another way than the model's code says, or slowly."""
-    if compilation.captured.checkpointed:
-        place = compilation.captured.checkpointed[0]
-        world.warn(
-            f"torch.utils.checkpoint{f' at {place.file}:{place.line}' if place else ''} has no effect: a parallel step "
-            "keeps all activations; plan its memory without it"
-        )
     for name, place in compilation.captured.written:
         world.warn(
             f"the forward writes to its argument {name}{f' at {place.file}:{place.line}' if place else ''}: a parallel "
@@ -306,8 +300,15 @@ class Builder:
     def _rank_step(self, compilation: Compilation) -> RankStep:
         seeded = clock_of(self.clock, self.world.size, self.options)
         rank = self.world.rank
-        options: dict[str, Any] = {"device": self.world.device, "layouts": self.layouts}
-        return rank_step(compilation, rank, compilation.program(rank), seeded, **options)
+        return rank_step(
+            compilation,
+            rank,
+            compilation.program(rank),
+            seeded,
+            device=self.world.device,
+            recompute=self.options.recompute,
+            layouts=self.layouts,
+        )
 
     def _with_kernels(self, step: RankStep, tensors: Mapping[str, Tensor], batch: Mapping[str, Any]) -> RankStep:
         """The step with compiled kernels, if they are asked for. All ranks must call it."""

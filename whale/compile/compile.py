@@ -36,6 +36,7 @@ from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
+from whale.strategies.recompute import Recompute
 from whale.strategies.row_sums import row_sums
 
 __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of"]
@@ -44,7 +45,8 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
-    ``precision`` is that of ``torch.autocast`` under which it computes. ``compile`` asks for compiled kernels;
+    ``precision`` is that of ``torch.autocast`` under which it computes. ``recompute`` says what backwards
+    compute again. ``compile`` asks for compiled kernels;
     ``local_rows`` says that ranks bring their own rows of a batch alone.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
@@ -56,6 +58,7 @@ class Options:
     prefer: str = "consecutive"
     promote: bool = False
     precision: str | None = None
+    recompute: Recompute = "none"
     compile: bool = False
     local_rows: bool = False
     plan: Plan | None = None

@@ -65,7 +65,6 @@ class Captured:
     loss (any number, if the model returned none: not ``has_loss``) followed by the new values of the buffers in
     ``mutated``, and the tensors of ``structure``, that of the model's output, where it is wanted. ``stage_regions`` are
     those of annotated modules, whether they run or not, and of ``with`` statements, whether they compute or not.
-    ``checkpointed`` are the places of ``torch.utils.checkpoint``, which the graph does not have.
     """
 
     graph: fx.Graph
@@ -78,7 +77,6 @@ class Captured:
     has_loss: bool = True
     aliases: dict[str, str] = field(default_factory=dict)
     stage_regions: tuple[str, ...] = ()
-    checkpointed: tuple[SourceLine | None, ...] = ()
     written: tuple[tuple[str, SourceLine | None], ...] = ()
 
     @property
@@ -341,7 +339,7 @@ def capture(
         duplicate = duplicated()
         first: tuple[Steadiness, Listing] | None = None
         try:
-            with _tracing() as (entered, checkpointed):
+            with _tracing() as entered:
                 repeats = Repeats(duplicate, entered) if copying else None
                 checks = [repeats.check] if repeats is not None else []
                 steadiness = Steadiness(duplicate, loss_fn)
@@ -372,16 +370,13 @@ def capture(
             steadiness, listing = first
             steadiness.check_second(listing, listings[-1])
             return traced
-        places[:] = checkpointed
         return program, entered["stage"]
 
-    places: list[SourceLine | None] = []
     listings: list[Listing] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     with under_autocast(autocast):
         program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes))
-    captured.checkpointed = tuple(places)
     captured.structure, captured.has_loss = found.structure, found.has_loss
     inline_regions(captured.graph)
     write_casts(captured.graph, autocast, captured.parameters)
@@ -418,18 +413,18 @@ def _holes(
 
 
 @contextmanager
-def _tracing() -> Iterator[tuple[Mapping[str, int], list[SourceLine | None]]]:
-    """Context for a trace: how many annotations of each kind it enters, and the places of checkpoints."""
+def _tracing() -> Iterator[Mapping[str, int]]:
+    """Context for a trace: how many annotations of each kind it enters."""
     with (
         warnings.catch_warnings(),
         recording() as entered,
         preserve_node_meta(),
-        refusing() as checkpointed,
-        checking_functions(checkpointed),
+        refusing(),
+        checking_functions(),
         _use_lazy_graph_module(True),  # the graph changes thirty times, its code is not run
     ):
         warnings.simplefilter("ignore")
-        yield entered, checkpointed
+        yield entered
 
 
 _NO_GRADIENT = DRAWS | {

@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import StackSummary
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.proxy import TracerBase
+from torch.fx.traceback import annotate as annotate_nodes
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -36,7 +37,10 @@ __all__ = [
     "check_hooks",
     "check_modules",
     "check_static",
+    "checkpointing",
+    "is_checkpointed",
     "is_model",
+    "layer_of",
     "located",
     "module_of",
     "modules_around",
@@ -115,6 +119,29 @@ def modules_around(node: fx.Node) -> list[str]:
     path, and what computes the loss from its output lies in none."""
     paths = [str(entry[0]).removeprefix("L['self'].") for entry in (node.meta.get("nn_module_stack") or {}).values()]
     return [path.removeprefix("model").removeprefix(".") for path in paths if path]
+
+
+def layer_of(node: fx.Node) -> str:
+    """The module of a list of modules in which an operator was made, as far as the first number in its path; empty
+    outside of lists."""
+    parts = next(iter(reversed(modules_around(node))), "").split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ""
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether an operator was made in a ``torch.utils.checkpoint``."""
+    return _CHECKPOINTED in (node.meta.get("custom") or {})
+
+
+_CHECKPOINTED = "whale_checkpointed"
+
+
+def checkpointing() -> AbstractContextManager[Any]:
+    """Context in which operators are those of a ``torch.utils.checkpoint``."""
+    return annotate_nodes({_CHECKPOINTED: "1"})
 
 
 def place_of_forward(model: nn.Module) -> SourceLine | None:
@@ -384,15 +411,13 @@ def _lines_of_model(tracer: Any, summary: StackSummary) -> StackSummary:
 
 
 @contextmanager
-def refusing() -> Iterator[list[SourceLine | None]]:
+def refusing() -> Iterator[None]:
     """Context for a capture: refuse calls that torch would record wrongly, record the model's lines on its operators,
-    and silence torch's own dumps. Its value is filled with the places of ``torch.utils.checkpoint``, which is left out.
-    """
-    checkpointed: list[SourceLine | None] = []
+    and silence torch's own dumps. What ``torch.utils.checkpoint`` computes is marked."""
 
-    def frames(*args: Any, **kwargs: Any) -> Any:
-        checkpointed.append(place_of_frame(sys._getframe(1)))
-        return non_reentrant(*args, **kwargs)
+    def frames(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with checkpointing():
+            yield
 
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     filter_frames = getattr(TracerBase, "_filter_traceback_frames", None)
@@ -405,7 +430,7 @@ def refusing() -> Iterator[list[SourceLine | None]]:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         with _Refuse(), _refusing_seeds(), standing_in():
-            yield checkpointed
+            yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant
         if filter_frames is not None:

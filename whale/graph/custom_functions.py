@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import checkpoint
 
-from whale.graph.capture_checks import SourceLine, located, place_of_frame
+from whale.graph.capture_checks import checkpointing, located, place_of_frame
 from whale.graph.row_wise import capturing, is_row_wise, operator_of, whole_positions
 
 __all__ = ["checking_functions"]
@@ -38,14 +38,14 @@ def _unchecked(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def checking_functions(checkpointed: list[SourceLine | None]) -> Iterator[None]:
-    """Context for a capture; *checkpointed* gets the places of reentrant checkpoints, which are left out."""
+def checking_functions() -> Iterator[None]:
+    """Context for a capture."""
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:  # runs without gradients, so that a capture would not see any
-            checkpointed.append(place_of_frame(sys._getframe(1)))
             function, _, *rest = args
-            return function(*rest)
+            with checkpointing():
+                return function(*rest)
         if is_row_wise(cls) and not kwargs:
             if not _computes_rows_apart(cls, args):
                 raise located(

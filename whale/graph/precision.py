@@ -115,7 +115,7 @@ _CASTS = {
 
 
 def _without_sizes(node: fx.Node) -> Hashable:
-    """What decides the casts of a call: dtypes, numbers of dims, and arguments that are not tensors."""
+    """A key of calls with the same casts: dtypes, numbers of dims, and arguments that are not tensors."""
 
     def described(leaf: Any) -> Hashable:
         value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else None

@@ -52,12 +52,12 @@ _saves = count()
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 _REFUSED = {
-    "fp16": "cast the model before parallelize, as model.to(torch.bfloat16)",
-    "bf16": "cast the model before parallelize, as model.to(torch.bfloat16)",
-    "fp16_full_eval": "cast the model before parallelize",
-    "bf16_full_eval": "cast the model before parallelize",
+    "fp16": 'write parallelize(..., precision="fp16")',
+    "bf16": 'write parallelize(..., precision="bf16")',
+    "fp16_full_eval": 'write parallelize(..., precision="fp16")',
+    "bf16_full_eval": 'write parallelize(..., precision="bf16")',
     "torch_compile": "a parallel model runs compiled graphs of its own",
-    "gradient_checkpointing": "a parallel step keeps all activations",
+    "gradient_checkpointing": 'write parallelize(..., recompute="full")',
     "fsdp": "whale.parallelize divides the model",
     "deepspeed": "whale.parallelize divides the model",
     "auto_find_batch_size": "the batch is that of parallelize; whale estimate says what fits",

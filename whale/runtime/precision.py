@@ -71,7 +71,7 @@ class LossScaler:
         self.growth_tracker = self.skipped = 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint: numbers by name."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -1,0 +1,215 @@
+"""Recompute: values that a forward does not keep for its backward, which computes them again before it reads them.
+
+Chen et al., "Training deep nets with sublinear memory cost" (2016). A rule says what is kept of each region, a layer or
+a ``torch.utils.checkpoint``; what enters a region is always kept. Results of collectives are kept too, so that ranks
+communicate as often as before, and so is what a kernel draws; masks that are hashes of positions are computed again
+with the same bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from whale.graph.capture_checks import is_checkpointed, layer_of
+from whale.runtime.derivative import OnTape
+from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, Source
+from whale.strategies.split_backward import communicates
+from whale.strategies.traced_call import writes
+
+__all__ = ["RECOMPUTES", "Recompute", "recomputed"]
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+aten = torch.ops.aten
+
+_PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+}  # fmt: skip
+"""Operators that take most of the time of a layer: products and attention."""
+
+_Region = tuple[Literal["selective", "full"], str] | None
+"""What is kept of a region, and the name of its layer."""
+
+
+def recomputed(derivative: Derivative, rule: Recompute) -> Derivative:
+    """The derivative of the same graph that keeps less.
+
+    Args:
+        derivative: that keeps what its backward reads.
+        rule: of layers: ``none`` keeps everything, ``selective`` the results of products and of attention, ``full``
+            what enters a layer. In regions of ``torch.utils.checkpoint`` it is ``full``.
+    """
+    return _Recomputing(derivative, rule).run()
+
+
+class _Recomputing:
+    def __init__(self, derivative: Derivative, rule: Recompute) -> None:
+        self.given, self.rule = derivative, rule
+        forward = derivative.forward
+        self.root, self.output = forward.root, forward.graph.output_node()
+        self.placeholders = {node: n for n, node in enumerate(_placeholders(forward.graph))}
+        self.written = {used for node in forward.graph.nodes if writes(node) for used in (node, *node.all_input_nodes)}
+        self.results: set[fx.Node] = set()
+        self.regions: dict[fx.Node, _Region] = {}
+        self.backward, self.backward_root = fx.Graph(), _copied(derivative.backward.code.root)
+        self.sources: list[Source] = []
+        self.kept: dict[fx.Node, int] = {}
+        self.env: dict[fx.Node, Any] = {}  # of the given backward
+        self.again: dict[fx.Node, fx.Node] = {}  # of the forward, in the backward
+        self.last: fx.Node | None = None
+        self.count = 0
+
+    def run(self) -> Derivative:
+        found: Any = self.output.args[0]
+        own, kept = found[: self.given.num_results], found[self.given.num_results :]
+        self.results = set(own)
+        if not any(self._is_computed_again(node) for node in kept):
+            return self.given
+        sink, *holes = _placeholders(self.given.backward.code.graph)
+        self.env[sink] = self.last = self.backward.placeholder("sink")
+        origins: dict[fx.Node, fx.Node] = {}
+        for hole, (kind, what) in zip(holes, self.given.backward.sources, strict=True):
+            if kind == "kept":
+                origins[hole] = kept[what]
+            else:
+                self.env[hole] = self._placeholder((kind, what))
+                if kind == "argument":
+                    self.again[list(self.placeholders)[what]] = self.env[hole]
+
+        def read(node: fx.Node) -> fx.Node:
+            return self._again(origins[node]) if node in origins else self.env[node]
+
+        for node in self.given.backward.code.graph.nodes:
+            if node.op == "output":
+                self.backward.output(fx.node.map_arg(node.args[0], read))
+            elif node.op != "placeholder":
+                self.env[node] = self.backward.node_copy(node, read)
+        forward = self._forward((*own, *self.kept))
+        code = LocalCode(self.backward_root, self.backward, boxed=True)
+        return replace(self.given, forward=forward, backward=LocalGraph(code, self.sources))
+
+    def _placeholder(self, source: Source) -> fx.Node:
+        assert self.last is not None
+        with self.backward.inserting_after(self.last):
+            self.last = self.backward.placeholder(f"{source[0]}_number_{len(self.sources)}")
+        self.sources.append(source)
+        return self.last
+
+    # What is kept
+
+    def _region(self, node: fx.Node) -> _Region:
+        """The region of a value of the forward, inside of which values may be computed again."""
+        if node not in self.regions:
+            source = node.meta.get("source")
+            found: _Region = None
+            if isinstance(source, fx.Node):
+                layer = layer_of(source)
+                if is_checkpointed(source):
+                    found = ("full", layer)
+                elif self.rule != "none" and layer:
+                    found = (self.rule, layer)
+            self.regions[node] = found
+        return self.regions[node]
+
+    def _is_computed_again(self, node: fx.Node) -> bool:
+        """Whether a value that a backward reads is not kept."""
+        region = self._region(node)
+        if node.op == "placeholder" or region is None or self._leaves(node) or not self._can_be_computed_again(node):
+            return False
+        return region[0] == "full" or _maker(node).target not in _PRODUCTS
+
+    def _leaves(self, node: fx.Node) -> bool:
+        """Whether a value enters another region, or is a result of the graph."""
+        return node in self.results or any(
+            user is not self.output and self._region(user) != self._region(node) for user in node.users
+        )
+
+    def _can_be_computed_again(self, node: fx.Node) -> bool:
+        maker = _maker(node)
+        if maker in self.written or maker.op == "get_attr":
+            return False
+        if maker.op == "call_module":
+            module = self.root.get_submodule(str(maker.target))
+            return not communicates(maker, self.root) and not isinstance(module, OnTape)
+        return not _draws(maker)
+
+    def _again(self, node: fx.Node) -> fx.Node:
+        """A value of the forward in the backward: an argument, one that is kept, or one that is computed again."""
+        if node in self.again:
+            return self.again[node]
+        if node in self.placeholders:
+            found = self._placeholder(("argument", self.placeholders[node]))
+        elif self._is_computed_again(node):
+            found = self._copy(node)
+        else:
+            number = self.kept.setdefault(node, len(self.kept))
+            found = self._placeholder(("kept", number))
+        self.again[node] = found
+        return found
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        inputs = {used: self._input(used, node) for used in node.all_input_nodes}
+        found = self.backward.node_copy(node, inputs.__getitem__)
+        if node.op == "call_module":
+            found.target = f"again_{self.count}"
+            self.count += 1
+            self.backward_root.add_module(found.target, self.root.get_submodule(str(node.target)))
+        return found
+
+    def _input(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """What a value is computed from; of an operator with several results, all of them."""
+        if reader.target is operator.getitem:
+            if node not in self.again:
+                self.again[node] = self._copy(node)
+            return self.again[node]
+        return self._again(node)
+
+    def _forward(self, results: tuple[fx.Node, ...]) -> LocalCode:
+        """The forward with other results."""
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.given.forward.graph.nodes:
+            if node.op != "output":
+                env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[node] for node in results))
+        return LocalCode(self.root, graph)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers; attention does where it drops some of its weights."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operator that makes a value, of which it may be one of several results."""
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _copied(root: nn.Module) -> nn.Module:
+    """A root with the same modules and buffers, to which others can be added."""
+    made = nn.Module()
+    for name, module in root.named_children():
+        made.add_module(name, module)
+    for name, buffer in root.named_buffers(recurse=False):
+        made.register_buffer(name, buffer)
+    return made

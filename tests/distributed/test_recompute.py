@@ -1,0 +1,208 @@
+"""Backwards that compute values again: the same bits, the same collectives, and less that is kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import whale
+from benchmarks.live_bytes import LiveBytes, living, peak_of
+from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import LAYOUTS, Two
+from tests.small_models import Block, decoder, tokens
+from whale.runtime.launch import World
+from whale.strategies.recompute import RECOMPUTES
+from whale.strategies.split_backward import communicates
+
+WORDS = 32
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Two]:
+    with worlds_of_a_module() as made:
+        yield Two(made)
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout and a norm with statistics, some of them under torch's checkpoint."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embed = nn.Embedding(WORDS, 16)
+        self.layers = nn.ModuleList(Block(16, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, WORDS)
+
+    def block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        x = F.dropout(layer(x), 0.25, self.training)
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(self.block, layer, x, use_reentrant=False) if self.checkpointed else self.block(layer, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def dropping(checkpointed: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Dropping(checkpointed).double()
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> tuple[float, dict[str, Tensor]]:
+    made = whale.parallelize(model, batch, device="cpu", **options)
+    torch.manual_seed(1)
+    made.train_step(**batch)
+    loss = made.train_step(**batch).item()
+    return loss, {**made.full_gradients(), **dict(made.named_buffers())}
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def calls(made: Any) -> tuple[int, int]:
+    """The collectives of a rank's graphs, and how much its forwards keep."""
+    collectives = kept = 0
+    for one in made._whale.engine.steps._steps.values():
+        for stage in one.stages:
+            derivative = stage.programs[0].derivative
+            for code in (derivative.forward, derivative.backward.code):
+                collectives += sum(communicates(node, code.root) for node in code.graph.nodes)
+            kept += len(derivative.forward.graph.output_node().args[0]) - derivative.num_results
+    return collectives, kept
+
+
+# --- in one process ---------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+MIXTURE = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
+MODELS: dict[str, Any] = {
+    "decoder": (decoder, tokens()),
+    "dropping": (dropping, tokens()),
+    "t5": (lambda: T5ForConditionalGeneration(T5Config(**SIZES, decoder_start_token_id=0)).double(), None),
+    "mixture": (lambda: MixtralForCausalLM(MixtralConfig(**MIXTURE)).double(), None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_have_the_same_bits_under_every_rule(name: str) -> None:
+    build, batch = MODELS[name]
+    drawn = tokens()["tokens"]
+    batch = {"input_ids": drawn, "labels": drawn} if batch is None else batch
+    torch.manual_seed(0)
+    model = build().train()
+    found = {rule: step(copy.deepcopy(model), batch, recompute=rule, micro_batches=1) for rule in RECOMPUTES}
+    for rule in RECOMPUTES:
+        assert found[rule][0] == found["none"][0]
+        assert equal(found[rule][1], found["none"][1]), rule
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_torch_is_computed_again(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.on = decoder(layers=3), on
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            x = self.inner.embed(tokens)
+            for layer in self.inner.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant) if self.on else layer(x)
+            return F.cross_entropy(self.inner.head(x).flatten(0, 1), labels.flatten())
+
+    plain, checkpointed = (whale.parallelize(Checkpointed(on), tokens(), device="cpu") for on in (False, True))
+    assert plain.train_step(**tokens()) == checkpointed.train_step(**tokens())
+    assert equal(checkpointed.full_gradients(), plain.full_gradients())
+    assert calls(checkpointed)[1] < calls(plain)[1] / 3
+
+
+def test_peaks_of_memory() -> None:
+    """Layers with norms and dropout, as transformers have them."""
+    peaks = {}
+    for rule in RECOMPUTES:
+        others = frozenset(living())
+        sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 5, "n_head": 4}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        batch = {"input_ids": tokens(8, 32)["tokens"], "labels": tokens(8, 32)["labels"]}
+        made = whale.parallelize(model, batch, device="cpu", recompute=rule)
+        at_rest = sum(x.untyped_storage().nbytes() for x in made.parameters())
+
+        def one(made: Any = made, batch: Any = batch) -> None:
+            made.train_step(**batch)
+            made.zero_grad()
+
+        with LiveBytes(others) as live:
+            peaks[rule] = peak_of(one, live) - at_rest
+    assert peaks["selective"] < 0.7 * peaks["none"]
+    assert peaks["full"] < 0.45 * peaks["none"]
+
+
+# --- on two ranks -----------------------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "replicate": ("replicate", {}),
+    "replicate, micro-batches": ("replicate", {"micro_batches": 2}),
+    "split": ("split", {"micro_batches": 2}),
+    "stages": ("stages", {"micro_batches": 4}),
+    "zero bubble": ("stages", {"micro_batches": 4, "schedule": "zero_bubble"}),
+}
+
+
+def under_every_rule(world: World, name: str) -> list[tuple[float, bool, int, int]]:
+    """For each rule the loss, whether gradients have the bits of those without one, the collectives, what is kept."""
+    kind, options = SCHEDULES[name]
+    found = []
+    reference: dict[str, Tensor] = {}
+    for rule in RECOMPUTES:
+        model = decoder(layers=2)
+        for layer in model.layers:
+            layer.register_forward_hook(lambda module, args, x: F.dropout(x, 0.25, module.training))
+        whale.annotate(model, LAYOUTS[kind])
+        made = whale.parallelize(model, tokens(), device="cpu", recompute=rule, timeout_seconds=20, **options)
+        made.train_step(**tokens())
+        loss = made.train_step(**tokens()).item()
+        gradients = made.full_gradients()
+        reference = reference or gradients
+        found.append((loss, equal(gradients, reference), *calls(made)))
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_communicate_as_often_under_every_rule(ranks: Two, name: str) -> None:
+    for none, selective, full in ranks.run(under_every_rule, name):
+        assert none[0] == selective[0] == full[0]
+        assert selective[1] and full[1]
+        assert none[2] == selective[2] == full[2]
+        assert (none[2] > 0) == (name == "split")
+        assert none[3] > selective[3] > full[3]
+
+
+def test_what_is_no_rule_is_refused() -> None:
+    with pytest.raises(whale.WhaleError, match=r"recompute.*'selective'"):
+        whale.parallelize(decoder(), tokens(), device="cpu", recompute="some")  # type: ignore[arg-type]
