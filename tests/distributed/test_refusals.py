@@ -141,3 +141,76 @@ def test_an_optimizer_that_one_rank_refuses_is_told_to_the_others(ranks: Two) ->
     assert own.startswith("Coupled updates an element by others")
     assert told == f"rank 0 refused the step: {own}"
     assert seconds < AT_ONCE
+
+
+def load_other_states(world: World, kind: str) -> tuple[list[str], float]:
+    """Refusals of states that are not the same, or do not fit, on rank 1; and the loss of a step after them."""
+    model = parallel(kind)
+    state = {name: x.clone() for name, x in model.full_state_dict().items()}
+    name, mine = next(iter(state)), world.rank == 1
+    of_other_values = {**state, name: state[name] + 1} if mine else state
+    of_another_shape = {**state, name: state[name][:1]} if mine else state
+    of_fewer_names = {key: x for key, x in state.items() if key != name or not mine}
+    found = [
+        refusal(lambda given=given: model.load_full_state_dict(given))  # type: ignore[misc]
+        for given in (of_other_values, of_another_shape, of_fewer_names, state)
+    ]
+    return found, model.train_step(**tokens()).item()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_states_that_differ_between_ranks_are_refused_on_all(ranks: Two, kind: str) -> None:
+    (told, loss), (own, same) = ranks.run(load_other_states, kind)
+    assert (
+        told[0] == own[0] == ("rank 1 was given another state to load than rank 0: load one checkpoint on every rank")
+    )
+    for place, part in ((1, "has shape"), (2, "the state does not fit the model: unknown [], missing")):
+        assert part in own[place] and told[place] == f"rank 1 loads no state: {own[place]}"
+    assert told[3] == own[3] == ""
+    assert loss == same
+
+
+def add_global_hooks(world: World) -> str:
+    model = parallel("replicate")
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        return refusal(lambda: model.train_step(**tokens()))
+    finally:
+        hook.remove()
+
+
+def test_hooks_of_all_modules_that_steps_do_not_call_are_refused(ranks: Two) -> None:
+    for message in ranks.run(add_global_hooks):
+        assert "a hook was added to all modules after parallelize, but steps call no modules" in message
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients in the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 4, sparse=True), nn.Linear(4, 32)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), labels.flatten())
+
+
+def train_sparsely(world: World) -> tuple[float, float]:
+    local, model = Sparse(), Sparse()
+    whale.annotate(model, {"embed": whale.stage(), "head": whale.stage()})
+    made: Any = whale.parallelize(model, tokens(), device="cpu", micro_batches=2, timeout_seconds=20)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (local, made)]
+    for _ in range(3):
+        expected = local(**tokens())
+        expected.backward()
+        found = made.train_step(**tokens())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return expected.item(), found.item()
+
+
+def test_sparse_gradients_of_a_stage_of_one_rank(ranks: Two) -> None:
+    for expected, found in ranks.run(train_sparsely):
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import whale
 from whale.errors import CaptureError
@@ -47,6 +49,84 @@ def test_autocast_inside_of_a_forward_acts(call: Callable[[nn.Module, Tensor], T
     for own, parameter in zip(model.parameters(), local.parameters(), strict=True):
         assert own.grad is not None and parameter.grad is not None
         assert torch.equal(own.grad, parameter.grad)
+
+
+class Monitored(nn.Module):
+    """A head that only a metric reads, and a target that is computed without gradients."""
+
+    def __init__(self, metric: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.metric = nn.Linear(4, 4), nn.Linear(4, 4), metric
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        with torch.inference_mode():
+            target = self.body(x).round()
+        return (y - target).square().mean() + 0 * self.metric(self.head(y)).sum()
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [torch.Tensor.detach, lambda y: y.argmax(-1).float(), lambda y: (y > 0).float(), torch.zeros_like],
+    ids=["detach", "argmax", "comparison", "zeros"],
+)
+def test_what_only_a_metric_reads_has_no_gradient(metric: Callable[[Tensor], Tensor]) -> None:
+    model, local = whale.parallelize(Monitored(metric), X, device="cpu"), Monitored(metric)
+    local(X).backward()
+    model.train_step(X)
+    for own, parameter in zip(model.parameters(), local.parameters(), strict=True):
+        assert (own.grad is None) == (parameter.grad is None)
+        assert own.grad is None or parameter.grad is None or torch.equal(own.grad, parameter.grad)
+
+
+def toggled(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.requires_grad_(False)
+    y: Tensor = layer(x)
+    layer.requires_grad_(True)
+    return (y + layer(x)).sum()
+
+
+def assigned(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.weight.requires_grad = False
+    return layer(x).sum()
+
+
+@pytest.mark.parametrize("call", [toggled, assigned])
+def test_freezing_inside_of_a_forward_is_refused(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"test_capture_habits\.py:\d+: requires_grad of a parameter is changed"):
+        whale.parallelize(Wrapped(call), X, device="cpu")
+
+
+def derived(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jvp(nn.Sequential(layer), (x,), (x,))[1].sum()
+
+
+def test_a_transform_around_a_module_of_torch_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"test_capture_habits\.py:\d+: .*transforms of torch\.func"):
+        whale.parallelize(Wrapped(derived), X, device="cpu")
+
+
+def test_a_reentrant_checkpoint_of_what_needs_no_gradient_makes_none() -> None:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        return (checkpoint(layer, x, use_reentrant=True) + x).sum() + layer(x).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says so
+        model, local = whale.parallelize(Wrapped(call), X, device="cpu"), Wrapped(call)
+        local(X).backward()
+    model.train_step(X)
+    for own, parameter in zip(model.parameters(), local.parameters(), strict=True):
+        assert own.grad is not None and parameter.grad is not None
+        assert torch.equal(own.grad, parameter.grad)
+
+
+def test_a_gradient_can_be_written_to_like_one_of_autograd() -> None:
+    model = whale.parallelize(Wrapped(lambda layer, x: layer(x).sum()), X, device="cpu")
+    model.train_step(X)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_((parameter.grad * parameter).sum())
 
 
 @pytest.mark.parametrize(

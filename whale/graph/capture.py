@@ -435,7 +435,8 @@ _NO_GRADIENT = DRAWS | {
 
 
 def mark_gradients(captured: Captured, model: nn.Module) -> None:
-    """Record in ``node.meta["grad"]`` whether gradients flow through a node: it depends on a trainable parameter."""
+    """Record in ``node.meta["grad"]`` whether gradients flow through a node: it depends on a trainable parameter, and
+    the loss on it. A parameter that only a metric reads has no gradient, as in the local model."""
     trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -445,6 +446,15 @@ def mark_gradients(captured: Captured, model: nn.Module) -> None:
             leaves = pytree.tree_leaves(node.meta.get("val"))
             floats = any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
             node.meta["grad"] = inherits and floats and node.target not in _NO_GRADIENT
+    reached = set[fx.Node]()
+    waiting = [node for node in pytree.tree_leaves(captured.graph.output_node().args[0])[:1] if node.meta["grad"]]
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            waiting += [source for source in node.all_input_nodes if source.meta["grad"]]
+    for node in captured.graph.nodes:
+        node.meta["grad"] = node in reached
 
 
 def wrap_annotated(model: nn.Module) -> None:

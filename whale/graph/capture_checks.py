@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from traceback import StackSummary
 from types import FrameType
 from typing import Any, NamedTuple
@@ -251,6 +251,7 @@ _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_ten
 
 
 _DATA_ATTRIBUTE: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 
@@ -283,6 +284,25 @@ def _refusing_seeds() -> Iterator[None]:
             setattr(torch.random, name, original)
 
 
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Context in which ``torch.inference_mode`` is ``torch.no_grad``, which leaves a region in a captured graph."""
+    own = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+
+    def enter(self: Any) -> None:
+        self._whale_region = torch.no_grad() if self.mode else nullcontext()
+        self._whale_region.__enter__()
+
+    def leave(self: Any, *error: Any) -> None:
+        self._whale_region.__exit__(*error)
+
+    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__, torch.inference_mode.__exit__ = own  # type: ignore[method-assign]
+
+
 _NO_GRADIENTS = (
     "gradients are computed inside forward, but a captured graph has a forward alone, and train_step makes its "
     "backward; write the derivative with torch's operators, or compute what needs it outside of the model"
@@ -301,7 +321,10 @@ class _Refuse(TorchFunctionMode):
                 place_of_frame(sys._getframe(1)),
             )
         transform: Any = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap and _called_by_model():
+        kinds = torch._C._functorch.TransformType
+        if transform is not None and (
+            transform.key() in (kinds.Grad, kinds.Jvp) or (transform.key() != kinds.Vmap and _called_by_model())
+        ):
             raise located(_NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
         if func in (torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward) and _called_by_model():
             raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
@@ -315,6 +338,13 @@ class _Refuse(TorchFunctionMode):
             raise located(
                 "register_hook on a tensor inside forward: a captured graph cannot keep a hook on a gradient; remove "
                 "it, or write what it does as operators of the forward",
+                place_of_frame(sys._getframe(1)),
+            )
+        if _changes_training(func, name, args, kwargs):
+            raise located(
+                "requires_grad of a parameter is changed inside forward, which leaves no operator in a captured graph: "
+                "call the module with detached parameters, as torch.func.functional_call(module, {name: p.detach() for "
+                "name, p in module.named_parameters()}, x), or freeze it outside of the model",
                 place_of_frame(sys._getframe(1)),
             )
         if name == "__get__" and func == _DATA_ATTRIBUTE.__get__:
@@ -357,6 +387,17 @@ def _is_unrecorded(x: Any) -> bool:
     if any(getattr(tensor, "_whale_shares", False) for tensor in held):
         return True
     return not torch.is_grad_enabled() and any(tensor.requires_grad and not tensor.is_leaf for tensor in held)
+
+
+def _changes_training(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function freezes or thaws a parameter."""
+    if name == "requires_grad_":
+        value = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+    elif name == "__set__" and func == _REQUIRES_GRAD.__set__:
+        value = args[1]
+    else:
+        return False
+    return isinstance(args[0], nn.Parameter) and args[0].requires_grad != bool(value)
 
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)
@@ -429,7 +470,7 @@ def refusing() -> Iterator[None]:
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        with _Refuse(), _refusing_seeds(), standing_in():
+        with _Refuse(), _refusing_seeds(), _without_inference_mode(), standing_in():
             yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ def checking_functions() -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:  # runs without gradients, so that a capture would not see any
             function, _, *rest = args
-            with checkpointing():
+            trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in rest)  # else it makes no gradients
+            with checkpointing(), nullcontext() if trains else torch.no_grad():
                 return function(*rest)
         if is_row_wise(cls) and not kwargs:
             if not _computes_rows_apart(cls, args):

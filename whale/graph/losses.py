@@ -30,8 +30,8 @@ def pick_loss(output: Any, *, required: bool) -> torch.Tensor | None:
         )
     if loss.dim() != 0:
         raise CaptureError(
-            f"the loss must be a scalar, but it has shape {tuple(loss.shape)}: reduce it, e.g. with .mean(), or give "
-            "parallelize a loss_fn(output, batch)"
+            f"the loss must be a scalar, but it has shape {tuple(loss.shape)}: reduce it, e.g. with .mean(), in the "
+            "model or in the loss_fn(output, batch) of parallelize"
         )
     return loss
 

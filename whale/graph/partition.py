@@ -135,6 +135,12 @@ def partition(captured: Captured, scopes: NodeScopes | None = None, flow: Datafl
     )
 
 
+_NOTHING = (
+    "its forward computes nothing, or is not called, as that of a list whose modules are called one by one (annotate "
+    "these)"
+)
+
+
 def _check_not_empty(regions: Sequence[str], cuts: dict[fx.Node, StageCut], order: dict[str, StageCut]) -> None:
     """Refuse a stage without work: it would have devices, and leave them idle."""
     seen: dict[str, fx.Node | None] = dict.fromkeys(regions)
@@ -144,7 +150,7 @@ def _check_not_empty(regions: Sequence[str], cuts: dict[fx.Node, StageCut], orde
             seen[scope.region] = node
     for region, first in seen.items():
         if region not in order:
-            why = f"none of its operators{where(first)} reads a parameter" if first else "its forward computes nothing"
+            why = f"none of its operators{where(first)} reads a parameter" if first else _NOTHING
             raise AnnotationError(
                 f"stage {region!r} is empty: {why}, so its devices would be idle; leave it out, or annotate modules "
                 f"that compute. The model's stages with work: {', '.join(map(repr, order)) or 'none'}"

@@ -56,5 +56,7 @@ def from_tape(tape: Tape, seeds: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """A copy of a tensor with these strides."""
+    """A copy of a tensor with these strides; a sparse one, which has none, is returned as it is."""
+    if x.is_sparse:
+        return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

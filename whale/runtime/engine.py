@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,13 @@ from whale.runtime.executor import Executor
 from whale.runtime.launch import World
 from whale.runtime.local_program import Intervals
 from whale.runtime.local_rows import LocalBatches, RowShares, RowTerms
-from whale.runtime.loss import GlobalLoss, LikeBatches
+from whale.runtime.loss import ROUNDING, GlobalLoss, LikeBatches, look_at
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.stage import LocalStage, part
+from whale.runtime.store import Board
 
 __all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Result", "Shard", "StepSource"]
 
@@ -346,10 +348,42 @@ class Engine:
             for name, tensor in self.tensors.items():
                 if name not in state:
                     continue
-                shard = self.shard(name)
-                if tuple(state[name].shape) != shard.shape:
-                    raise UsageError(f"{name} has shape {tuple(state[name].shape)}, but the model's is {shard.shape}")
-                tensor.copy_(part(state[name], shard.parts.get(self.world.rank, shard.whole)))
+                shard, whole = self.shard(name), state[name]
+                self._check_shape(name, whole)
+                tensor.copy_(part(whole, shard.parts.get(self.world.rank, shard.whole)))
+
+    def load_on_all(self, state: Mapping[str, Tensor], refusal: str) -> None:
+        """The same on all ranks, which must call it with equal tensors; *refusal* says why this one does not load.
+
+        Raises:
+            UsageError: on every rank, if one refuses, or has other tensors.
+            WorkerError: a rank did not come within the timeout.
+        """
+        try:
+            for name, whole in state.items():
+                self._check_shape(name, whole)
+        except UsageError as error:
+            refusal = refusal or str(error)
+        look = float(sum((look_at(x).cpu() for x in state.values()), torch.zeros((), dtype=torch.float64)))
+        topic = "states of load_full_state_dict, which every rank must call"
+        board = Board(self.world, topic, self.world.failures.timeout_seconds)
+        board.put(str(self.world.rank), [refusal, crc32(" ".join(sorted(state)).encode()), look])
+        told = [board.get(str(rank)) for rank in range(self.world.size)]
+        if refusal:
+            raise UsageError(refusal)
+        for rank, (theirs, names, own) in enumerate(told):
+            if theirs:
+                raise UsageError(f"rank {rank} loads no state: {theirs}")
+            if names != told[0][1] or abs(own - told[0][2]) > max(len(state), 1) * ROUNDING:
+                raise UsageError(
+                    f"rank {rank} was given another state to load than rank 0: load one checkpoint on every rank"
+                )
+        self.load(state)
+
+    def _check_shape(self, name: str, whole: Tensor) -> None:
+        shape = self.shard(name).shape
+        if tuple(whole.shape) != shape:
+            raise UsageError(f"{name} has shape {tuple(whole.shape)}, but the model's is {shape}")
 
     @cached_property
     def has_all_parts(self) -> bool:

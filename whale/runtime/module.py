@@ -221,17 +221,20 @@ class ParallelModule(nn.Module):
         return dict(engine.whole(local, trainable, None))
 
     def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Load whole tensors under the local model's names: each rank takes its parts.
+        """Load whole tensors under the local model's names: each rank takes its parts. Every rank must call it, with
+        the same tensors.
 
-        Raises :class:`UsageError` for missing or unknown names (if *strict*) and for wrong shapes.
+        Raises :class:`UsageError`, on every rank, for missing or unknown names (if *strict*), for wrong shapes, and for
+        tensors that differ between ranks.
         """
         engine = self._whale.engine
         named = {engine.aliases[name]: tensor for name, tensor in state.items() if name in engine.aliases}
         unknown = sorted(set(state) - set(engine.aliases))
         missing = sorted(set(engine.shards) - set(named))
+        refusal = ""
         if strict and (unknown or missing):
-            raise UsageError(f"the state does not fit the model: unknown {unknown[:5]}, missing {missing[:5]}")
-        engine.load(named)
+            refusal = f"the state does not fit the model: unknown {unknown[:5]}, missing {missing[:5]}"
+        engine.load_on_all(named, refusal)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's tensors under the local model's names: plain ones where every rank has the whole tensor, else

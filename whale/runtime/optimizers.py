@@ -213,6 +213,13 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
     Raises:
         UsageError: it is such a one.
     """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} computes the loss at points that it finds from all parameters, of which a "
+            "rank has some, or parts: use an elementwise optimizer, such as AdamW, or replicate() without split and "
+            "stage"
+        )
     samples: dict[tuple[int, int, int | None], tuple[tuple[int, ...], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -213,7 +213,7 @@ class Reducer:
             pending.sums = [part.view(p.shape) for part, p in zip(total.split(sizes), parameters, strict=True)]
             for parameter, view, there in zip(parameters, pending.sums, before, strict=True):
                 if there is None:
-                    parameter.grad = view
+                    parameter.grad = view.detach()  # to which scripts may write, as to a gradient of autograd
         pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
     def _order(self) -> list[int]:

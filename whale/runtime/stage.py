@@ -65,8 +65,8 @@ class GradientSink:
         assert parameter is not None
         if not parameter.requires_grad:
             return
-        if parameter.grad is None:
-            parameter.grad = gradient
+        if parameter.grad is None:  # scripts may write to it what autograd forbids for a view that was made without it
+            parameter.grad = gradient.detach() if gradient._is_view() else gradient
         else:
             parameter.grad.add_(gradient)
         if self.ready is not None:

@@ -51,6 +51,7 @@ class Watch:
         self._objects = [table[key] for table, key in self._slots]
         self._forwards = [module.__dict__.get("forward") for module in self.modules]
         self._hooks: list[Mapping[int, Any]] = [getattr(module, kind) for module in self.modules for kind in _HOOKS]
+        self._hooks += [getattr(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
         self._num_hooks = [len(hooks) for hooks in self._hooks]
         named_tensors = dict([*root.named_parameters(), *root.named_buffers()])
         self._names, self._tensors = list(named_tensors), list(named_tensors.values())
@@ -94,7 +95,8 @@ class Watch:
                 return f"{path}.forward was replaced after parallelize, which steps do not see: replace it".lstrip(".")
         for number, (hooks, num) in enumerate(zip(self._hooks, self._num_hooks, strict=True)):
             if len(hooks) != num:
-                path = self._paths[number // len(_HOOKS)] or "the model"
+                own = number // len(_HOOKS)
+                path = (self._paths[own] or "the model") if own < len(self._paths) else "all modules"
                 return (
                     f"a hook was added to {path} after parallelize, but steps call no modules: return from the model "
                     "what the hook is to see, or do in a forward what it does,"
