@@ -36,7 +36,7 @@ _PRODUCTS = {
 """Operators that take most of the time of a layer: products and attention."""
 
 _Region = tuple[Literal["selective", "full"], str] | None
-"""What is kept of a region, and the name of its layer."""
+"""A rule of a region, and the name of its layer."""
 
 
 def recomputed(derivative: Derivative, rule: Recompute) -> Derivative:
@@ -165,7 +165,7 @@ class _Recomputing:
         return found
 
     def _input(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """What a value is computed from; of an operator with several results, all of them."""
+        """The operand of a value that is computed again; of an operator with several results, all of them."""
         if reader.target is operator.getitem:
             if node not in self.again:
                 self.again[node] = self._copy(node)
