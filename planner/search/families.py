@@ -27,10 +27,11 @@ import numpy as np
 
 from whale.planner.search.mesh_costs import Array
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages, Option, StageGroup
+from whale.planner.search.replica_table import HELD, fewest_holding
 from whale.planner.search.space import Division, Mesh, Pool
 from whale.planner.search.table import CostTable, Pace
 
-__all__ = ["HELD", "EvenPace", "Family", "Outlook", "any_meshes", "fit_divisions", "held_together", "outlooks"]
+__all__ = ["EvenPace", "Family", "Outlook", "any_meshes", "fit_divisions", "held_together", "outlooks"]
 
 Sized = tuple[tuple[int, ...], Mesh]
 """A mesh with the units of each dimension that it takes."""
@@ -62,9 +63,6 @@ LEAST_SHARE = 16
 
 MOST_STATES = 1_500
 """Limit on the states of the device-count program of the family *matched*."""
-
-HELD = 1 - 1e-9
-"""Fraction of layers that counts as all, up to rounding."""
 
 SPREAD = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0, 10.0)
 """Bounds on the slowest stage that are tried, as multiples of what it takes at least."""
@@ -130,6 +128,11 @@ class Family:
         together = sum(part * quota for part, quota in zip(alone, self.quotas, strict=True))
         return float(np.minimum(np.max(stages, axis=0).sum(axis=1), together).min())
 
+    def least_depth(self, meshes: CostTable, batch: int) -> int:
+        """The fewest stages that could hold the model."""
+        rows = meshes.rows(batch, self.micro_batches)
+        return fewest_holding([meshes.parts_held(mesh, rows, self.micro_batches) for _, mesh in self.extremes])
+
     def even_work(self, meshes: CostTable, batch: int) -> EvenPace:
         """Time of equal stages on all devices (each dimension's units at the rate of the best of a few meshes), without
         gradient reductions, which take longer to price."""
@@ -157,13 +160,14 @@ class Family:
         slowest = _slowest(each, [self.quotas[_dimension(units)] for units, _ in self.extremes], num)
         return found._replace(slowest=max(found.even, slowest))
 
-    def reach(self, pace: EvenPace) -> float:
-        """Seconds of a step with such `paces`, the least that the family could come to: with all of its devices, or on
-        slow networks with so few of them that less is sent. What stages send each other and back fills the pipeline,
-        and once it is full each micro-batch waits for it, at all boundaries in turn."""
+    def reach(self, pace: EvenPace, shallowest: int) -> float:
+        """Seconds of a step with such `paces`, the least that the family could come to in pipelines of at least
+        *shallowest* stages: with all of its devices, or on slow networks with so few of them that less is sent. What
+        stages send each other and back fills the pipeline, and once it is full each micro-batch waits for it, at all
+        boundaries in turn."""
         stages = sum(self.quotas) / max(sum(units) for units, _ in self.meshes)
         turns, least = self.micro_batches, inf
-        for depth in range(ceil(stages), 0, -1):
+        for depth in range(max(ceil(stages), shallowest), shallowest - 1, -1):
             sent = (depth - 1) * pace.hop * (1 + max(0, turns - depth) / depth)
             even = pace.even * max(1.0, stages / depth)
             step = (turns - 1) * max(pace.slowest, even) + depth * even + sent
@@ -288,7 +292,7 @@ def outlooks(meshes: CostTable, batch: int, micro_batches: int, max_stages: int)
     listed = [any_meshes(meshes, rows, micro_batches, max_stages), _matched(meshes, rows, micro_batches, max_stages)]
     for family in (*listed, *_alike(meshes, rows, micro_batches, max_stages)):
         if family is not None and family.extremes:
-            reach = family.reach(family.even_work(meshes, batch))
+            reach = family.reach(family.even_work(meshes, batch), family.least_depth(meshes, batch))
             yield Outlook(name=family.name, reach=reach, make=partial(_itself, family))
     yield from _replicas(meshes, rows, micro_batches, max_stages)
 

@@ -3,8 +3,8 @@
 The stage with the most work per step is the bottleneck. Moves take work from it (a part to a neighbour, a device from
 another stage or an idle one), change its degrees, swap it with a neighbour, join, split or add stages, or change the
 number of micro-batches. Moves to other meshes are ranked by their step if stages took equally long, and the first are
-cut and scored; one whose slowest stage alone takes longer than the best step is dropped before it is cut. The best few
-get their exact cuts. A move that helps much is taken at once, the best one if none does, as long as one helps. A
+cut and scored; one whose slowest stage alone takes longer than the best step is dropped before it is cut. The best one
+gets its exact cuts. A move that helps much is taken at once, the best one if none does, as long as one helps. A
 heuristic; never worse than its start, and it ends at a partial plan that no likely move improves, where an earlier
 descent has been, or when it is stopped.
 """
@@ -34,9 +34,6 @@ __all__ = ["disturbed", "refined"]
 
 NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
-
-MOST_CUT_EXACTLY = 3
-"""Number of moves from a partial plan that are cut exactly."""
 
 MOST_SHIFTED = 24
 """Stages whose cuts are moved, those that have most to do first."""
@@ -114,11 +111,11 @@ def refined(
                     break
         else:
             left.add(best.draft)
-        leading = [cut_exactly(meshes, scored, batch, score) for scored in best_timed(found, MOST_CUT_EXACTLY)]
-        for scored in leading:
-            reached[scored.draft.meshes] = min(scored.seconds, reached.get(scored.draft.meshes, inf))
-            kept(scored)
-        better = min(leading, key=seconds_of, default=best)
+        if not (leading := best_timed(found, 1)):
+            break
+        better = cut_exactly(meshes, leading[0], batch, score)
+        reached[better.draft.meshes] = min(better.seconds, reached.get(better.draft.meshes, inf))
+        kept(better)
         if better.seconds >= best.seconds * (1 - GAIN):
             break
         best = better

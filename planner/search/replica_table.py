@@ -20,7 +20,10 @@ from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts
 from whale.planner.search.space import Division, Mesh, MeshSpace
 
-__all__ = ["ReplicaTable", "total"]
+__all__ = ["HELD", "ReplicaTable", "fewest_holding", "total"]
+
+HELD = 1 - 1e-9
+"""Fraction of layers that counts as all, up to rounding."""
 
 EXACT_ROWS = 4
 """Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
@@ -163,6 +166,16 @@ class ReplicaTable(MeshSpace):
             found = [self._parts_of(pool, division, np.array([share]), most)[0] for pool in used]
             self._parts[key] = np.min(found, axis=0)
         return self._parts[key]
+
+    def least_depth(self, micro_batches: int) -> int:
+        """The fewest stages that could hold the model on any meshes."""
+        nothing = np.zeros(1, dtype=np.int64)
+        parts = [
+            self._parts_of(pool, division, nothing, micro_batches)[0]
+            for pool in range(len(self.pools))
+            for division in self.all_divisions
+        ]
+        return fewest_holding(parts)
 
     def together_held(
         self, pool: int, division: Division, shares: Sequence[int], stages: Sequence[int], micro_batches: int
@@ -330,6 +343,13 @@ class ReplicaTable(MeshSpace):
     @cached_property
     def _num_layers(self) -> Array:
         return self._counts[:, -1]
+
+
+def fewest_holding(parts: Sequence[Array]) -> int:
+    """The fewest stages that could hold all layers, if the r-th from the end holds as much of each kind as any of some
+    meshes does there: *parts* are those of `ReplicaTable.parts_held`."""
+    together = np.max(parts, axis=0).cumsum(axis=1).min(axis=0)
+    return int(np.searchsorted(together, HELD)) + 1
 
 
 def total(nums: Sequence[float], each: Sequence[float]) -> float:

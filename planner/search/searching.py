@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
@@ -47,7 +47,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.effort import QUICK, THOROUGH, Effort
-from whale.planner.search.families import HELD, EvenPace, Family, Outlook, fit_divisions, outlooks
+from whale.planner.search.families import EvenPace, Family, Outlook, fit_divisions, outlooks
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import (
     PartialPlan,
@@ -64,6 +64,7 @@ from whale.planner.search.partition import DeviceCountProgram, GroupedStages
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
+from whale.planner.search.replica_table import HELD
 from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable
 
@@ -179,18 +180,21 @@ class _Lacking(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A family that is not solved yet, with its place among all.
+    """A family that is not solved yet, or all those of a number of micro-batches, which are not listed yet.
 
     Attributes:
         reach: seconds of a step to which it could come at best.
+        micro_batches: of a step.
+        place: among the families of that number of micro-batches.
+        outlook: which family it is; None: not listed.
         pace: seconds per micro-batch of its stages; None until computed; ``reach`` excludes gradient reductions.
-        outlook: which family it is.
     """
 
     reach: float
-    place: int
-    pace: EvenPace | None
-    outlook: Outlook
+    micro_batches: int
+    place: int = 0
+    outlook: Outlook | None = None
+    pace: EvenPace | None = None
 
 
 @dataclass
@@ -349,21 +353,22 @@ class _Search:
         for own, pool in enumerate(pools):
             some += [tuple(num * (own == other) for other in range(len(pools))) for num in (pool.per_node, 1)]
         few = [count for count in micro_batches if count <= FEW_MICRO_BATCHES]
-        for counts in dict.fromkeys(some):
-            for division, count in product(fit_divisions(self.meshes, counts), few):
-                mesh = Mesh(counts, *division)
+        for counts, division in ((one, own) for one in dict.fromkeys(some) for own in fit_divisions(self.meshes, one)):
+            mesh = Mesh(counts, *division)
+            for place, count in enumerate(reversed(few)):  # the more micro-batches, the less memory
                 parts = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
                 if (held := float(parts[:, 0].min())) < 1:
-                    self._drop("1 stages", "its devices do not hold the model")
+                    self._drop("1 stages", "its devices do not hold the model", len(few) - place)
                     self.lacking.append(_Lacking((mesh,), count, schedule, held))
-                elif not self._over():
+                    break
+                if not self._over():
                     self._draft((mesh,), count, schedule)
 
     def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
         promising: list[tuple[float, DeviceCountProgram | GroupedStages, int, int]] = []
         near, solved = self._best_seconds(), 0
         wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
-        waiting = self._waiting(micro_batches, max_stages)
+        waiting = self._waiting(micro_batches)
         while (
             waiting
             and not self._over()
@@ -371,6 +376,10 @@ class _Search:
             and (solved < self.effort.families * wider or waiting[0].reach <= near < inf)
         ):
             one = heappop(waiting)
+            if one.outlook is None:
+                for listed in self._outlooks(one.micro_batches, max_stages):
+                    heappush(waiting, listed)
+                continue
             family = one.outlook.family
             if one.pace is None:
                 if (held := family.part_held(self.meshes, self.batch)) < HELD:
@@ -378,7 +387,8 @@ class _Search:
                     self.lacking.append(_Lacking(family, family.micro_batches, schedule, held))
                 else:
                     pace = family.paces(self.meshes, self.batch)
-                    heappush(waiting, one._replace(reach=family.reach(pace), pace=pace))
+                    reach = family.reach(pace, family.least_depth(self.meshes, self.batch))
+                    heappush(waiting, one._replace(reach=reach, pace=pace))
                 continue
             found = family.sequences(self.meshes, self.batch, schedule, one.pace, self.effort.near * near)
             promises = found.promises
@@ -391,24 +401,32 @@ class _Search:
                 cut = (one for meshes in found.at(0) for one in self._cut(meshes, family.micro_batches, schedule))
                 near = min([near, *(one.timed.seconds for one in cut if one.fits)])
         for one in waiting:
+            name = "any family" if one.outlook is None else one.outlook.name
             if self._over():
-                self._drop(one.outlook.name, "the time was up")
+                self._drop(name, "the time was up")
             elif one.reach > self.effort.near * near:
-                self._drop(one.outlook.name, "could not come near the best if its stages were equal")
+                self._drop(name, "could not come near the best if its stages were equal")
             else:
-                self._drop(one.outlook.name, f"could only come near the best, after {solved} that could reach more")
+                self._drop(name, f"could only come near the best, after {solved} that could reach more")
         promising.sort(key=lambda one: one[0])
         sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
         self._score_best(sequences, schedule, self.effort.stages_cut * wider)
 
-    def _waiting(self, micro_batches: Sequence[int], max_stages: int) -> list[_Waiting]:
-        """A heap of all families, those first that could come to least if layers were divided as one likes."""
-        found: list[_Waiting] = []
+    def _waiting(self, micro_batches: Sequence[int]) -> list[_Waiting]:
+        """A heap of all numbers of micro-batches, whose families are not listed yet, those first that could come to
+        least: the lower bound, and what it takes to fill the least pipeline that holds the model."""
+        found = []
         for count in micro_batches:
-            for outlook in [] if self._over() else outlooks(self.meshes, self.batch, count, max_stages):
-                found.append(_Waiting(outlook.reach, len(found), None, outlook))
+            filling = (self.meshes.least_depth(count) - 1) / count
+            found.append(_Waiting((1 + filling) * (self.bound - self.meshes.prices.step_overhead), count))
         heapify(found)
         return found
+
+    def _outlooks(self, count: int, max_stages: int) -> Iterator[_Waiting]:
+        """All families for a number of micro-batches, with what they could come to if layers were divided as one
+        likes."""
+        for place, outlook in enumerate(outlooks(self.meshes, self.batch, count, max_stages)):
+            yield _Waiting(outlook.reach, count, place, outlook)
 
     def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str, stages: int) -> None:
         """Cut and score the first sequences with numbers of micro-batches, up to a total number of stages, and cut the
