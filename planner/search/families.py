@@ -16,6 +16,7 @@ dropped.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -150,15 +151,18 @@ class Family:
 
     def paces(self, meshes: CostTable, batch: int) -> EvenPace:
         """Time like `even_work`, with gradient reductions; and a lower bound on the slowest stage, because layers are
-        whole."""
+        whole and memory has room for some of them."""
         rows = meshes.rows(batch, self.micro_batches)
         found = self._even(meshes.paces, rows)
         if not self.one_of_each:
             return found
         _, num = meshes.commonest
-        each = [meshes.paces(mesh, rows, self.micro_batches).of_part for _, mesh in self.extremes]
-        slowest = _slowest(each, [self.quotas[_dimension(units)] for units, _ in self.extremes], num)
-        return found._replace(slowest=max(found.even, slowest))
+        paces, held = [], []
+        for units, mesh in self.extremes:
+            paces.append(meshes.paces(mesh, rows, self.micro_batches).of_part)
+            most = min(self.quotas[_dimension(units)], self.max_stages)
+            held.append(meshes.commonest_held(mesh, rows, self.micro_batches)[:most])
+        return found._replace(slowest=max(found.even, _slowest(paces, held, num)))
 
     def reach(self, pace: EvenPace, shallowest: int) -> float:
         """Seconds of a step with such `paces`, the least that the family could come to in pipelines of at least
@@ -229,18 +233,24 @@ def held_together(parts: Sequence[Array], nums: Sequence[int]) -> float:
     return float(least.min())
 
 
-def _slowest(each: Sequence[float], nums: Sequence[int], parts: int) -> float:
-    """Lower bound on the slowest stage if *parts* equal parts of the chain are divided among stages, of which *nums*
-    take the given seconds each for one part.
+def _slowest(each: Sequence[float], held: Sequence[Array], parts: int) -> float:
+    """Lower bound on the slowest stage if *parts* equal parts of the chain are divided among stages of some types,
+    which take *each* as many seconds for one part, and of which the last, the last but one and so on have room for
+    *held* parts, whatever the other types; infinity if all together have too little.
 
-    >>> _slowest([1.0, 3.0], [2, 1], 8)
+    >>> _slowest([1.0, 3.0], [np.array([9, 9]), np.array([9])], 8)
     4.0
+    >>> _slowest([1.0, 3.0], [np.array([3, 2]), np.array([9])], 8)
+    9.0
     """
-    each = [max(own, 1e-12) for own in each]
-    bound = parts / sum(num / own for own, num in zip(each, nums, strict=True))
-    while sum(num * int(bound / own * (1 + 1e-9)) for own, num in zip(each, nums, strict=True)) < parts:
-        bound = min(own * (int(bound / own * (1 + 1e-9)) + 1) for own in each)
-    return bound
+    bounds = np.unique(np.outer(np.maximum(each, 1e-12), np.arange(1, parts + 1)))
+
+    def done(place: int) -> bool:
+        in_time = (int(bounds[place] / max(own, 1e-12) * (1 + 1e-9)) for own in each)
+        return sum(float(np.minimum(most, room).sum()) for most, room in zip(in_time, held, strict=True)) >= parts
+
+    place = bisect_left(range(len(bounds)), True, key=done)
+    return float(bounds[place]) if place < len(bounds) else inf
 
 
 def fit_divisions(meshes: CostTable, counts: tuple[int, ...]) -> list[Division]:

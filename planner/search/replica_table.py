@@ -167,6 +167,15 @@ class ReplicaTable(MeshSpace):
             self._parts[key] = np.min(found, axis=0)
         return self._parts[key]
 
+    def commonest_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
+        """How many parts like the commonest one fit on a mesh at most if it is the last stage, the last but one and so
+        on."""
+        nums = np.array(list(self.layer_counts.values()))
+        each = self._counts_of_commonest[list(self.layer_counts)]
+        layers = (nums[:, None] * self.parts_held(mesh, rows, micro_batches))[each > 0]
+        found: Array = np.floor(layers / each[each > 0, None] + 1e-6).min(axis=0)
+        return found
+
     def least_depth(self, micro_batches: int) -> int:
         """The fewest stages that could hold the model on any meshes."""
         nothing = np.zeros(1, dtype=np.int64)

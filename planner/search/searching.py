@@ -382,11 +382,12 @@ class _Search:
                 continue
             family = one.outlook.family
             if one.pace is None:
-                if (held := family.part_held(self.meshes, self.batch)) < HELD:
+                held = family.part_held(self.meshes, self.batch)
+                pace = family.paces(self.meshes, self.batch) if held >= HELD else None
+                if pace is None or pace.slowest == inf:
                     self._drop(family.name, "its devices do not hold the model", family.num)
                     self.lacking.append(_Lacking(family, family.micro_batches, schedule, held))
                 else:
-                    pace = family.paces(self.meshes, self.batch)
                     reach = family.reach(pace, family.least_depth(self.meshes, self.batch))
                     heappush(waiting, one._replace(reach=reach, pace=pace))
                 continue
