@@ -147,17 +147,28 @@ class GroupShape:
 
 
 def _intra(topology: Topology, node: Node, num_devices: int) -> Line:
-    link, kind = topology.intra_link(node), topology.intra_kind(node)
-    share = kind.share_of_links(num_devices, len(node.ranks))
-    return Line(kind=kind, bandwidth=link.bandwidth * share * kind.efficiency, hop=link.latency + kind.hop)
+    key = ("intra", topology.kind_of(node), num_devices)
+    if key not in topology.memo:
+        link, kind = topology.intra_link(node), topology.intra_kind(node)
+        share = kind.share_of_links(num_devices, len(node.ranks))
+        topology.memo[key] = Line(
+            kind=kind, bandwidth=link.bandwidth * share * kind.efficiency, hop=link.latency + kind.hop
+        )
+    found: Line = topology.memo[key]
+    return found
 
 
 def _inter(topology: Topology, node: Node, ranks: Sequence[int], sharing: int) -> Line:
     """Each rank sends through its own adapter; of one that several share, and of what a node has in all, a part."""
-    link, kind = topology.inter_link(node), topology.inter_kind(node)
     num_adapters = len(set(topology.adapters(node, ranks)))
-    own = min(link.bandwidth * kind.efficiency * num_adapters / link.num_adapters, kind.max_flow * len(ranks))
-    return Line(kind=kind, bandwidth=min(own, link.bandwidth * kind.efficiency / sharing), hop=link.latency + kind.hop)
+    key = ("inter", topology.kind_of(node), len(ranks), num_adapters, sharing)
+    if key not in topology.memo:
+        link, kind = topology.inter_link(node), topology.inter_kind(node)
+        own = min(link.bandwidth * kind.efficiency * num_adapters / link.num_adapters, kind.max_flow * len(ranks))
+        bandwidth = min(own, link.bandwidth * kind.efficiency / sharing)
+        topology.memo[key] = Line(kind=kind, bandwidth=bandwidth, hop=link.latency + kind.hop)
+    found: Line = topology.memo[key]
+    return found
 
 
 def _worst(lines: Sequence[Line]) -> Line | None:

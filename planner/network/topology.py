@@ -201,6 +201,10 @@ class Topology:
             runs.append((part, count + 1))
         return tuple(runs)
 
+    def kind_of(self, node: Node) -> int:
+        """A number of the kind of a node: nodes of equal links and devices have the same."""
+        return self._kinds[self._places[node.ranks[0]][0]][0]
+
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         """Index of the node, and position in it, of each rank."""

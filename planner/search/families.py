@@ -233,24 +233,25 @@ def held_together(parts: Sequence[Array], nums: Sequence[int]) -> float:
     return float(least.min())
 
 
-def _slowest(each: Sequence[float], held: Sequence[Array], parts: int) -> float:
+def _slowest(each: Sequence[float], held: Sequence[Sequence[int]], parts: int) -> float:
     """Lower bound on the slowest stage if *parts* equal parts of the chain are divided among stages of some types,
     which take *each* as many seconds for one part, and of which the last, the last but one and so on have room for
     *held* parts, whatever the other types; infinity if all together have too little.
 
-    >>> _slowest([1.0, 3.0], [np.array([9, 9]), np.array([9])], 8)
+    >>> _slowest([1.0, 3.0], [[9, 9], [9]], 8)
     4.0
-    >>> _slowest([1.0, 3.0], [np.array([3, 2]), np.array([9])], 8)
+    >>> _slowest([1.0, 3.0], [[3, 2], [9]], 8)
     9.0
     """
-    bounds = np.unique(np.outer(np.maximum(each, 1e-12), np.arange(1, parts + 1)))
+    each = [max(own, 1e-12) for own in each]
+    bounds = np.unique(np.outer(each, np.arange(1, parts + 1))).tolist()
 
     def done(place: int) -> bool:
-        in_time = (int(bounds[place] / max(own, 1e-12) * (1 + 1e-9)) for own in each)
-        return sum(float(np.minimum(most, room).sum()) for most, room in zip(in_time, held, strict=True)) >= parts
+        in_time = [int(bounds[place] / own * (1 + 1e-9)) for own in each]
+        return sum(min(most, room) for most, rooms in zip(in_time, held, strict=True) for room in rooms) >= parts
 
     place = bisect_left(range(len(bounds)), True, key=done)
-    return float(bounds[place]) if place < len(bounds) else inf
+    return bounds[place] if place < len(bounds) else inf
 
 
 def fit_divisions(meshes: CostTable, counts: tuple[int, ...]) -> list[Division]:
@@ -284,11 +285,13 @@ class Outlook:
         name: of the family.
         reach: seconds of a step to which it could come at best, without gradient reductions.
         make: lists its meshes.
+        shallowest: the fewest stages that could hold the model.
     """
 
     name: str
     reach: float
     make: Callable[[], Family]
+    shallowest: int = 1
 
     @cached_property
     def family(self) -> Family:
@@ -302,8 +305,9 @@ def outlooks(meshes: CostTable, batch: int, micro_batches: int, max_stages: int)
     listed = [any_meshes(meshes, rows, micro_batches, max_stages), _matched(meshes, rows, micro_batches, max_stages)]
     for family in (*listed, *_alike(meshes, rows, micro_batches, max_stages)):
         if family is not None and family.extremes:
-            reach = family.reach(family.even_work(meshes, batch), family.least_depth(meshes, batch))
-            yield Outlook(name=family.name, reach=reach, make=partial(_itself, family))
+            shallowest = family.least_depth(meshes, batch)
+            reach = family.reach(family.even_work(meshes, batch), shallowest)
+            yield Outlook(name=family.name, reach=reach, make=partial(_itself, family), shallowest=shallowest)
     yield from _replicas(meshes, rows, micro_batches, max_stages)
 
 

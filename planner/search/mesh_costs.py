@@ -121,10 +121,11 @@ class ReplicaCosts:
 def added_by_sums(sums: Array, backward: Array, beside: Beside) -> Array:
     """Seconds that gradient sums add to a step if each part hides its own behind its backward; all are sums up to each
     part."""
-    summed, rate = np.diff(sums), beside.rate
-    hidden = np.minimum(summed / rate, np.diff(backward))
-    added = summed - rate * hidden + beside.slowdown * hidden
-    return np.concatenate([[0.0], added.cumsum()])
+    summed, rate = sums[1:] - sums[:-1], beside.rate
+    hidden = np.minimum(summed / rate, backward[1:] - backward[:-1])
+    found = np.zeros(len(sums))
+    (summed - (rate - beside.slowdown) * hidden).cumsum(out=found[1:])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -143,6 +143,15 @@ class DeviceCountProgram:
 
     def at(self, place: int) -> list[tuple[Mesh, ...]]:
         """The meshes behind a promise: where meshes reach equally far, the first or the last of them."""
+        if place not in self._sequences:
+            self._sequences[place] = self._sequences_at(place)
+        return self._sequences[place]
+
+    @cached_property
+    def _sequences(self) -> dict[int, list[tuple[Mesh, ...]]]:
+        return {}
+
+    def _sequences_at(self, place: int) -> list[tuple[Mesh, ...]]:
         _, depth, bound = self._done[place]
         low, high = self.bounds[max(0, bound - 1)], self.bounds[bound]
         if high > COARSE * low:

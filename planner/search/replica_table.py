@@ -37,6 +37,7 @@ class ReplicaTable(MeshSpace):
     _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, Array] = field(default_factory=dict, init=False)
+    _commonest_held: dict[tuple[Mesh, int, int], list[int]] = field(default_factory=dict, init=False)
     _near_sends: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
     _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
@@ -167,14 +168,17 @@ class ReplicaTable(MeshSpace):
             self._parts[key] = np.min(found, axis=0)
         return self._parts[key]
 
-    def commonest_held(self, mesh: Mesh, rows: int, micro_batches: int) -> Array:
+    def commonest_held(self, mesh: Mesh, rows: int, micro_batches: int) -> list[int]:
         """How many parts like the commonest one fit on a mesh at most if it is the last stage, the last but one and so
         on."""
-        nums = np.array(list(self.layer_counts.values()))
-        each = self._counts_of_commonest[list(self.layer_counts)]
-        layers = (nums[:, None] * self.parts_held(mesh, rows, micro_batches))[each > 0]
-        found: Array = np.floor(layers / each[each > 0, None] + 1e-6).min(axis=0)
-        return found
+        key = (mesh, rows, micro_batches)
+        if key not in self._commonest_held:
+            nums = np.array(list(self.layer_counts.values()))
+            each = self._counts_of_commonest[list(self.layer_counts)]
+            layers = (nums[:, None] * self.parts_held(mesh, rows, micro_batches))[each > 0]
+            found = (layers / each[each > 0, None] + 1e-6).min(axis=0)
+            self._commonest_held[key] = found.astype(np.int64).tolist()
+        return self._commonest_held[key]
 
     def least_depth(self, micro_batches: int) -> int:
         """The fewest stages that could hold the model on any meshes."""

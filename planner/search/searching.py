@@ -388,7 +388,7 @@ class _Search:
                     self._drop(family.name, "its devices do not hold the model", family.num)
                     self.lacking.append(_Lacking(family, family.micro_batches, schedule, held))
                 else:
-                    reach = family.reach(pace, family.least_depth(self.meshes, self.batch))
+                    reach = family.reach(pace, one.outlook.shallowest)
                     heappush(waiting, one._replace(reach=reach, pace=pace))
                 continue
             found = family.sequences(self.meshes, self.batch, schedule, one.pace, self.effort.near * near)

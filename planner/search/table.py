@@ -295,7 +295,7 @@ class CostTable(ReplicaTable):
     @staticmethod
     def _slowest_of(of_kinds: Sequence[Array]) -> Array:
         """Forward, backward and update of each kind of layer (columns), on the slices where it takes longest."""
-        tables = np.stack(of_kinds)
+        tables = np.array(of_kinds)
         slowest = tables[(tables[:, 0] + tables[:, 1]).argmax(axis=0), :, np.arange(tables.shape[2])].T
         slowest[2] = tables[:, 2].max(axis=0)
         return slowest

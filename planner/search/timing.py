@@ -44,7 +44,7 @@ def pipeline_ends(
     """
     each, turns = max(forward) + max(backward), 1
     if schedule != "gpipe":
-        windows = _Windows(forward, backward, hops)
+        windows = _Windows(*np.array([forward, backward, hops]))
         slowest = np.unravel_index(windows.period.argmax(), windows.period.shape)
         each, turns = float(windows.period[slowest]), int(windows.stages[slowest])
     # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
@@ -92,10 +92,9 @@ class _Windows:
     ones, and so the largest of them is what each micro-batch takes once the pipeline is full.
     """
 
-    def __init__(self, forward: Sequence[float], backward: Sequence[float], hops: Sequence[float]) -> None:
-        twice = 2 * np.array(hops)
-        upto = np.add(forward, backward) + twice
-        upto = np.concatenate([[0.0], upto.cumsum()])
+    def __init__(self, forward: Array, backward: Array, hops: Array) -> None:
+        twice, upto = 2 * hops, np.zeros(len(hops) + 1)
+        (forward + backward + twice).cumsum(out=upto[1:])
         self.around = upto[1:] - twice - upto[:-1, None]
         self.stages, self.possible = _windows_of(len(forward))
 
@@ -139,20 +138,21 @@ def pipeline_bound(
     >>> pipeline_bound([1, 1], [2, 2], [0, 0], [0, 0], 4, "1f1b")
     15.0
     """
-    ahead_each, each = np.array(forward), np.add(forward, backward)
-    ahead, back = np.zeros(len(forward)), np.zeros(len(forward))
-    (ahead_each + hops)[:-1].cumsum(out=ahead[1:])
-    (last_share * np.array(backward) + hops)[:-1].cumsum(out=back[1:])
+    ahead_each, back_each, sent, after = np.array([forward, backward, hops, once])
+    each, depth = ahead_each + back_each, len(forward)
+    ahead, back = np.zeros(depth), np.zeros(depth)
+    (ahead_each + sent)[:-1].cumsum(out=ahead[1:])
+    (last_share * back_each + sent)[:-1].cumsum(out=back[1:])
     busy = (micro_batches - 1 + last_share) * each
-    ends = np.maximum.accumulate(once - back)  # of any stage before, beyond the backwards on the way to it
+    ends = np.maximum.accumulate(after - back)  # of any stage before, beyond the backwards on the way to it
     least = float((ahead + busy + back + ends).max())
     if schedule == "1f1b" and last_share < 1 and micro_batches > 1:
         # The first micro-batch, which is full, goes there and back, and the last one's backwards follow.
-        first = (np.array(backward) + hops)[::-1].cumsum()[::-1] + last_share * np.array(backward)
+        first = (back_each + sent)[::-1].cumsum()[::-1] + last_share * back_each
         least = max(least, float((ahead[-1] + ahead_each[-1] + first + back + ends).max()))
-    if schedule == "1f1b" and len(forward) > 1:
-        windows = _Windows(forward, backward, hops)
-        filling, times, rest = _turns(len(forward), micro_batches)
+    if schedule == "1f1b" and depth > 1:
+        windows = _Windows(ahead_each, back_each, sent)
+        filling, times, rest = _turns(depth, micro_batches)
         through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
         whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each)
         whole += times * windows.around  # and what is left over at either end
