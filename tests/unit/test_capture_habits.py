@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import whale
-from whale.errors import CaptureError
+from whale.errors import CaptureError, UsageError
 
 X = torch.ones(4, 4)
 
@@ -162,3 +162,24 @@ def test_reduced_losses_take_arguments_by_name(reduction: str, log_target: bool)
 
     expected = call(Wrapped(call).layer, X).item()
     assert whale.parallelize(Wrapped(call), X, device="cpu").train_step(X).item() == pytest.approx(expected)
+
+
+class Queue(nn.Module):
+    """It writes rows to a buffer, so that its graph is traced a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("queue", torch.zeros(8, 4))
+        self.queue: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        with torch.no_grad():
+            self.queue[: len(x)] = y
+        return (y @ self.queue.t()).sum()
+
+
+def test_lines_of_a_model_that_writes_to_its_buffers() -> None:
+    with pytest.raises(UsageError, match=r"at .*test_capture_habits\.py:\d+ computes a row of the batch from other"):
+        whale.parallelize(Queue(), X, device="cpu", micro_batches=2)

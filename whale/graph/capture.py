@@ -359,8 +359,10 @@ def capture(
                 steadiness.check(program.graph, lambda: exported_again(duplicate, steadiness.end), run)
             if first is None and _mutates(program.graph):
                 _detach_regions(program.graph)
+                lines = _lines(program.graph)
                 with _tracing():
                     program = program.run_decompositions({})
+                _note_lines(program.graph, lines)
         except Exception as error:
             if copying:  # the copies may be the cause
                 return exported(copying=False)
@@ -527,6 +529,32 @@ def _detach_regions(graph: fx.Graph) -> None:
                 detached.meta = dict(hole.meta)
                 hole.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
             body.recompile()
+
+
+def _lines(graph: fx.Graph) -> dict[str, str]:
+    """The stacks of operators by name; of a region that of its first operator."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        bodies = [use for use in node.all_input_nodes if use.op == "get_attr"] if node.op == "call_function" else []
+        inside = [inner for body in bodies for inner in _nodes_of(graph, str(body.target))]
+        for one in (node, *inside):
+            if place_of_node(one) is not None:
+                found.setdefault(node.name, str(one.meta["stack_trace"]))
+    return found
+
+
+def _nodes_of(graph: fx.Graph, name: str) -> list[fx.Node]:
+    body: Any = getattr(graph.owning_module, name, None)
+    return list(body.graph.nodes) if isinstance(body, fx.GraphModule) else []
+
+
+def _note_lines(graph: fx.Graph, lines: Mapping[str, str]) -> None:
+    """Give operators of a graph that was traced again the stacks of those that they are from."""
+    for node in graph.nodes:
+        if is_call(node) and place_of_node(node) is None:
+            known = [lines[source.name] for source in node.meta.get("from_node", ()) if source.name in lines]
+            if known:
+                node.meta["stack_trace"] = known[-1]
 
 
 def _has_values(model: nn.Module) -> bool:

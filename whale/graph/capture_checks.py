@@ -104,9 +104,14 @@ def place_of_node(node: fx.Node) -> SourceLine | None:
 
 
 def where(node: fx.Node) -> str:
-    """The operator's place at the end of a phrase, for messages: `` at model.py:12``; empty where it is not known."""
-    place = place_of_node(node)
-    return f" at {place.file}:{place.line}" if place else ""
+    """The operator's place at the end of a phrase, for messages: `` at model.py:12``; that of what it reads, or of what
+    reads it, where its own is not known, as of operators that write; empty where neither is."""
+    if (place := place_of_node(node)) is not None:
+        return f" at {place.file}:{place.line}"
+    for near in (*reversed(node.all_input_nodes), *node.users):
+        if (place := place_of_node(near)) is not None:
+            return f" near {place.file}:{place.line}"
+    return ""
 
 
 def module_of(node: fx.Node) -> str:
