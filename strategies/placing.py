@@ -400,7 +400,7 @@ def _uncut(
 
 
 def _coupled_message(analysis: Analysis, time: Mapping[fx.Node, Choice], node: fx.Node, count: int) -> str:
-    operator = f"with {count} micro-batches {node.target}{where(node)}"
+    operator = f"micro_batches={count}: {node.target}{where(node)}"
     if _draws_whole(analysis, node):
         return (
             f"{operator} draws random numbers of the whole batch one after the other, which micro-batches would draw "

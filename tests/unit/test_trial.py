@@ -133,7 +133,7 @@ def test_a_batch_that_cannot_be_cut_is_searched_whole(trial: CandidateCompiler) 
     assert found.best.compiled
     assert {choice.plan.micro_batches for choice in found.choices} == {1}
     assert not found.refused
-    with pytest.raises(UsageError, match="with 4 micro-batches .* computes a row of the batch from other rows"):
+    with pytest.raises(UsageError, match="micro_batches=4: .* computes a row of the batch from other rows"):
         search_plans(profile, cluster, batch=64, settings=SearchSettings(micro_batches=4), trial=own)
 
 
