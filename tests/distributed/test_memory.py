@@ -64,6 +64,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "tensor parallel": ({"": split()}, {"micro_batches": 2}, "adamw"),
     "tensor parallel, unlike shares": ({"": split()}, plan_of("split", [3, 1]), "sgd"),
     "pipeline": (STAGES, {"micro_batches": 8}, "sgd"),
+    "data parallel, layers computed again": ({"": replicate()}, {"recompute": "full"}, "sgd"),
+    "pipeline, norms and activations computed again": (STAGES, {"micro_batches": 8, "recompute": "selective"}, "sgd"),
     "pipeline with two stages a rank": (
         EVERY,
         {"micro_batches": 2, "schedule": "interleaved"},
@@ -81,7 +83,10 @@ def test_predicted_bytes_are_the_counted_ones(
     plan: Plan | None = options.get("plan")
     schedule = options.get("schedule", "1f1b")
     chosen = Options(
-        micro_batches=plan.micro_batches if plan else options.get("micro_batches", 1), schedule=schedule, plan=plan
+        micro_batches=plan.micro_batches if plan else options.get("micro_batches", 1),
+        schedule=schedule,
+        plan=plan,
+        recompute=options.get("recompute", "none"),
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)

@@ -306,7 +306,6 @@ class Builder:
             compilation.program(rank),
             seeded,
             device=self.world.device,
-            recompute=self.options.recompute,
             layouts=self.layouts,
         )
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from whale.compile.trace import Traced
 from whale.errors import CaptureError, UsageError
 from whale.graph.capture import Captured
+from whale.graph.capture_checks import is_checkpointed
 from whale.graph.partition import Partition
 from whale.graph.values import Value, needs_grad, value_name, value_shape, value_tensor
 from whale.ir.check import check_programs
@@ -33,6 +34,7 @@ from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, stage
 from whale.strategies.folding import Fold, folded
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report
+from whale.strategies.recompute import Recompute
 from whale.strategies.row_sums import RowSums, row_sums
 
 __all__ = ["Compilation", "LocalParameter", "StoredForm", "placement_of"]
@@ -55,7 +57,8 @@ class Compilation:
     """A model, compiled for one batch signature; equal on every rank.
 
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
-    ``folds`` the runs of equal layers that are left out of its stages, for dry runs.
+    ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``recompute`` says what backwards
+    compute again.
     """
 
     traced: Traced
@@ -71,6 +74,7 @@ class Compilation:
     warnings: tuple[str, ...] = ()
     rank_specs: tuple[StageSpec, ...] = field(default=())
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
+    recompute: Recompute = "none"
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
     @property
@@ -110,6 +114,11 @@ class Compilation:
             return self
         traced = replace(self.traced, analysis=replace(self.analysis, ops=changed))
         return replace(self, traced=traced, stages=tuple(stages), folds=folds, _lowered={})
+
+    @cached_property
+    def computes_again(self) -> bool:
+        """Whether backwards compute values again, by the rule or in a checkpoint of torch."""
+        return self.recompute != "none" or any(map(is_checkpointed, self.captured.graph.nodes))
 
     @cached_property
     def row_sums(self) -> RowSums:

@@ -120,6 +120,7 @@ def compile_traced(
         report=report,
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
+        recompute=options.recompute,
     )
 
 

@@ -18,7 +18,6 @@ from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.lowering import nothing_of
-from whale.strategies.recompute import Recompute
 
 __all__ = ["RankStage", "RankStep", "RankSums", "rank_step"]
 
@@ -91,7 +90,6 @@ def rank_step(
     seeded: RNGPosition | None,
     *,
     device: torch.device | None = None,
-    recompute: Recompute = "none",
     layouts: Mapping[str, tuple[int, ...]] | None = None,
 ) -> RankStep:
     """The step of *rank* in a compilation.
@@ -102,7 +100,6 @@ def rank_step(
         program: of that rank.
         seeded: the RNG position of random operators; None: they draw as the local model does.
         device: on which it runs; None if it does not train.
-        recompute: what backwards compute again.
         layouts: strides of the rank's parameters and buffers, where they are not contiguous.
     """
     in_parts = any(isinstance(task, Compute) and task.kind == "I" for task in program)
@@ -119,7 +116,7 @@ def rank_step(
             counts = all(c == 0 or p.kind == "P" for c, p in zip(at, stage.loss_placements[1:], strict=True))
         programs = compilation.local_programs(stage, rank, seeded)
         if device is not None and captured.has_loss:
-            options: dict[str, Any] = {"in_parts": in_parts, "recompute": recompute, "layouts": layouts}
+            options: dict[str, Any] = {"in_parts": in_parts, "recompute": compilation.recompute, "layouts": layouts}
             programs = with_derivatives(captured, stage, rank, programs, device, **options)
         stages.append(
             RankStage(

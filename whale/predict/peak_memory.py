@@ -148,7 +148,7 @@ def _found(
     compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None, program: Program, known: Known
 ) -> _Found:
     """Result of a single micro-batch, unless a rank with an equal fingerprint is known."""
-    short = compilation if _splits(program) else compilation.folded
+    short = compilation if _runs_graphs(compilation, program) else compilation.folded
     like = fingerprint(short, rank, program, clock)
     if (device, like.description) not in known.runs:
         known.runs[device, like.description] = like, _brief((short, compilation), rank, device, clock, program)
@@ -237,6 +237,11 @@ def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: 
 def _splits(program: Program) -> bool:
     """Whether backwards are in two parts."""
     return any(isinstance(task, Compute) and task.kind == "I" for task in program)
+
+
+def _runs_graphs(compilation: Compilation, program: Program) -> bool:
+    """Whether a dry run needs the graphs of backwards: autograd keeps other values."""
+    return _splits(program) or compilation.computes_again
 
 
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
@@ -362,9 +367,9 @@ class _Trial:
             self._run(program, data, begin)
 
     def _step(self, program: Program) -> RankStep:
-        """The data of the step: with derivatives if backwards are split, for which autograd has nothing."""
+        """The data of the step: with derivatives if autograd keeps other values than these."""
         data = rank_step(self.compilation, self.rank, program, self.clock)
-        if not _splits(program):
+        if not _runs_graphs(self.compilation, program):
             return data
         placed = {stage.index: stage for stage in self.compilation.stages}
         stages = []
@@ -372,7 +377,8 @@ class _Trial:
             programs = {id(one): fused(one) if self.device == "cuda" else one for one in stage.programs}
             own = [programs[id(one)] for one in stage.programs]
             where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
-            own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=True)
+            options: dict[str, Any] = {"in_parts": _splits(program), "recompute": self.compilation.recompute}
+            own = with_derivatives(self.compilation.captured, *where, own, cpu, **options)
             stages.append(replace(stage, programs=tuple(own)))
         return replace(data, stages=tuple(stages))
 
@@ -393,7 +399,7 @@ class _Trial:
             credit=0 if self.device == "cuda" else None,
         )
         self._reducer = step.executor.reducer
-        if not _splits(program):
+        if not _runs_graphs(self.compilation, program):
             needs = {s: [edge.needs_grad for edge in edges] for s, edges in step.executor.entering.items()}
             step.executor.stages = {s: ByAutograd(one, needs[s]) for s, one in step.executor.stages.items()}
         for parameter in self.parameters.values():
@@ -403,7 +409,7 @@ class _Trial:
         for index, stage in zip(own, step.stages, strict=True):
             if folds := self.compilation.folds.get(index):
                 stage.programs = [marked(stage.programs[0], [(fold, self._replay(fold)) for fold in folds])]
-        if self.device == "cuda" and not _splits(program):
+        if self.device == "cuda" and not _runs_graphs(self.compilation, program):
             for stage in step.stages:
                 programs = {id(program): accelerated(program) for program in stage.programs}
                 stage.programs = [programs[id(program)] for program in stage.programs]
