@@ -337,7 +337,7 @@ def _autocast_around(layout: str) -> float:
     return pair.error()
 
 
-@habit("torch.utils.checkpoint in forward", "dropped without a word; now warned of")
+@habit("torch.utils.checkpoint in forward", "wrong: dropped without a word")
 def _recompute(layout: str) -> float:
     return steps(layout, "recompute")
 
