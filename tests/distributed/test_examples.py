@@ -55,6 +55,15 @@ def losses(text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
+def test_less_is_kept_with_the_same_losses(size: int) -> None:
+    text = run(size, "low_memory.py")
+    assert "recompute: losses equal; bfloat16: near float32" in text
+    shares = [int(share) for share in re.findall(r"\((\d+)%\)", text)]
+    assert len(shares) == 6 and shares[0] == 100
+    assert shares[2] < 30 and shares[5] < 25
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_the_quickstart_finds_its_losses_equal(size: int) -> None:
     assert f"parity on {size} ranks: losses equal" in run(size, "quickstart.py")
 
