@@ -51,6 +51,22 @@ def test_gpt2_without_an_annotation_has_the_loss_and_gradients_of_one_process(wo
         assert held > 0
 
 
+def step_of_own_rows(world: World) -> tuple[float, float]:
+    """Losses of a searched plan to which each rank brings its rows, and of one process."""
+    local, batch = decoder(layers=2), tokens()
+    made = whale.parallelize(
+        decoder(layers=2), batch, plan="auto", batch="local", recompute="full", device="cpu", timeout_seconds=20
+    )
+    share = made.batch_share(8)
+    index = torch.tensor([row for first, stop in share for row in range(first, stop)], dtype=torch.long)
+    return made.train_step(**{name: x[index] for name, x in batch.items()}).item(), local(**batch).item()
+
+
+def test_a_searched_plan_with_rows_of_each_rank(worlds: Worlds) -> None:
+    for found, expected in worlds.run(2, step_of_own_rows):
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
 def staged_step(world: World, schedule: str | None = None) -> tuple[float, set[str]]:
     """The worst error of a decoder whose stages are annotated, and what lies here."""
     model, batch = decoder(layers=4), tokens()

@@ -416,8 +416,9 @@ class _Trial:
         step.executor.programs[True] = self.noting
         with warnings.catch_warnings(), self.live:
             warnings.simplefilter("ignore")
+            sums = [torch.empty(shape, dtype=dtype, device=self.place) for shape, dtype in data.sums.likes]
             for stage in step.stages:
-                stage.begin(self.batch)
+                stage.begin(self.batch, sums)
             step.executor.run(True)
             for stage in step.stages:
                 stage.finish()
