@@ -1,15 +1,13 @@
-"""Atomic writes of the file of ``-o``: a reader sees the old file or the new one, whole."""
+"""The files that options name, such as ``-o``: written by `whale.ir.files`, with errors that name the option."""
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from whale.errors import UsageError
+from whale.ir.files import check_writable, write_file
 
 if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
@@ -25,10 +23,7 @@ def refuse_unwritable(path: Path, option: str = "-o") -> None:
         UsageError: its folder is not there or takes no files, or it is a folder itself; names the option.
     """
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with _beside(path):
-            pass
+        check_writable(path)
     except OSError as error:
         raise _unwritable(path, option, error) from error
 
@@ -49,32 +44,13 @@ def write_pieces(path: Path, pieces: Iterable[str], option: str = "-o") -> None:
         UsageError: it cannot be written.
     """
     try:
-        with _beside(path, delete=False) as file:
-            try:
-                file.writelines(pieces)
-                file.flush()
-                os.chmod(file.name, 0o666 & ~_umask())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_file(path, pieces)
     except OSError as error:
         raise _unwritable(path, option, error) from error
 
 
-def _beside(path: Path, *, delete: bool = True) -> IO[str]:
-    """A new file in the same folder."""
-    return NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=delete, encoding="utf-8")
-
-
 def _unwritable(path: Path, option: str, error: OSError) -> UsageError:
     return UsageError(f"{option} {path} cannot be written: {error.strerror}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def write_profile(made: ModelProfile, path: Path) -> None:

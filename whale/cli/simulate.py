@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.files import write_whole
 from whale.cli.options import note, verbosity_options
 from whale.errors import InputFileError, UsageError
 from whale.ir.units import bytes_text
@@ -82,12 +83,9 @@ def read_workload(path: Path) -> Workload:
     return workload
 
 
-def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the trace as JSON."""
-    try:
-        path.write_text(json.dumps(trace_of(timeline)), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"-o {path} cannot be written: {error.strerror}") from error
+def write_trace(timeline: Timeline, path: Path, option: str = "-o") -> None:
+    """Write the trace as JSON to the file that *option* names."""
+    write_whole(path, json.dumps(trace_of(timeline)), option)
     note(f"wrote {path}: open it at https://ui.perfetto.dev")
 
 

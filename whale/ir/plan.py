@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import ceil, isfinite, prod
 from os import PathLike
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -30,6 +29,7 @@ from pydantic import (
 
 from whale.errors import AnnotationError, PlanMismatchError
 from whale.ir.cluster import Cluster
+from whale.ir.files import write_file
 from whale.ir.json_text import format_json
 from whale.ir.module_pattern import ModulePattern
 from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
@@ -281,7 +281,7 @@ class Plan(FileRecord):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write `dumps` to a file."""
-        Path(path).write_text(self.dumps(), encoding="utf-8")
+        write_file(path, (self.dumps(),))
 
     @staticmethod
     def published_schema() -> dict[str, Any]:

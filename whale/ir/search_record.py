@@ -7,11 +7,11 @@ for nor how they are drawn.
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from whale.ir.files import write_file
 from whale.ir.json_text import format_json
 from whale.ir.plan import Hash, Name
 from whale.ir.record import FileRecord, Record
@@ -100,4 +100,4 @@ class SearchRecord(FileRecord):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write `dumps` to a file."""
-        Path(path).write_text(self.dumps(), encoding="utf-8")
+        write_file(path, (self.dumps(),))
