@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_explain import pipeline
-from whale.cli.files import refuse_unwritable, write_whole
+from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.simulate import write_trace
 from whale.errors import UsageError
 from whale.ir.files import check_writable, write_file
@@ -79,3 +79,15 @@ def test_a_file_keeps_its_permissions_and_what_it_held_where_a_piece_fails(tmp_p
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
     write_file(file, ("new",))
     assert file.read_text() == "new" and stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_one_file_is_not_written_twice_nor_in_place_of_what_is_read(tmp_path: Path) -> None:
+    file, link = tmp_path / "plan.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    with pytest.raises(UsageError, match=r"-o .*plan.json and --trace .*link.json are the same file"):
+        refuse_same({"-o": file, "--trace": link})
+    with pytest.raises(UsageError, match=r"the file of FILE would be lost"):
+        refuse_same({"-o": file}, {"FILE": str(file)})
+    refuse_same({"-o": file, "--trace": None}, {"FILE": tmp_path / "other.json", "--cluster": "plan.json"})
+    refuse_same({"-o": file}, {"FILE": link.with_name("a"), "--profile": link.with_name("a")})  # read twice
+    refuse_same({"-o": Path(os.devnull), "--record": Path(os.devnull)})

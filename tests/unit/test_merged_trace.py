@@ -204,7 +204,7 @@ def test_traces_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     nameless = exported(tmp_path, 1, two_steps(1, 0), distributedInfo=None)
     assert "name the file rank0.json if it is of rank 0" in refused(one, nameless)[1]
     result = whale_trace(one, "-o", one)
-    assert result.exit_code == 2 and "is one of the traces; give another name" in result.stderr
+    assert result.exit_code == 2 and "the file of TRACE trace0.json would be lost: give another name" in result.stderr
 
 
 def test_where_no_loss_was_summed_clocks_are_left_and_it_is_said(tmp_path: Path) -> None:

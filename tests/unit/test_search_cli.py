@@ -179,6 +179,14 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
         ((*GIVEN, "--without", "node0", "--without", "node1", "-o", "plan.json"), "there are 3 cases"),
         ((*GIVEN, "--time-limit", "0"), "--time-limit"),
         ((*GIVEN, "-o", "none/plan.json"), "-o none/plan.json cannot be written: No such file or directory"),
+        (
+            (*GIVEN, "-o", "one.json", "--record", "./one.json"),
+            "-o one.json and --record one.json are the same file; each is a file of its own",
+        ),
+        (
+            ("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "-o", PROFILE),
+            "are the same file; the file of --profile would be lost",
+        ),
         ((*GIVEN, "-o", "."), "-o . cannot be written: Is a directory"),
         ((*GIVEN, "--record", "none/search.json"), "--record none/search.json cannot be written: No such file"),
         ((*GIVEN, "--batch", "8,4-2"), "Invalid value for '--batch': '8,4-2': the range 4-2 goes down; write 2-4"),

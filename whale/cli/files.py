@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
 
 
-__all__ = ["refuse_unwritable", "write_pieces", "write_profile", "write_whole"]
+__all__ = ["refuse_same", "refuse_unwritable", "write_pieces", "write_profile", "write_whole"]
 
 
 def refuse_unwritable(path: Path, option: str = "-o") -> None:
@@ -26,6 +27,25 @@ def refuse_unwritable(path: Path, option: str = "-o") -> None:
         check_writable(path)
     except OSError as error:
         raise _unwritable(path, option, error) from error
+
+
+def refuse_same(written: Mapping[str, Path | None], read: Mapping[str, str | Path | None] | None = None) -> None:
+    """Refuse one file for two outputs, or an output in place of what is read; by the options that name them.
+
+    Raises:
+        UsageError: both options and the file.
+    """
+    given = [(option, Path(path)) for option, path in (*written.items(), *(read or {}).items()) if path is not None]
+    for index, (option, path) in enumerate(given):
+        for other, before in given[:index]:
+            if other in written and os.path.realpath(path) == os.path.realpath(before) and not _is_special(path):
+                what = "each is a file of its own" if option in written else f"the file of {option} would be lost"
+                raise UsageError(f"{other} {before} and {option} {path} are the same file; {what}: give another name")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is there and holds nothing, such as /dev/null."""
+    return path.exists() and not path.is_file()
 
 
 def write_whole(path: Path, text: str, option: str = "-o") -> None:

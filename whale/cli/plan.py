@@ -16,7 +16,7 @@ import click
 
 from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
 from whale.cli.clusters import load_cluster
-from whale.cli.files import write_whole
+from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import note, verbosity_options
 from whale.cli.plan_text import command, stage_table, step_lines
@@ -86,6 +86,9 @@ def plan(
     from whale.ir.profile import ModelProfile
     from whale.planner.schedules.orders import SCHEDULES
 
+    refuse_same({"-o": output}, {"--cluster": cluster_file, "--profile": profile_file})
+    if output is not None:
+        refuse_unwritable(output)
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
     profile = ModelProfile.load(profile_file) if profile_file is not None else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from whale.cli.files import write_whole
+from whale.cli.files import refuse_same, write_whole
 from whale.cli.options import note, verbosity_options
 from whale.cli.simulate import write_trace
 from whale.errors import InputFileError, PlanMismatchError, UsageError
@@ -49,6 +49,8 @@ def report(
     from whale.planner.explain import explain
     from whale.planner.report.page import report_page
 
+    read = {"FILE": file, "--cluster": cluster_file, "--profile": profile_file, "--search": record_file}
+    refuse_same({"-o": output, "--trace": trace_file}, read)
     plan = Plan.load(file)
     if plan.prediction is not None and not plan.prediction_is_current:
         note(f"whale: note: {file} was edited after its prediction was computed; the report shows that of the old plan")

@@ -19,7 +19,7 @@ import click
 from whale.cli.assumptions import assumptions_text, dtype_of, in_precision, is_given, said_of_model, said_of_optimizer
 from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
-from whale.cli.files import refuse_unwritable, write_whole
+from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
@@ -116,6 +116,7 @@ def search(
         raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
     if precision is not None:
         dtype_of(precision)  # refuses what no model runs in
+    refuse_same({"-o": output, "--record": record}, {"--cluster": cluster_file, "--profile": profile_file})
     for path, option in ((output, "-o"), (record, "--record")):
         if path is not None:
             refuse_unwritable(path, option)

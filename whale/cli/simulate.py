@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from whale.cli.files import write_whole
+from whale.cli.files import refuse_same, write_whole
 from whale.cli.options import note, verbosity_options
 from whale.errors import InputFileError, UsageError
 from whale.ir.units import bytes_text
@@ -37,6 +37,7 @@ def simulate(file: Path, schedule: str | None, micro_batches: int | None, output
     """
     from whale.planner.simulation.simulate import simulate as simulate_workload
 
+    refuse_same({"-o": output}, {"FILE": file})
     workload = read_workload(file)
     changes = {"schedule": schedule, "micro_batches": micro_batches}
     workload = workload.model_copy(update={name: value for name, value in changes.items() if value is not None})

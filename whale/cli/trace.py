@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from whale.cli.files import refuse_unwritable, write_pieces
+from whale.cli.files import refuse_same, refuse_unwritable, write_pieces
 from whale.cli.options import note, verbosity_options
 from whale.cli.simulate import read_workload
-from whale.errors import UsageError
 
 if TYPE_CHECKING:
     from whale.commands.merged_trace import Clock
@@ -37,8 +36,7 @@ def trace(traces: tuple[Path, ...], output: Path, plan_file: Path | None) -> Non
     from whale.commands.rank_traces import read_ranks
     from whale.planner.simulation.simulate import simulate
 
-    if any(_same(output, path) for path in traces):
-        raise UsageError(f"-o {output} is one of the traces; give another name")
+    refuse_same({"-o": output}, {"--plan": plan_file, **{f"TRACE {path.name}": path for path in traces}})
     refuse_unwritable(output)
     timeline = simulate(read_workload(plan_file)) if plan_file is not None else None
     found = read_ranks(traces)
@@ -48,10 +46,6 @@ def trace(traces: tuple[Path, ...], output: Path, plan_file: Path | None) -> Non
     _say_clocks(clocks)
     write_pieces(output, merged(found, clocks, timeline))
     note(f"wrote {output}: open it at https://ui.perfetto.dev")
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _say_clocks(clocks: Mapping[int, Clock]) -> None:
