@@ -356,13 +356,12 @@ def verify(
     """
     from whale.graph.capture import _Loss
 
-    model = model.eval()
     leaves = batch_leaves(batch)
-    local = model_copy(model, {})
+    local = model_copy(model, {}).eval()
     loss = _Loss(local, list(leaves), loss_fn)(*[v.clone() if isinstance(v, Tensor) else v for v in leaves.values()])
     loss.backward()
     expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}
-    parallel = parallelize(model, batch, loss_fn=loss_fn, **options)
+    parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its own mode
     found_loss = parallel._step(leaves, train=True)
     found = parallel.full_gradients()
     errors = {}

@@ -42,6 +42,23 @@ def test_callable_of_a_file_receives_settings_and_batch_size(file: Path) -> None
     assert loaded.batch["input"].shape == (5, 3)
 
 
+def test_an_unseeded_file_gives_every_process_the_same_model_and_batch(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "unseeded_model.py"
+    path.write_text(
+        "import random, torch, numpy\nscale = numpy.random.rand()\ndef build():\n"
+        "    return torch.nn.Linear(3, 1), scale * random.random() * torch.randn(2, 3)\n"
+    )
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        sys.modules.pop(path.stem, None)
+        loaded = load_model(f"{path}:build", {})
+        found.append([*loaded.model.parameters(), loaded.batch])
+        assert torch.initial_seed() == seed  # the process's own random numbers go on
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_model_on_the_meta_device_allocates_nothing(file: Path) -> None:
     loaded = load_model(f"{file}:build", {"width": 3}, device="meta")
     assert all(parameter.is_meta for parameter in loaded.model.parameters())

@@ -14,9 +14,10 @@ from tests.small_models import decoder, tokens
 from tests.workloads import chain_workload
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_model
+from whale.compile.trace import trace
 from whale.errors import PlanMismatchError
 from whale.ir.cluster import Cluster, DeviceType
-from whale.ir.plan import Plan
+from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.schedule import peak_in_flight
 
 TWO_STAGES: dict[str, Any] = {
@@ -151,3 +152,17 @@ def test_a_schedule_that_depends_on_times_takes_those_of_the_plan() -> None:
     slow_hops = plan.model_copy(update={"workload": chain_workload(2, 8, latency=3.0)})
     kept = [peak_in_flight(compiled(each, Cluster.homogeneous(3)).order) for each in (plan, slow_hops)]
     assert kept == [{0: 3, 1: 1}, {0: 4, 1: 1}]
+
+
+def test_a_plan_of_a_model_with_dropout_is_verified() -> None:
+    """The comparison is in evaluation mode, the plan of the model in training, and the model keeps its mode."""
+    model, batch = torch.nn.Sequential(decoder(layers=1).embed, torch.nn.Dropout(), torch.nn.Flatten()), tokens()
+    loss_fn = _mean_of_squares
+    traced = trace(model, batch["tokens"], device=torch.device("cpu"), training=True, loss_fn=loss_fn)
+    plan = Plan(world_size=1, model=ModelIdentity(name="dropout", hash=traced.hash))
+    assert whale.verify(model, batch["tokens"], loss_fn=loss_fn, plan=plan, device="cpu").passed
+    assert model.training
+
+
+def _mean_of_squares(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()

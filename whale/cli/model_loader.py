@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,18 +95,40 @@ def load_model(
 def _load_from_file(
     spec: str, path: Path, name: str, settings: dict[str, Any], *, batch_size: int | None, device: str
 ) -> LoadedModel:
-    module = _import_file(path)
-    build = getattr(module, name, None)
-    if not callable(build):
-        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise UsageError(f"--model {spec}: {path} has no callable {name!r}{_suggestion(name, names)}")
-    arguments = _arguments(spec, build, settings, batch_size)
-    with _device(device):
-        try:
-            result = build(**arguments)
-        except Exception as error:
-            raise UsageError(f"--model {spec}: {name}() raised {_brief(error, path)}") from error
+    with _seeded():
+        module = _import_file(path)
+        build = getattr(module, name, None)
+        if not callable(build):
+            names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+            raise UsageError(f"--model {spec}: {path} has no callable {name!r}{_suggestion(name, names)}")
+        arguments = _arguments(spec, build, settings, batch_size)
+        with _device(device):
+            try:
+                result = build(**arguments)
+            except Exception as error:
+                raise UsageError(f"--model {spec}: {name}() raised {_brief(error, path)}") from error
     return _as_loaded(spec, name, result)
+
+
+@contextmanager
+def _seeded(seed: int = 0) -> Iterator[None]:
+    """Let random numbers of torch, numpy and Python be the same in every process, so that all ranks have one model and
+    one batch; afterwards go on with the process's own."""
+    import torch
+
+    numpy = importlib.import_module("numpy.random") if importlib.util.find_spec("numpy") else None
+    own, numpys = random.getstate(), numpy and numpy.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            if numpy is not None:
+                numpy.set_state(numpys)
 
 
 def _import_file(path: Path) -> ModuleType:
