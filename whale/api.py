@@ -78,7 +78,8 @@ def parallelize(
             as detected).
         plan: a plan file, or a Plan. ``"auto"``: rank 0 searches for one, for a model without annotations, with the
             given *micro_batches* and *schedule*.
-        micro_batches: number of micro-batches; must divide the batch.
+        micro_batches: number of micro-batches; must divide the batch, except with ``plan="auto"``: the last one may
+            then have fewer rows, as it may in a plan.
         schedule: ``gpipe``, ``1f1b`` (the default), ``1f1b_deep`` (more warm-up forwards, for slow links),
             ``interleaved``, ``zero_bubble`` or ``zero_bubble_1p`` (the memory of 1F1B's first stage on all stages),
             ``zero_bubble_h2`` or ``zero_bubble_2p`` (twice that, and almost no bubble), or ``greedy``.

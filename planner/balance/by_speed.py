@@ -15,6 +15,7 @@ from typing import Any
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
+from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import Affine, ModelProfile
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
@@ -73,7 +74,7 @@ def pipeline_by_speed(
         batch: rows of a step.
         micro_batches: of a step.
         num_stages: of the pipeline.
-        replicas: of every stage; they have equal rows.
+        replicas: of every stage; layers are divided as if all had equal rows in all micro-batches.
         precision: a name in `whale.planner.cost.precision`.
         schedule: a name in `whale.planner.schedules.orders`.
 
@@ -88,13 +89,9 @@ def pipeline_by_speed(
         )
     if num_stages == 1:
         return (range(len(profile.layers)),)
-    if batch % (micro_batches * replicas):
-        raise UsageError(
-            f"a batch of {batch} rows cannot be cut into {micro_batches} micro-batches for each of {replicas} replicas"
-        )
-    rows = batch // (micro_batches * replicas)
+    rows = -(-rows_of_micro_batch(batch, micro_batches) // replicas)  # of the fullest replica, in a full micro-batch
     configuration = Configuration(
-        batch=batch,
+        batch=rows * micro_batches * replicas,
         micro_batch=rows,
         pipeline=num_stages,
         data=replicas,

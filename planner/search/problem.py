@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whale.errors import UsageError
+from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -185,7 +186,7 @@ class SearchSettings:
 
     Attributes:
         precision: of the run, as `whale.planner.cost.precision` knows it.
-        micro_batches: a number, or None: any that divides the batch.
+        micro_batches: a number, or None: any; where it does not divide the batch, the last one has fewer rows.
         schedules: allowed ones. The search prices plans with `PRICED` ones; for others it searches as for ``1f1b``, and
             they are tried on compiled plans.
         max_stages: of the pipeline; None: as many as there are devices or layers.
@@ -230,13 +231,16 @@ class SearchSettings:
             raise UsageError(f"plans are searched with the schedules {', '.join(OF_ONE_STAGE)}, not {given}")
         if batch > MAX_BATCH:
             raise UsageError(f"a batch has at most {MAX_BATCH:,} rows, not {batch:,}")
-        for name, value in (("batch", batch), ("max_stages", self.max_stages), ("top", self.top)):
+        for name, value in (
+            ("batch", batch),
+            ("micro_batches", self.micro_batches),
+            ("max_stages", self.max_stages),
+            ("top", self.top),
+        ):
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, but must be at least 1")
-        if self.micro_batches is not None and (self.micro_batches < 1 or batch % self.micro_batches):
-            raise UsageError(
-                f"{self.micro_batches} micro-batches do not divide a batch of {batch} rows; use a divisor of it"
-            )
+        if self.micro_batches is not None:
+            rows_of_micro_batch(batch, self.micro_batches)
         costs_of(self.optimizer)
         if not self.time_limit > 0:
             raise UsageError(f"the time limit is {self.time_limit} seconds, but must be positive")

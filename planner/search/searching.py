@@ -563,7 +563,8 @@ class _Search:
 
     def _look(self, prices: CostModel, batch: int, settings: SearchSettings) -> int | None:
         """The `quick_look` of another search, which ends with the first plan that fits."""
-        if settings.micro_batches is not None and batch % settings.micro_batches:
+        count = settings.micro_batches
+        if count is not None and self.meshes.rows(batch, count) * (count - 1) >= batch:  # of too few rows
             settings = replace(settings, micro_batches=None)
         meshes = CostTable(
             prices=replace(prices, batch=batch),

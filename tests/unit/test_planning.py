@@ -61,6 +61,15 @@ def plan(profile: ModelProfile, machines: Cluster, layout: Any, *, rows: int = 1
     return make_plan(model, tokens(rows), costs, Options(**options), rows=rows, name="decoder")
 
 
+@pytest.mark.parametrize("layout", [{"": replicate()}, {"layers.0": stage(), "layers.1": stage()}])
+def test_the_last_micro_batch_may_have_fewer_rows(profile: ModelProfile, layout: Any) -> None:
+    found = plan(profile, cluster(2, 1), layout, rows=10, micro_batches=4)
+    assert (found.plan.micro_batches, found.plan.micro_batch_rows) == (4, 3)
+    assert found.predicted.workload.last_share == pytest.approx(1 / 3)
+    with pytest.raises(UsageError, match="10 rows does not make 6 micro-batches: .* use 5 or 10"):
+        plan(profile, cluster(2, 1), layout, rows=10, micro_batches=6)
+
+
 def test_faster_devices_get_more_rows(profile: ModelProfile) -> None:
     found = plan(profile, cluster(2, 1), {"": replicate()})
     first, second = found.plan.stages[0].axes[0].shares  # type: ignore[index]
@@ -204,10 +213,15 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
     assert {key.partition(".")[0] for key in staged.annotations} <= {"embed", "layers", "head"}
     trial = CandidateCompiler(build(), tokens(12), name="decoder")
     assert len(trial.compile(staged, Cluster.parse(UNLIKE)).stages) == 2
+    ragged = run("--batch", "13", "--micro-batches", "4", "--stages", "2")
+    assert ragged.exit_code == 0 and "1f1b, 4 micro-batches of 4 rows, the last of 1" in ragged.stdout
     for arguments, says in (
         ((), "say --batch"),
         (("--batch", "12", "--stages", "3"), "3 stages of 1 replicas are 3 devices, but the cluster has 2"),
-        (("--batch", "12", "--micro-batches", "5"), "5 micro-batches do not divide"),
+        (
+            ("--batch", "12", "--micro-batches", "5"),
+            "12 rows does not make 5 micro-batches: with 3 rows each",
+        ),
         (("--batch", "12", "--schedule", "zero_bubble"), "choose of gpipe and 1f1b"),
         (("--batch", "12", "--optimizer", "sgd"), "--optimizer is for --model"),
     ):

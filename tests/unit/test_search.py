@@ -228,10 +228,18 @@ def test_with_a_schedule_that_has_no_price_plans_are_those_of_1f1b() -> None:
     assert more.bound_seconds == usual.bound_seconds
 
 
+def test_a_number_that_leaves_the_last_micro_batch_fewer_rows_can_be_asked_for() -> None:
+    assert {one.micro_batches for one in found(micro_batches=11).candidates} == {11}  # ten of 3 rows, one of 2
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"micro_batches": 5}, "do not divide a batch of 32"),
+        (
+            {"micro_batches": 9},
+            "a batch of 32 rows does not make 9 micro-batches: with 4 rows each there are 8; use 8 or 11",
+        ),
+        ({"micro_batches": 0}, "micro_batches is 0"),
         ({"schedules": ("interleaved",)}, "searched with the schedules gpipe, 1f1b, .*not 'interleaved'"),
         ({"schedules": ()}, "not none"),
         ({"time_limit": 0.0}, "time limit"),

@@ -20,6 +20,7 @@ from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
 from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError
+from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
@@ -102,7 +103,17 @@ def make_plan(
         )
 
     traced = trace(model, batch, device="cpu", training=True, promote=options.promote)
-    first = compile_traced(traced, costs.cluster, options, device="cpu")
+    counted = options
+    if rows % options.micro_batches:
+        rows_of_micro_batch(rows, options.micro_batches)
+        ragged = Plan(
+            world_size=len(costs.cluster.devices),
+            batch=rows,
+            micro_batches=options.micro_batches,
+            schedule=options.schedule,
+        )
+        counted = replace(options, plan=ragged)
+    first = compile_traced(traced, costs.cluster, counted, device="cpu")
     for text in first.warnings:
         warn(text)
     identity = traced.hash

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 from whale.commands.shared import Shared
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
+from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.units import bytes_text
@@ -439,7 +440,7 @@ def plan_pipeline(
         profile: of the model.
         cluster: the devices: *num_stages* x *replicas*.
         batch: rows of the global batch.
-        micro_batches: of a step; they divide the batch.
+        micro_batches: of a step; the last one may have fewer rows.
         num_stages: of the pipeline.
         replicas: of every stage.
         schedule: ``gpipe`` or ``1f1b``.
@@ -490,7 +491,7 @@ def _pipeline(
         ranks = tuple(range(index * replicas, (index + 1) * replicas))
         groups = [prices.group((rank,), replicas) for rank in ranks]
         held = in_flight(schedule, len(cuts), index, micro_batches)
-        rows = fastest_rows(prices, layers, groups, batch // micro_batches, micro_batches, held)
+        rows = fastest_rows(prices, layers, groups, rows_of_micro_batch(batch, micro_batches), micro_batches, held)
         stages.append(
             StageChoice(first=layers.start, last=layers.stop, ranks=ranks, data=replicas, tensor=1, rows=rows)
         )
