@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Device, DeviceType, Node
+from whale.ir.device_names import matching_types
 
 __all__ = ["with_node", "without"]
 
@@ -20,7 +21,7 @@ def without(cluster: Cluster, what: str) -> Cluster:
     """The cluster without nodes by name, or without a number of devices of a type, written ``V100-SXM2-16GB:2``; with
     commas, without all of them.
 
-    Devices of a type go from the last nodes that have it.
+    Devices of a type go from the last nodes that have it. Types have the names that a cluster file may give them.
 
     Raises:
         UsageError: there is no such node, there are not as many devices, or nothing is left.
@@ -42,12 +43,17 @@ def _ranks_of(cluster: Cluster, part: str, gone: set[int]) -> Sequence[int]:
     by_name = {node.name: node.ranks for node in cluster.nodes}
     if part in by_name:
         return by_name[part]
-    type_name, colon, count = part.rpartition(":")
-    ranks = [d.rank for d in cluster.devices if d.type.name == type_name and d.rank not in gone]
-    if colon and count.isdecimal() and ranks:
-        if int(count) > len(ranks):
-            raise UsageError(f"--without {part}: the cluster has only {len(ranks)} {type_name}")
-        return ranks[len(ranks) - int(count) :]
+    written, colon, count = part.rpartition(":")
+    named = matching_types(written, {device.type.name: device.memory_bytes for device in cluster.devices})
+    if colon and count.isdecimal() and int(count) and named:
+        if len(named) > 1:
+            raise UsageError(f"--without {part}: {written!r} is {_either(named)}; say which")
+        ranks = [device.rank for device in cluster.devices if device.type.name == named[0]]
+        left = [rank for rank in ranks if rank not in gone]
+        if int(count) > len(left):
+            others = f", of which {len(ranks) - len(left)} are missing already" if len(left) < len(ranks) else ""
+            raise UsageError(f"--without {part}: the cluster has only {len(ranks)} {named[0]}{others}")
+        return left[len(left) - int(count) :]
     types = list(dict.fromkeys(device.type.name for device in cluster.devices))
     near = difflib.get_close_matches(part, [*by_name, *(f"{name}:1" for name in types)], n=1)
     hint = f"did you mean {near[0]}?" if near else f"its nodes are {_some(by_name)}, its types {_some(types)}"
@@ -81,10 +87,13 @@ def with_node(cluster: Cluster, what: str, catalog: Mapping[str, DeviceType]) ->
             raise UsageError(
                 f"--with {part}: write a number of devices and their type, such as 2x{cluster.devices[0].type.name}"
             )
-        count, type_ = int(written[1]), types.get(written[2])
-        if type_ is None:
+        named = matching_types(written[2], {name: type_.memory_bytes for name, type_ in types.items()})
+        if len(named) > 1:
+            raise UsageError(f"--with {part}: {written[2]!r} is {_either(named)}; say which")
+        if not named:
             near = difflib.get_close_matches(written[2], types, n=3) or list(types)[:3]
             raise UsageError(f"--with {part}: unknown device type {written[2]!r}; did you mean {' or '.join(near)}?")
+        count, type_ = int(written[1]), types[named[0]]
         first = cluster.nodes[0]
         like = next((node for node, own in nodes if own[0].name == type_.name), None)
         intra = like.intra if like is not None else type_.intra_node or first.intra
@@ -108,6 +117,10 @@ def _numbered(nodes: Iterable[tuple[Node, Sequence[DeviceType]]]) -> Cluster:
         ]
         found.append(replace(node, ranks=ranks))
     return Cluster(nodes=tuple(found), devices=tuple(devices))
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _some(names: Iterable[str]) -> str:

@@ -38,6 +38,20 @@ def test_several_can_be_missing_at_once() -> None:
     assert shown(without(CLUSTER, "c, fast:1")) == [("a", ["fast:0", "fast:1"]), ("b", ["slow:2"])]
 
 
+def test_types_have_the_names_that_drivers_and_people_give_them() -> None:
+    known = device_types()
+    types = [known[name] for name in ("RTX4090", "V100-SXM2-16GB", "A100-SXM4-80GB", "A100-PCIe-80GB")]
+    machines = Cluster.of([(f"node{index}", type_) for index, type_ in enumerate(types)], inter=LINK)
+    for what in ("RTX-4090:1", "NVIDIA GeForce RTX 4090:1", "rtx4090:1"):
+        assert [device.type for device in without(machines, what).devices] == types[1:]
+    assert without(machines, "Tesla V100-SXM2-16GB:1,a100-pcie:1").devices[1].name == "A100-SXM4-80GB:1"
+    assert with_node(machines, "1xTesla V100-SXM2-16GB", {}).devices[-1].type is types[1]
+    with pytest.raises(UsageError, match="'A100' is A100-SXM4-80GB or A100-PCIe-80GB; say which"):
+        without(machines, "A100:1")
+    with pytest.raises(UsageError, match="'A100-80GB' is A100-SXM4-80GB or A100-PCIe-80GB; say which"):
+        with_node(machines, "2xA100-80GB", {})
+
+
 def test_a_node_more_is_linked_like_its_kind() -> None:
     more = with_node(CLUSTER, "2xslow,1xA100-SXM4-80GB", device_types())
     assert shown(more)[3:] == [("added0", ["slow:6", "slow:7"]), ("added1", ["A100-SXM4-80GB:8"])]
@@ -47,7 +61,16 @@ def test_a_node_more_is_linked_like_its_kind() -> None:
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("d", "a, b, c"), ("slow:4", "only 3 slow"), ("a,b,c", "leaves no device"), ("fsat:1", "did you mean fast:1")],
+    [
+        ("d", "a, b, c"),
+        ("slow:4", "only 3 slow"),
+        ("SLOW:99", "only 3 slow"),
+        ("c,slow:2", "only 3 slow, of which 2 are missing already"),
+        ("c,slow:1,slow:1", "only 3 slow, of which 3 are missing already"),
+        ("slow:0", "a type and a number"),
+        ("a,b,c", "leaves no device"),
+        ("fsat:1", "did you mean fast:1"),
+    ],
 )
 def test_what_is_not_there_cannot_be_missing(what: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
