@@ -20,6 +20,7 @@ from whale.ir.profile import Affine, ModelProfile
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
+from whale.planner.cost.memory import refuse_tiny
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.uniform import Stages
 from whale.planner.network.communication import send
@@ -87,6 +88,7 @@ def pipeline_by_speed(
             f"{num_stages} stages of {replicas} replicas are {num_stages * replicas} devices, but the cluster has "
             f"{len(cluster.devices)}; change the stages, the replicas or the cluster"
         )
+    refuse_tiny(cluster.devices, len(cluster.devices))
     if num_stages == 1:
         return (range(len(profile.layers)),)
     rows = -(-rows_of_micro_batch(batch, micro_batches) // replicas)  # of the fullest replica, in a full micro-batch

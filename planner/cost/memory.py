@@ -10,8 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from whale.ir.cluster import DeviceType
+from whale.errors import InfeasibleError
+from whale.ir.cluster import Device, DeviceType
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
+from whale.ir.units import bytes_text
 from whale.planner.cost.kernels import CAST_BYTES, element_bytes, num_scores
 from whale.planner.cost.layers import Recompute, variant_of
 from whale.planner.cost.optimizers import costs_of
@@ -28,6 +30,7 @@ __all__ = [
     "gradient_bytes",
     "kept_bytes",
     "message_bytes",
+    "refuse_tiny",
     "run_kept_bytes",
     "run_state_bytes",
     "run_working_bytes",
@@ -103,6 +106,22 @@ def framework_bytes(device: DeviceType, num_devices: int) -> float:
         return FRAMEWORK_BYTES
     channels = COMMUNICATION_BYTES_PER_MULTIPROCESSOR * silicon_of(device).multiprocessors
     return FRAMEWORK_BYTES + max(COMMUNICATION_BYTES, channels)
+
+
+def refuse_tiny(devices: Iterable[Device], num_devices: int) -> None:
+    """Refuse devices whose memory the driver and the libraries fill alone: no division of a model helps there.
+
+    Raises:
+        InfeasibleError: names the first of them, its memory and what is taken.
+    """
+    for device in devices:
+        taken = framework_bytes(device.type, num_devices)
+        if taken > device.memory_bytes:
+            raise InfeasibleError(
+                f"{device.name} has {bytes_text(device.memory_bytes)}, but driver, libraries and communication alone "
+                f"take {bytes_text(taken)}, before any layer; leave such devices out of the cluster, or use devices "
+                "with more memory"
+            )
 
 
 def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:

@@ -48,7 +48,8 @@ def shortage(meshes: CostTable, nearest: PartialPlan, batch: int, weighed: Itera
         f"no plan fits in memory. The one that comes nearest, {nearest.label}, needs {bytes_text(worst.total)} on "
         f"{worst.device}, which has {bytes_text(worst.capacity)}, "
         f"{bytes_text(max(0, worst.total - worst.capacity))} too little: "
-        f"{bytes_text(state)} are weights, gradients and optimizer states, {bytes_text(worst.activations)} activations"
+        f"{bytes_text(state)} are weights, gradients and optimizer states, {bytes_text(worst.activations)} "
+        f"activations, {bytes_text(worst.framework)} driver and libraries"
     )
     return advised(problem, list(weighed), otherwise="use devices with more memory, or a smaller model")
 

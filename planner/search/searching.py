@@ -44,6 +44,7 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.memory import framework_bytes, refuse_tiny
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.effort import QUICK, THOROUGH, Effort
@@ -557,6 +558,9 @@ class _Search:
                 self._note(self._scored(sequence, starts, count, schedule))
         if self.nearest is None:
             return "no plan is possible with what is fixed and these devices; fix less, or use more devices"
+        devices = self.meshes.prices.cluster.devices
+        if all(framework_bytes(device.type, len(devices)) > device.memory_bytes for device in devices):
+            refuse_tiny(devices, len(devices))
         left = self.settings.time_limit - (time.monotonic() - self.began)
         weighed = remedies(self.meshes.prices, self.batch, self.settings, look=self._look, seconds=left)
         return shortage(self.meshes, self.nearest.draft, self.batch, weighed)

@@ -114,6 +114,22 @@ def test_what_does_not_fit_is_infeasible_and_says_by_how_much(profile: ModelProf
         plan(profile, cluster(2, 1, memory_bytes=2**16), {"": replicate()})
 
 
+def test_rows_that_do_not_fit_are_to_blame_and_micro_batches_that_do_are_named(profile: ModelProfile) -> None:
+    machines = cluster(2, 1, memory_bytes=3_300_000_000 + 2**21)
+    for layout in ({"": replicate()}, {"layers.0": stage(), "layers.1": stage()}):
+        with pytest.raises(InfeasibleError) as raised:
+            plan(profile, machines, layout, rows=1000)
+        said = str(raised.value)
+        assert "without any rows" not in said and "It would fit with --micro-batches " in said, said
+        count = int(said.partition("--micro-batches ")[2].split(",")[0].split()[0])
+        assert plan(profile, machines, layout, rows=1000, micro_batches=count).predicted.prediction.fits
+
+
+def test_a_device_that_its_driver_fills_cannot_be_helped_by_more_stages(profile: ModelProfile) -> None:
+    with pytest.raises(InfeasibleError, match="card2:0 has 1.00 GiB, but driver, .* take 3.07 GiB, before any layer"):
+        plan(profile, cluster(2, 1, memory_bytes=2**30), {"": replicate()})
+
+
 def test_the_profile_of_another_model_is_refused(profile: ModelProfile) -> None:
     other = profile.model_copy(update={"model_hash": "sha256:" + "0" * 64})
     with pytest.raises(UsageError, match="profile this model"):
@@ -227,7 +243,10 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
     ):
         wrong = run(*arguments)
         assert wrong.exit_code == 2 and says in wrong.stderr, wrong.output
-    (tmp_path / "cluster.toml").write_text(UNLIKE.replace("8 GiB", "1 KiB"))
+    (tmp_path / "cluster.toml").write_text(UNLIKE.replace("8 GiB", "1 GiB"))
+    tiny = run("--batch", "12")
+    assert tiny.exit_code == 4 and "driver, libraries and communication alone take 3.07 GiB" in tiny.stderr
+    (tmp_path / "cluster.toml").write_text(UNLIKE.replace("8 GiB", "3300001 kB"))  # a kilobyte more than these take
     tight = run("--batch", "12")
     assert tight.exit_code == 4 and "use more stages, or let whale search" in tight.stderr
     cut = run("--batch", "12", "--stages", "2")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+from math import ceil
 from typing import Any
 
 from torch import nn
@@ -19,14 +20,17 @@ from whale.annotations import Annotation, annotate
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
 from whale.compile.trace import trace
-from whale.errors import InfeasibleError, UsageError
+from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import parse_strategy
 from whale.ir.units import bytes_text
+from whale.ir.workload import DeviceMemory
+from whale.planner.advice import advised
 from whale.planner.assignment.from_plan import axis_role
 from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
+from whale.planner.cost.memory import refuse_tiny
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers, stage_layers
 from whale.predict.prediction import Predicted, predict
@@ -134,10 +138,11 @@ def make_plan(
     )
 
     def predicted(plan: Plan) -> Predicted:
-        chosen = replace(options, plan=plan)
+        chosen = replace(options, plan=plan, micro_batches=plan.micro_batches)
         compilation = compile_traced(traced, costs.cluster, chosen, device=costs.device)
-        return predict(compilation, costs, schedule=options.schedule)
+        return predict(compilation, replace(costs, micro_batches=plan.micro_batches), schedule=options.schedule)
 
+    refuse_tiny((costs.cluster.devices[rank] for stage in first.stages for rank in stage.mesh.ranks), start.world_size)
     even = predicted(start)
     alike = len({device.type.name for device in costs.cluster.devices}) == 1
     if alike and even.prediction.fits:
@@ -147,15 +152,18 @@ def make_plan(
             even=even,
             reasons=("all devices are alike: shares are equal",),
         )
-    problem = _Problem(first, costs, even, start)
-    best, reasons = problem.solve()
-    found = even if best == start else predicted(best)
-    keep_even = even.prediction.fits and (
-        not found.prediction.fits or even.prediction.step_seconds <= found.prediction.step_seconds
-    )
-    if keep_even:
-        best, found, reasons = start, even, ("even shares are predicted to be no slower",)
-    _check_fits(found, options, rows)
+    try:
+        best, reasons = _Problem(first, costs, even, start).solve()
+        found = even if best == start else predicted(best)
+        keep_even = even.prediction.fits and (
+            not found.prediction.fits or even.prediction.step_seconds <= found.prediction.step_seconds
+        )
+        if keep_even:
+            best, found, reasons = start, even, ("even shares are predicted to be no slower",)
+        _check_fits(found)
+    except InfeasibleError as error:
+        more = _enough_micro_batches(start, even, predicted)
+        raise InfeasibleError(str(error) if more is None else _or_with(str(error), more)) from None
     return Planned(
         plan=best.with_prediction(found.prediction, found.workload),
         predicted=found,
@@ -175,23 +183,58 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     )
 
 
-def _check_fits(found: Predicted, options: Options, rows: int) -> None:
-    """Refuse a plan that does not fit, with the changes that reduce the missing memory the most."""
+def _check_fits(found: Predicted) -> None:
+    """Refuse a plan that does not fit, with what takes the memory, and the changes that reduce it the most."""
     lacking = [device for device in found.prediction.memory if device.total > device.capacity]
     if not lacking:
         return
     worst = max(lacking, key=lambda device: device.total - device.capacity)
     others = f" ({len(lacking)} of {len(found.prediction.memory)} devices lack memory)" if len(lacking) > 1 else ""
     state = worst.parameters + worst.gradients + worst.optimizer
-    cures = ["more stages", "split", "devices with more memory"]
-    if worst.total - worst.activations <= worst.capacity:  # fewer rows at a time can be enough
-        cures[:0] = [f"more micro-batches ({2 * options.micro_batches})"] if 2 * options.micro_batches <= rows else []
-        cures[-1:] = ["more devices"]
     raise InfeasibleError(
-        f"{worst.device} (rank {worst.rank}) needs {bytes_text(worst.total)} but has {bytes_text(worst.capacity)}"
-        f"{others}: {bytes_text(worst.activations)} are activations, {bytes_text(state)} parameters, gradients "
-        f"and optimizer state; use {', '.join(cures[:-1])}, or {cures[-1]}"
+        advised(
+            f"{worst.device} (rank {worst.rank}) needs {bytes_text(worst.total)} but has {bytes_text(worst.capacity)}"
+            f"{others}: {bytes_text(_of_rows(worst))} are activations, {bytes_text(state)} parameters, gradients "
+            "and optimizer state",
+            (),
+            otherwise="use more stages, split, or devices with more memory",
+        )
     )
+
+
+def _of_rows(held: DeviceMemory) -> int:
+    """Bytes that grow with the rows: activations, and of the buffers all but those of gradients."""
+    return held.activations + held.workspace + max(0, held.buffers - held.parameters)
+
+
+def _enough_micro_batches(start: Plan, even: Predicted, predicted: Callable[[Plan], Predicted]) -> int | None:
+    """A number of micro-batches with which the even plan fits, if there is one; tried, as two of them may be."""
+    needed = 1.0
+    for held in even.prediction.memory:
+        of_rows = _of_rows(held)
+        free = held.capacity - (held.total - of_rows) - (held.parameters if start.micro_batches == 1 else 0)
+        if free <= 0:
+            return None
+        needed = max(needed, of_rows / free)
+    batch = start.batch or 1
+    for spare in (1.05, 2.5):  # a pipeline has more of them in flight
+        count = ceil(start.micro_batches * needed * spare)
+        if count > batch:
+            return None
+        count = -(-batch // (batch // count))  # of as many rows, the last one of fewer
+        try:
+            if predicted(start.model_copy(update={"micro_batches": count})).prediction.fits:
+                return count
+        except WhaleError:
+            return None  # a batch that cannot be cut, or a schedule of another number
+    return None
+
+
+def _or_with(problem: str, micro_batches: int) -> str:
+    """The message, with this change first among those that would do."""
+    change = f"It would fit with --micro-batches {micro_batches}"
+    said, would, others = problem.partition("It would fit with ")
+    return f"{said}{change}, or with {others}" if would else f"{problem.partition('; ')[0]}. {change}"
 
 
 @dataclass(frozen=True)
@@ -306,7 +349,8 @@ class _Problem:
         held = next(one for one in self.even.prediction.memory if one.rank == model)
         even_rows = max(max((part.rows for part in layers.parts[model]), default=1), 1)
         even_fraction = min((part.fraction for part in layers.parts[model]), default=1.0)
-        state = held.parameters + held.gradients + held.optimizer + held.buffers
+        of_rows = _of_rows(held)
+        state = held.total - held.framework - of_rows
 
         def seconds(rows: float, fraction: float) -> float:
             total = 0.0
@@ -319,8 +363,7 @@ class _Problem:
             return total
 
         def needed(rows: float, fraction: float) -> float:
-            activations = held.activations * rows / even_rows * fraction / even_fraction
-            return held.framework + state * fraction / even_fraction + activations
+            return held.framework + (state + of_rows * rows / even_rows) * fraction / even_fraction
 
         return MeshDevice(name=device.name, seconds=seconds, bytes=needed, capacity_bytes=device.memory_bytes)
 
