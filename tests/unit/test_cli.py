@@ -175,3 +175,9 @@ def test_only_the_first_rank_prints(calls: list[dict[str, Any]], monkeypatch: py
     assert result.exit_code == 0
     assert len(calls) == 1
     assert result.output == ""
+
+
+@pytest.mark.parametrize("verb", ["plan", "search", "estimate", "verify", "profile"])
+def test_absurd_numbers_are_refused_before_anything_is_loaded(verb: str) -> None:
+    result = run(verb, "--model", "none.py:build", "--cluster", "none.toml", "--batch", "9" * 20)
+    assert result.exit_code == 2 and "1099511627776" in result.stderr.replace(",", "")

@@ -197,7 +197,11 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
             ("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "fp8"),
             "--precision fp8: a model",
         ),
-        ((*GIVEN, "--batch", str(2**41)), "a batch has at most 1,099,511,627,776 rows"),
+        ((*GIVEN, "--batch", str(2**41)), "a number is more than 1,099,511,627,776"),
+        ((*GIVEN, "--batch", "9" * 5000), "a number is more than 1,099,511,627,776"),
+        ((*GIVEN, "--micro-batches", "9" * 20), "is not in the range 1<=x<=1099511627776"),
+        ((*GIVEN, "--batch", "-1"), "'-1': write whole numbers with commas between them, such as 12,14 or 1-8"),
+        ((*GIVEN, "--batch", "8,4-8"), "'8,4-8': 8 is there twice"),
     ],
 )
 def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tuple[str, ...], says: str) -> None:

@@ -16,7 +16,7 @@ import click
 
 from whale.cli.assumptions import assumptions_text, is_given
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import Numbers, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, Numbers, note, verbosity_options
 from whale.errors import UsageError
 from whale.ir.units import bytes_text
 
@@ -26,22 +26,19 @@ if TYPE_CHECKING:
     from whale.planner.cost.estimate import Estimate
 
 
-_AT_LEAST_1 = click.IntRange(min=1)
-
-
 @click.command()
 @click.option("--model", "spec", metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="In place of --model.")
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
-@click.option("--batch", required=True, type=_AT_LEAST_1, metavar="N", help="Samples in a step.")
-@click.option("--micro-batch", type=_AT_LEAST_1, default=1, metavar="N", help="Samples of a micro-batch [1].")
-@click.option("--tp", "tensor", type=_AT_LEAST_1, default=1, metavar="N", help="Tensor degree [1].")
-@click.option("--pp", "pipeline", type=_AT_LEAST_1, default=1, metavar="N", help="Pipeline stages [1].")
-@click.option("--dp", "data", type=_AT_LEAST_1, metavar="N", help="Data degree [the remaining devices].")
-@click.option("--cp", "context", type=_AT_LEAST_1, default=1, metavar="N", help="Context degree [1].")
-@click.option("--ep", "expert", type=_AT_LEAST_1, default=1, metavar="N", help="Expert degree, within --dp [1].")
-@click.option("--virtual-stages", type=_AT_LEAST_1, default=1, metavar="N", help="Virtual stages per device [1].")
+@click.option("--batch", required=True, type=AT_LEAST_1, metavar="N", help="Samples in a step.")
+@click.option("--micro-batch", type=AT_LEAST_1, default=1, metavar="N", help="Samples of a micro-batch [1].")
+@click.option("--tp", "tensor", type=AT_LEAST_1, default=1, metavar="N", help="Tensor degree [1].")
+@click.option("--pp", "pipeline", type=AT_LEAST_1, default=1, metavar="N", help="Pipeline stages [1].")
+@click.option("--dp", "data", type=AT_LEAST_1, metavar="N", help="Data degree [the remaining devices].")
+@click.option("--cp", "context", type=AT_LEAST_1, default=1, metavar="N", help="Context degree [1].")
+@click.option("--ep", "expert", type=AT_LEAST_1, default=1, metavar="N", help="Expert degree, within --dp [1].")
+@click.option("--virtual-stages", type=AT_LEAST_1, default=1, metavar="N", help="Virtual stages per device [1].")
 @click.option("--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved, zero_bubble, greedy.")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
 @click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="ZeRO stage [0].")

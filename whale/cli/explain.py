@@ -24,7 +24,9 @@ _FILE = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("file", type=_FILE)
-@click.option("--changes", type=click.IntRange(min=0), default=3, metavar="N", help="Number of changes to propose [3].")
+@click.option(
+    "--changes", type=click.IntRange(0, 1000), default=3, metavar="N", help="Number of changes to propose [3]."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @verbosity_options
 def explain(file: Path, changes: int, as_json: bool) -> None:

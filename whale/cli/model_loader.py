@@ -200,7 +200,8 @@ def _brief(error: BaseException, path: Path) -> str:
         if Path(traceback.tb_frame.f_code.co_filename) == path:
             place = f" ({path}:{traceback.tb_lineno})"
         traceback = traceback.tb_next
-    return f"{type(error).__name__}: {error}{place}; -v shows the traceback"
+    reason = str(error).partition("\nException raised from")[0]  # torch's own frames, which say nothing of the file
+    return f"{type(error).__name__}: {reason}{place}; -v shows the traceback"
 
 
 def _suggestion(word: str, words: Sequence[str]) -> str:

@@ -10,13 +10,20 @@ import click
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
+MOST = 2**40
+"""Limit on numbers of rows and other counts, as in plans; more than any machine has, and products fit in 64 bits."""
+
+AT_LEAST_1 = click.IntRange(1, MOST)
+
+
 class Numbers(click.ParamType):
-    """Whole numbers between commas, with ranges: ``12,14`` or ``8-15,0-7``; none is below *least*."""
+    """Whole numbers between commas, with ranges: ``12,14`` or ``8-15,0-7``; none is below *least* or above `MOST`, and
+    none is there twice if they are *distinct*."""
 
     name = "numbers"
 
-    def __init__(self, *, least: int = 0) -> None:
-        self.least = least
+    def __init__(self, *, least: int = 0, distinct: bool = False) -> None:
+        self.least, self.distinct = least, distinct
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Read the text."""
@@ -25,8 +32,11 @@ class Numbers(click.ParamType):
         found: list[int] = []
         for part in str(value).split(","):
             first, dash, last = part.strip().partition("-")
-            if not first.isdigit() or (dash and not last.isdigit()):
-                self.fail(f"{value!r}: write whole numbers with commas between them, such as 12,14 or 0-7", param, ctx)
+            if not first.isdecimal() or (dash and not last.isdecimal()):
+                example = f"12,14 or {self.least}-{self.least + 7}"
+                self.fail(f"{value!r}: write whole numbers with commas between them, such as {example}", param, ctx)
+            if max(len(first), len(last)) > 20 or int(last or first) > MOST:
+                self.fail(f"{value!r:.60}: a number is more than {MOST:,}", param, ctx)
             start, stop = int(first), int(last if dash else first)
             if stop < start:
                 self.fail(f"{value!r}: the range {part.strip()} goes down; write {stop}-{start}", param, ctx)
@@ -35,6 +45,9 @@ class Numbers(click.ParamType):
             if stop - start > 1_000_000:
                 self.fail(f"{value!r} is too long", param, ctx)
             found += range(start, stop + 1)
+        if self.distinct and len(set(found)) < len(found):
+            twice = next(number for number in found if found.count(number) > 1)
+            self.fail(f"{value!r}: {twice} is there twice", param, ctx)
         return tuple(found)
 
 

@@ -18,7 +18,7 @@ from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
 from whale.cli.clusters import load_cluster
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import note, verbosity_options
+from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import UsageError
 from whale.planner.cost.optimizers import OPTIMIZERS
@@ -30,19 +30,17 @@ if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
     from whale.ir.workload import Prediction, Workload
 
-_AT_LEAST_1 = click.IntRange(min=1)
-
 
 @click.command()
 @click.option("--model", "spec", metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
 @click.option("--cluster", "cluster_file", metavar="FILE", help="The machines.")
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="Measured times.")
-@click.option("--batch", "batch_size", type=_AT_LEAST_1, metavar="N", help="Rows of the global batch [the example's].")
-@click.option("--micro-batches", type=_AT_LEAST_1, default=1, metavar="M", help="Micro-batches in a step [1].")
+@click.option("--batch", "batch_size", type=AT_LEAST_1, metavar="N", help="Rows of the global batch [the example's].")
+@click.option("--micro-batches", type=AT_LEAST_1, default=1, metavar="M", help="Micro-batches in a step [1].")
 @click.option("--schedule", default="1f1b", metavar="NAME", help="The pipeline schedule [1f1b].")
-@click.option("--stages", type=_AT_LEAST_1, metavar="N", help="Number of stages, without annotations.")
-@click.option("--replicas", type=_AT_LEAST_1, metavar="R", help="With --stages: data-parallel pipelines.")
+@click.option("--stages", type=AT_LEAST_1, metavar="N", help="Number of stages, without annotations.")
+@click.option("--replicas", type=AT_LEAST_1, metavar="R", help="With --stages: data-parallel pipelines.")
 @click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."

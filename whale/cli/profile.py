@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.files import write_profile
-from whale.cli.options import note, verbosity_options
+from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _counts(ctx: click.Context, parameter: click.Parameter, value: str | None) -
 
 _MODEL_OPTIONS = (
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; repeatable."),
-    click.option("--batch", "batch_size", type=click.IntRange(min=1), metavar="N", help="Samples in the global batch."),
+    click.option("--batch", "batch_size", type=AT_LEAST_1, metavar="N", help="Samples in the global batch."),
     click.option("--degrees", callback=_counts, metavar="N,...", help="Tensor degrees."),
 )
 
@@ -53,7 +53,7 @@ def _model_options(function: Callable[..., object]) -> Callable[..., object]:
 @click.option("--rows", callback=_counts, metavar="N,...", help="Rows of micro-batches [powers of 2 up to the batch].")
 @click.option("--cluster", metavar="FILE", help="A cluster file that names the devices: rank r is device r.")
 @click.option("--time-limit", type=click.FloatRange(min=0.1), default=120.0, metavar="SECONDS", help="[120]")
-@click.option("--passes", type=click.IntRange(min=1), default=1, metavar="N", help="Number of passes; medians count.")
+@click.option("--passes", type=AT_LEAST_1, default=1, metavar="N", help="Number of passes; medians count.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="cpu or cuda [cuda, if available].")
 @click.option("--parallel", is_flag=True, help="Measure device types concurrently.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile instead of a table.")
@@ -127,7 +127,7 @@ def model_(
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile to this file.")
 @click.option("--precision", metavar="TYPE", help="metis: dtype of the model [float32].")
-@click.option("--row-tokens", type=click.IntRange(min=1), metavar="N", help="metis: tokens in a row of the batch [1].")
+@click.option("--row-tokens", type=AT_LEAST_1, metavar="N", help="metis: tokens in a row of the batch [1].")
 @verbosity_options
 def import_(layout: str, folder: Path, output: Path | None, precision: str | None, row_tokens: int | None) -> None:
     """Read the profiles of other planners: LAYOUT is sailor or metis.

@@ -21,7 +21,7 @@ from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import Numbers, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, MOST, Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError
 from whale.planner.cost.optimizers import OPTIMIZERS
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 LEAST_SHARE = 0.25
 """Smallest fraction of the time limit for searching and compiling, after any capture of the model."""
 
-_AT_LEAST_1 = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
@@ -46,11 +45,16 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="Measured times.")
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
 @click.option(
-    "--batch", "batches", required=True, type=Numbers(least=1), metavar="N,...", help="Rows of the global batch."
+    "--batch",
+    "batches",
+    required=True,
+    type=Numbers(least=1, distinct=True),
+    metavar="N,N-N,...",
+    help="Rows of the global batch; several, or a range, are cases of a table.",
 )
-@click.option("--micro-batches", type=_AT_LEAST_1, metavar="M", help="Micro-batches in a step [searched].")
+@click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Micro-batches in a step [searched].")
 @click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="Allowed schedule; repeatable [1f1b].")
-@click.option("--max-stages", type=_AT_LEAST_1, metavar="N", help="Maximum number of stages.")
+@click.option("--max-stages", type=AT_LEAST_1, metavar="N", help="Maximum number of stages.")
 @click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
@@ -62,8 +66,8 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--with", "with_", multiple=True, metavar="NxTYPE", help="What if there were such a node?")
 @click.option("--time-limit", type=_POSITIVE, default=10.0, metavar="S", help="Seconds [10].")
 @click.option("--thorough", is_flag=True, help="Try more plans, in some more seconds.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Seed of random moves [0].")
-@click.option("--top", type=_AT_LEAST_1, default=5, metavar="K", help="How many plans to show [5].")
+@click.option("--seed", type=click.IntRange(0, MOST), default=0, metavar="N", help="Seed of random moves [0].")
+@click.option("--top", type=AT_LEAST_1, default=5, metavar="K", help="How many plans to show [5].")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan to this file."
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.files import refuse_same, write_whole
-from whale.cli.options import note, verbosity_options
+from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.errors import InputFileError, UsageError
 from whale.ir.units import bytes_text
 from whale.planner.schedules.orders import SCHEDULES
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--schedule", metavar="NAME", type=click.Choice(SCHEDULES), help="Another schedule than the file's.")
-@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Another number, of the same size.")
+@click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Another number, of the same size.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write a trace for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @verbosity_options

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import note, verbosity_options
+from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.cli.tables import cell_text, text_table
 
 EXIT_NOT_EQUAL = 1
@@ -25,10 +25,10 @@ EXIT_NOT_EQUAL = 1
 @click.command()
 @click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
-@click.option("--batch", "batch_size", type=click.IntRange(min=1), metavar="N", help="Samples in the global batch.")
+@click.option("--batch", "batch_size", type=AT_LEAST_1, metavar="N", help="Samples in the global batch.")
 @click.option("--cluster", metavar="FILE", help="A cluster file; without it, the devices of the launch.")
 @click.option("--plan", metavar="FILE", help="A plan file, or 'auto' to search.")
-@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Micro-batches in a step.")
+@click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Micro-batches in a step.")
 @click.option("--schedule", metavar="NAME", help="The pipeline schedule, for example 1f1b.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options

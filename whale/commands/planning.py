@@ -43,6 +43,10 @@ MAX_ORDERS = 720
 """Limit on the orders of stages' devices: all orders of six distinct groups."""
 
 
+MOST_TRIED = 4096
+"""Limit on the number of micro-batches that is tried where a plan does not fit."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """A plan with the reasons for its decisions.
@@ -219,7 +223,7 @@ def _enough_micro_batches(start: Plan, even: Predicted, predicted: Callable[[Pla
     batch = start.batch or 1
     for spare in (1.05, 2.5):  # a pipeline has more of them in flight
         count = ceil(start.micro_batches * needed * spare)
-        if count > batch:
+        if count > min(batch, MOST_TRIED):
             return None
         count = -(-batch // (batch // count))  # of as many rows, the last one of fewer
         try:
