@@ -62,7 +62,8 @@ def fixed_by(scopes: Mapping[str, ScopePath], paths: Sequence[str], experts: Seq
     for (data, tensor, expert), members in groupby(range(len(paths)), key=all_degrees.__getitem__):
         if (data, tensor, expert) != (None, None, None):
             own = list(members)
-            degrees.append(Degrees(first=own[0], last=own[-1] + 1, data=data, tensor=tensor, expert=expert))
+            nest = " > ".join(map(str, told[own[0]]))
+            degrees.append(Degrees(first=own[0], last=own[-1] + 1, data=data, tensor=tensor, expert=expert, told=nest))
     starts = tuple(first for first, _ in uncut[1:])  # what comes before the first stage may join it
     return Fixed(starts=starts, uncut=tuple(uncut), degrees=tuple(degrees))
 

@@ -135,13 +135,18 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Degrees of the stages that hold layers [first, last); None: open."""
+    """Degrees of the stages that hold layers [first, last); None: open. ``told`` is what fixes them, for messages."""
 
     first: int
     last: int
     data: int | None = None
     tensor: int | None = None
     expert: int | None = None
+    told: str = ""
+
+    def __str__(self) -> str:
+        ways = [f"{name} degree {value}" for name in ("data", "tensor", "expert") if (value := getattr(self, name))]
+        return self.told or f"{', '.join(ways)} of layers {self.first} to {self.last - 1}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +233,10 @@ class SearchSettings:
         unknown = [schedule for schedule in self.schedules if schedule not in OF_ONE_STAGE]
         if unknown or not self.schedules:
             given = repr(unknown[0]) if unknown else "none"
-            raise UsageError(f"plans are searched with the schedules {', '.join(OF_ONE_STAGE)}, not {given}")
+            why = (
+                " (its devices have several stages each; the search gives them one)" if "interleaved" in unknown else ""
+            )
+            raise UsageError(f"plans are searched with the schedules {', '.join(OF_ONE_STAGE)}, not {given}{why}")
         if batch > MAX_BATCH:
             raise UsageError(f"a batch has at most {MAX_BATCH:,} rows, not {batch:,}")
         for name, value in (

@@ -239,9 +239,11 @@ class _Search:
         self._restart(micro_batches, max_stages)
         candidates, near = self._simulated()
         if not candidates and self._over():
-            raise InfeasibleError(
-                f"the search ended before it found a plan that fits, after {time.monotonic() - self.began:.1f} seconds "
-                f"and {self.tried} plans; give it more time"
+            spent = f"after {time.monotonic() - self.began:.3g} seconds and {self.tried} plans"
+            if self.stopped():
+                raise InfeasibleError(f"the search was stopped before it found a plan that fits, {spent}")
+            raise UsageError(
+                f"there was no time to find a plan that fits: the time limit ended the search {spent}; give it more"
             )
         if not candidates:
             raise InfeasibleError(self._shortage())
@@ -557,13 +559,28 @@ class _Search:
             if starts is not None and all(mesh.data <= self.meshes.rows(self.batch, count) for mesh in sequence):
                 self._note(self._scored(sequence, starts, count, schedule))
         if self.nearest is None:
-            return "no plan is possible with what is fixed and these devices; fix less, or use more devices"
+            return self._contradiction()
         devices = self.meshes.prices.cluster.devices
         if all(framework_bytes(device.type, len(devices)) > device.memory_bytes for device in devices):
             refuse_tiny(devices, len(devices))
         left = self.settings.time_limit - (time.monotonic() - self.began)
         weighed = remedies(self.meshes.prices, self.batch, self.settings, look=self._look, seconds=left)
         return shortage(self.meshes, self.nearest.draft, self.batch, weighed)
+
+    def _contradiction(self) -> str:
+        """Error text where what is fixed leaves no plan, whatever the memory."""
+        fixed, num = self.settings.fixed or Fixed(), len(self.meshes.prices.cluster.devices)
+        devices = f"{num} device{'s' if num != 1 else ''}"
+        for one in fixed.degrees:
+            needed = (one.data or 1) * (one.tensor or 1)
+            if needed > num:
+                return f"{one} needs {needed} devices, but there are {num}; use smaller degrees, or more devices"
+        said = [str(one) for one in fixed.degrees]
+        said += [f"a stage that starts at layer {start}" for start in fixed.starts]
+        said += [f"at most {one} stages" for one in (self.settings.max_stages,) if one is not None]
+        said += [f"{one} micro-batches" for one in (self.settings.micro_batches,) if one is not None]
+        what = f" and what is fixed ({'; '.join(said)})" if said else ""
+        return f"no plan is possible on {devices}{what}; fix less, or use more devices"
 
     def _look(self, prices: CostModel, batch: int, settings: SearchSettings) -> int | None:
         """The `quick_look` of another search, which ends with the first plan that fits."""

@@ -127,7 +127,12 @@ def test_a_definition_in_the_file_wins_over_the_catalog() -> None:
         ('"16 GiB"', '"1e30 GiB"', 16, "1 EiB"),
         ('"16 GiB"', '"0.1 B"', 16, "1 EiB"),
         ('"5 us"', "nan", 2, "finite"),
-        ('{float32 = "9.3 TFLOP/s", float16 = "18.7 TFLOP/s"}', "{}", 15, "speed"),
+        (
+            '{float32 = "9.3 TFLOP/s", float16 = "18.7 TFLOP/s"}',
+            "{}",
+            15,
+            "speed: must have at least one entry, not {}",
+        ),
         ("[links]", "format_version = 2\n[links]", 1, "format_version"),
         ("count = 2", 'count = 2\nname = "node"', 4, "two nodes are named"),
         ('"15 us"}', '"15 us", adapter = 8}', 3, "unknown key 'adapter'; did you mean 'adapters'?"),

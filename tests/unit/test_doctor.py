@@ -78,7 +78,8 @@ def test_one_device_has_no_links_to_show(tmp_path: Path) -> None:
     data = json.loads(run("--cluster", str(path), "--json").stdout)
     assert data["nodes"][0]["inter_node"] is None
     assert data["collectives"] == []
-    assert run("--cluster", str(path)).exit_code == 0
+    shown = run("--cluster", str(path))
+    assert shown.exit_code == 0 and "cluster: 1 node, 1 device\n" in shown.stdout
 
 
 def test_a_bad_cluster_file_is_exit_code_3(file: Path) -> None:

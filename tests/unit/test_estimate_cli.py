@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from whale.cli.app import app
+from whale.planner.schedules.orders import SCHEDULES
 
 PROFILE = str(Path(__file__).parents[1] / "golden" / "gpt_22b_profile.json")
 DEGREES = ("--batch", "4", "--micro-batch", "4", "--tp", "8", "--recompute", "full", "--precision", "fp16")
@@ -72,6 +73,7 @@ def test_what_cannot_be_run_yet_is_said_of_the_degrees_that_ask_for_it(cluster: 
         assert name in said
         assert name in words.partition("does not yet run")[2]
         assert len(json.loads(run(*given, *plain, *options, "--json").stdout)["not_run_yet"]) == 1
+    assert all(schedule in words for schedule in SCHEDULES)
 
 
 def test_what_was_assumed_stands_in_the_output(cluster: str) -> None:
@@ -80,6 +82,7 @@ def test_what_was_assumed_stands_in_the_output(cluster: str) -> None:
     assert any(one.startswith("bf16 ") and "--precision" in one for one in said)
     assert any("micro-batches of 1 row" in one and "--micro-batch" in one for one in said)
     assert all(one in run(*given).stdout for one in said)
+    assert any("adamw" in one and "knows no other" in one for one in said)
 
 
 @pytest.mark.parametrize(

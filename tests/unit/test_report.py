@@ -353,6 +353,9 @@ def test_the_command_writes_the_page_and_the_trace(tmp_path: Path) -> None:
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert {event["pid"] for event in events} == set(range(12))
     assert run(file).stdout.startswith("<!DOCTYPE html>")
+    assert "another plan" not in result.stderr
+    search_record(plan.model_copy(update={"micro_batches": plan.micro_batches * 2})).save(record)
+    assert "search.json is of a search for another plan" in run(file, "-o", page, "--search", record).stderr
 
 
 def test_other_machines_are_refused(tmp_path: Path) -> None:

@@ -262,8 +262,8 @@ def test_a_search_that_is_stopped_answers_with_the_best_so_far() -> None:
     assert one.best.prediction.fits and one.tried < found().tried
 
 
-def test_a_search_that_had_no_time_says_so() -> None:
-    with pytest.raises(InfeasibleError, match="ended before"):
+def test_a_search_that_was_stopped_at_once_says_so() -> None:
+    with pytest.raises(InfeasibleError, match="was stopped before it found"):
         search(chain([UNLIKE], (0,) * 12), mixed(), batch=32, stop=lambda: True)
 
 

@@ -92,6 +92,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["search", *arguments])
 
 
+WIDE = "layers.[0-1]=split(5)"
 GIVEN = ("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--batch", "8", "--top", "2")
 
 
@@ -99,6 +100,21 @@ def test_a_batch_of_very_many_rows_takes_no_longer(folder: Path) -> None:
     """Nothing is tried row by row: 10^10 + 1 rows have no divisor in reach, so that micro-batches are ragged."""
     done = run("--profile", PROFILE, "--cluster", "a100.toml", "--batch", str(10**10 + 1), "--precision", "bf16", "-q")
     assert done.exit_code in (0, 4), done.output
+
+
+def test_no_time_is_no_want_of_memory(folder: Path) -> None:
+    given = ("--profile", PROFILE, "--cluster", "a100.toml", "--time-limit", "1e-9", "--batch")
+    done = run(*given, "64")
+    assert done.exit_code == 2 and "there was no time to find a plan" in done.stderr, done.output
+    cases = run(*given, "64,128")
+    assert cases.exit_code == 2 and "no time for any of the 2 cases" in cases.stderr
+    assert "does not fit" not in cases.stdout
+
+
+def test_an_annotation_that_leaves_no_plan_is_named(folder: Path) -> None:
+    done = run("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--batch", "8", "--annotate", WIDE)
+    assert done.exit_code == 4
+    assert "split(5) of layers.0 needs 5 devices, but there are 3" in done.stderr
 
 
 def test_what_was_assumed_stands_in_the_output_with_what_changes_it(folder: Path) -> None:

@@ -173,7 +173,7 @@ def cluster_text(data: dict[str, Any]) -> str:
     ]
     parts = [
         text_table(
-            f"cluster: {data['num_nodes']} nodes, {data['num_devices']} devices",
+            f"cluster: {_counted(data['num_nodes'], 'node')}, {_counted(data['num_devices'], 'device')}",
             ["nodes", "count", "ranks", "devices"],
             nodes,
         ),
@@ -188,3 +188,7 @@ def cluster_text(data: dict[str, Any]) -> str:
         columns = ["all-reduce of 256 MiB over", "ranks", "predicted", "interval", "algorithm", "bottleneck"]
         parts.append(text_table("communication", columns, collectives))
     return "\n\n".join(parts)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -19,6 +19,7 @@ from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, Numbers, note, verbosity_options
 from whale.errors import UsageError
 from whale.ir.units import bytes_text
+from whale.planner.schedules.orders import SCHEDULES
 
 if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--cp", "context", type=AT_LEAST_1, default=1, metavar="N", help="Context degree [1].")
 @click.option("--ep", "expert", type=AT_LEAST_1, default=1, metavar="N", help="Expert degree, within --dp [1].")
 @click.option("--virtual-stages", type=AT_LEAST_1, default=1, metavar="N", help="Virtual stages per device [1].")
-@click.option("--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved, zero_bubble, greedy.")
+@click.option("--schedule", default="1f1b", metavar="NAME", help=f"One of {', '.join(SCHEDULES)} [1f1b].")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
 @click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="ZeRO stage [0].")
 @click.option(
@@ -104,7 +105,7 @@ def _defaults(given: Configuration) -> list[str]:
     if not is_given("stack"):
         whose = "Whale" if given.stack == "whale" else "FSDP where weights or gradients are shared, else of Megatron"
         said.append(f"kernels and communication of {whose}; --stack NAME changes it")
-    return [*said, "the state of adam in memory"]
+    return [*said, "the state of adamw in memory; whale estimate knows no other"]
 
 
 def not_run(given: Configuration) -> list[str]:

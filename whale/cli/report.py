@@ -56,6 +56,8 @@ def report(
         note(f"whale: note: {file} was edited after its prediction was computed; the report shows that of the old plan")
     cluster = _cluster(cluster_file, profile_file, plan) if cluster_file is not None else None
     record = SearchRecord.load(record_file) if record_file is not None else None
+    if record is not None and record.plan and record.plan != plan.digest():
+        note(f"whale: note: {record_file} is of a search for another plan, or {file} was edited afterwards")
     timeline = _timeline(plan, file)
     if trace_file is not None:
         if timeline is None:

@@ -23,7 +23,7 @@ from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, MOST, Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
-from whale.errors import InfeasibleError, UsageError
+from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -363,20 +363,21 @@ def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
 
     Raises:
         InfeasibleError: nothing fits in any case, as the table says.
+        UsageError: there was no time for any.
     """
     from whale.cli.search_text import case_data, cases_text
     from whale.planner.search import Memo
 
     known = Memo()
     once = replace(run.settings, top=1)
-    rows: list[tuple[_Case, Searched | InfeasibleError]] = []
+    rows: list[tuple[_Case, Searched | WhaleError]] = []
     for case in cases:
         if run.interruption.came():
             break
         note(f"{case.change}, batch {case.batch}")
         try:
             rows.append((case, replace(run, settings=once).searched(case, known=known)))
-        except InfeasibleError as error:
+        except (InfeasibleError, UsageError) as error:  # the other: no time
             if run.interruption.came():
                 break
             rows.append((case, error))
@@ -385,5 +386,8 @@ def _answer_cases(run: _Run, cases: Sequence[_Case], as_json: bool) -> None:
         click.echo(json.dumps({**case_data(answers), "assumptions": list(run.assumptions)}, indent=2))
     else:
         click.echo("\n\n".join(filter(None, [cases_text(answers), assumptions_text(run.assumptions)])))
-    if rows and all(isinstance(found, InfeasibleError) for _, found in rows):
+    failed = [found for _, found in rows if isinstance(found, WhaleError)]
+    if rows and all(isinstance(found, UsageError) for found in failed) and len(failed) == len(rows):
+        raise UsageError(f"there was no time for any of the {len(rows)} cases; --time-limit gives more")
+    if rows and len(failed) == len(rows):
         raise InfeasibleError(f"no plan fits in any of the {len(rows)} cases; the table says what is missing in each")

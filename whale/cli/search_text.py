@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from whale.cli.assumptions import assumptions_text
 from whale.cli.plan_text import command, fullest, memory_text, stage_table, step_lines
 from whale.cli.tables import text_table
+from whale.errors import UsageError, WhaleError
 
 if TYPE_CHECKING:
     from whale.commands.searching import Choice, Searched
-    from whale.errors import InfeasibleError
     from whale.ir.cluster import Cluster
     from whale.planner.search import Candidate, StageChoice
 
-    Answer = tuple[str, int, Cluster, Searched | InfeasibleError]
+    Answer = tuple[str, int, Cluster, Searched | WhaleError]
 
 __all__ = ["against_the_best", "as_data", "as_text", "case_data", "cases_text", "in_short"]
 
@@ -207,7 +207,7 @@ def cases_text(answers: Sequence[Answer]) -> str:
     for change, batch, cluster, found in answers:
         devices = str(len(cluster.devices))
         if isinstance(found, Exception):
-            rows.append([change, str(batch), devices, "-", "-", "-", "-", f"does not fit: {found}"])
+            rows.append([change, str(batch), devices, "-", "-", "-", "-", _reason(found)])
             continue
         prediction = found.best.prediction
         speed = batch / prediction.step_seconds
@@ -229,6 +229,10 @@ def cases_text(answers: Sequence[Answer]) -> str:
     return text_table(
         "", ["the cluster", "batch", "devices", "step", "rows/s", "times the first", "fullest device", "plan"], rows
     )
+
+
+def _reason(error: WhaleError) -> str:
+    return str(error) if isinstance(error, UsageError) else f"does not fit: {error}"
 
 
 def case_data(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def search_plans(
     tried.best_of(found, partial(simple, cluster, known=known), settings.top)
     while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
-        with suppress(InfeasibleError):
+        with suppress(InfeasibleError, UsageError):  # nothing fits, or there is no time left
             again = search(profile, room, batch=batch, settings=left, progress=told, stop=over)
             tried.best_of(again, partial(simple, room), settings.top)
             continue

@@ -114,6 +114,8 @@ _WORDS = (
     (r"(Input|String|List|Tuple|Dictionary|Value) should ", "must "),
     (r"be greater than or equal to ", "be at least "),
     (r"be less than or equal to ", "be at most "),
+    (r"have at (least|most) 1 item after validation, not \d+", r"have at \1 one entry"),
+    (r"have at (least|most) (\d+) items after validation, not \d+", r"have at \1 \2 entries"),
     (r"be a valid dictionary.*|be an object.*", "be a table of names and values"),
     (r"be a valid (list|tuple|array)", "be a list"),
     (r"be a valid integer", "be a whole number"),
