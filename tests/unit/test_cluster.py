@@ -126,6 +126,15 @@ def test_a_definition_in_the_file_wins_over_the_catalog() -> None:
         ('"16 GiB"', '"16 Gib"', 16, "unknown unit 'Gib'"),
         ('"16 GiB"', '"1e30 GiB"', 16, "1 EiB"),
         ('"16 GiB"', '"0.1 B"', 16, "1 EiB"),
+        (
+            '"16 GiB"',
+            '"1e-9 GiB"',
+            16,
+            "device_types.lab-card.memory: a memory lies between 1 KiB and 1 EiB, not 1e-9 GiB",
+        ),
+        ('"300 GB/s"', '"1e30 Gbit/s"', 2, "a bandwidth lies between 1 kB/s and 100 PB/s"),
+        ('"5 us"', '"1e9 s"', 2, "a latency lies between 0 and 60 s"),
+        ('"9.3 TFLOP/s"', '"1e30 TFLOP/s"', 15, "a speed lies between 1 MFLOP/s"),
         ('"5 us"', "nan", 2, "finite"),
         (
             '{float32 = "9.3 TFLOP/s", float16 = "18.7 TFLOP/s"}',

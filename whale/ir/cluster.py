@@ -355,9 +355,23 @@ class Cluster:
 # -----------------------------------------------------------------------------------------------------------
 
 
+LIMITS: dict[Quantity, tuple[float, float, str]] = {
+    "memory": (2**10, 2**60, "1 KiB and 1 EiB"),
+    "bandwidth": (1e3, 1e17, "1 kB/s and 100 PB/s"),
+    "latency": (0.0, 60.0, "0 and 60 s"),
+    "speed": (1e6, 1e21, "1 MFLOP/s and 1000 EFLOP/s"),
+}
+"""Least and greatest figure of a cluster file, far beyond what hardware has: others are slips, such as a wrong unit."""
+
+
 def _written(quantity: Quantity) -> Any:
+    least, most, words = LIMITS[quantity]
+
     def parse(given: object) -> float:
-        return parse_quantity(given, quantity)
+        value = parse_quantity(given, quantity)
+        if not least <= value <= most:
+            raise ValueError(f"a {quantity} lies between {words}, not {given}")
+        return value
 
     return Annotated[float, BeforeValidator(parse), WithJsonSchema({"type": "string", "pattern": PATTERNS[quantity]})]
 
@@ -418,7 +432,6 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
             name, speed=given.speed, memory_bytes=round(given.memory), memory_bandwidth=given.memory_bandwidth
         )
         for name, given in file.device_types.items()
-        if _fits(document, name, given)
     }
     types = {**catalog, **own}
     if sum(entry.count * entry.devices for entry in file.nodes) > MAX_DEVICES:
@@ -461,13 +474,6 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
         twice = next(host for host in named if named.count(host) > 1)
         raise document.error(f"two nodes are on host {twice!r}; a host is one node", ("nodes",))
     return Cluster(nodes=tuple(nodes), devices=tuple(devices))
-
-
-def _fits(document: Document, name: str, given: _Type) -> bool:
-    """Refuse a memory of less than one byte or more than an exbibyte."""
-    if not 1 <= round(given.memory) < 2**60:
-        raise document.error("a memory lies between 1 byte and 1 EiB", ("device_types", name, "memory"))
-    return True
 
 
 def _link(given: _Link | None) -> Link | None:
