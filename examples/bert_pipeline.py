@@ -5,6 +5,7 @@ first and the head, whose weights are the embeddings', the last: their gradients
 
     torchrun --standalone --nproc-per-node 2 examples/bert_pipeline.py                  # two stages
     torchrun --standalone --nproc-per-node 4 examples/bert_pipeline.py                  # two pipelines of two stages
+    torchrun --standalone --nproc-per-node 3 examples/bert_pipeline.py                  # three stages
     torchrun --standalone --nproc-per-node 4 examples/bert_pipeline.py --stages 4
     python examples/bert_pipeline.py                                                    # alone; the same losses
 
@@ -21,7 +22,7 @@ from transformers import BertConfig, BertForMaskedLM
 import whale
 
 WORDS, LENGTH, ROWS, BOUND = 128, 16, 16, 1e-9
-ALONE = "WORLD_SIZE" not in os.environ
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def build(layers):
@@ -64,11 +65,14 @@ def losses(model, step):
 
 
 parser = argparse.ArgumentParser(description="BERT in a pipeline")
-parser.add_argument("--stages", type=int, default=1 if ALONE else 2, choices=[1, 2, 3, 4])
+usual = next((count for count in (2, 3, 1) if RANKS % count == 0), 1)
+parser.add_argument("--stages", type=int, default=usual, choices=[1, 2, 3, 4])
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--micro-batches", type=int, default=4)
 parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b", "zero_bubble"])
 options = parser.parse_args()
+if RANKS % options.stages:
+    raise SystemExit(f"{RANKS} ranks are no multiple of {options.stages} stages; start another number of them")
 
 model = build(options.layers)
 local = copy.deepcopy(model)

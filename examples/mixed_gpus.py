@@ -57,6 +57,9 @@ parser.add_argument("--cluster", default=Path(__file__).with_name("mixed_gpus.to
 options = parser.parse_args()
 alone = "RANK" not in os.environ
 cluster = whale.Cluster.homogeneous(1) if alone else whale.Cluster.load(options.cluster, catalog=device_types())
+ranks = int(os.environ.get("WORLD_SIZE", 1))
+if ranks != len(cluster.devices):
+    raise SystemExit(f"{options.cluster} has {len(cluster.devices)} devices, but {ranks} ranks started: see --cluster")
 speeds = [device.speed("float32") for device in cluster.devices]
 
 SIZE = 8  # of a head

@@ -3,11 +3,14 @@ has."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
-from tests.distributed.test_examples import run
+from tests.distributed.test_examples import ROOT, run
 
 
 def test_dlrm_holds_every_table_whole_on_one_rank() -> None:
@@ -29,6 +32,26 @@ def test_bert_is_a_pipeline_beside_its_replicas(size: int, arguments: tuple[str,
     assert f"parity on {size} ranks, {size // 2} x 2 stages: losses equal to 1e-09" in text
     for rank, own in enumerate(layers):
         assert f"rank {rank} of {size} has layers {own}" in text
+
+
+def test_bert_on_three_ranks_has_three_stages() -> None:
+    assert "parity on 3 ranks, 1 x 3 stages: losses equal to 1e-09" in run(3, "bert_pipeline.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("bert_pipeline.py", ("--stages", "2"), "3 ranks are no multiple of 2 stages"),
+        ("mixed_gpus.py", (), "mixed_gpus.toml has 2 devices, but 3 ranks started: see --cluster"),
+    ],
+)
+def test_ranks_that_an_example_has_no_use_for_are_refused_in_a_sentence(
+    name: str, arguments: tuple[str, ...], says: str
+) -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}  # one rank, by itself
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_unlike_gpus_get_unlike_shares_of_everything() -> None:
