@@ -137,7 +137,7 @@ def parallelize(
         plan = None if automatic else Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
     if plan is not None:
-        plan.check_options(micro_batches=micro_batches, schedule=schedule, schedules=SCHEDULES)
+        plan.check_options(micro_batches=micro_batches, schedule=schedule)
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
         schedule=schedule if schedule is not None else plan.schedule if plan else "1f1b",

@@ -15,7 +15,7 @@ from itertools import chain
 from math import ceil
 
 from whale.errors import ScheduleError, UsageError
-from whale.ir.schedule import Order, Task
+from whale.ir.schedule import SCHEDULES, Order, Task, check_devices
 from whale.planner.schedules.zero_bubble import hand_made, searched
 
 __all__ = [
@@ -33,21 +33,6 @@ __all__ = [
 Devices = Sequence[frozenset[int]]
 Seconds = Callable[[Task], float]
 Line = Sequence[Task]
-
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "1f1b_deep",
-    "interleaved",
-    "zero_bubble",
-    "zero_bubble_h2",
-    "zero_bubble_1p",
-    "zero_bubble_2p",
-    "greedy",
-)
-"""The names that `schedule_order` accepts. ``zero_bubble`` is H1 of the paper (`whale.planner.schedules.zero_bubble`);
-1p and 2p search for an order with the given times and at most P, or 2 P, micro-batches in flight on each of P
-stages."""
 
 FITTED = ("1f1b_deep", "zero_bubble_1p", "zero_bubble_2p", "greedy")
 """Schedules whose order depends on task times; the others have a fixed form."""
@@ -167,13 +152,9 @@ def interleaved(micro_batches: int, devices_of_stage: Devices) -> Order:
     Raises:
         UsageError: stage s is not on the devices of stage s % P.
     """
+    check_devices("interleaved", devices_of_stage)
     num_sets = len(set(devices_of_stage))
-    chunks, rest = divmod(len(devices_of_stage), num_sets)
-    if rest or any(devices != devices_of_stage[stage % num_sets] for stage, devices in enumerate(devices_of_stage)):
-        raise UsageError(
-            "schedule 'interleaved' needs stages assigned round-robin to equal device sets, stage s on the devices of "
-            f"stage s % {num_sets}, not {[sorted(devices) for devices in devices_of_stage]}; use '1f1b' or 'greedy'"
-        )
+    chunks = len(devices_of_stage) // num_sets
     padded = -(-micro_batches // num_sets) * num_sets
     # Position k of a set's forwards: round, then stage of the set, then micro-batch within the round. Backwards
     # mirror it.

@@ -85,7 +85,8 @@ def test_a_plan_for_thousands_of_ranks_is_a_short_file() -> None:
         ('"stage()"', '"stge()"', 7, "'stge()' is no strategy"),
         ('["stage(4)", "split()"]', '["split()", "stage()"]', 7, "cannot be cut into stages"),
         ('"h.6"', '"h.["', 7, "unpaired bracket"),
-        ('"1f1b"', '"os.system(1)"', 6, "schedule"),
+        ('"1f1b"', '"os.system(1)"', 6, "schedule: unknown schedule 'os.system(1)'; use one of gpipe, 1f1b"),
+        ('"1f1b"', '"zero_buble"', 6, "schedule: unknown schedule 'zero_buble'; did you mean 'zero_bubble'?"),
         ("}\n", "}\n}", 13, "after the end"),
     ],
 )
@@ -136,3 +137,17 @@ def test_other_machines_than_the_plan_names_are_refused() -> None:
 def test_a_plan_names_a_device_for_every_rank_or_for_none() -> None:
     with pytest.raises(InputFileError, match="every one of the 3 ranks"):
         Plan.parse('{"world_size": 3, "cluster": {"devices": {"fast": [0, 2]}}}')
+
+
+def test_stages_that_share_devices_have_an_order_and_interleaved_ones_go_round() -> None:
+    def plan(schedule: str, *ranks: int) -> str:
+        return f'{{"world_size": 2, "schedule": "{schedule}",\n "stages": [{", ".join(_stage(one) for one in ranks)}]}}'
+
+    for schedule, ranks in (("1f1b", (0, 0, 1)), ("greedy", (0, 1, 0)), ("interleaved", (0, 1, 0, 1))):
+        assert len(Plan.parse(plan(schedule, *ranks)).stages) == len(ranks)
+    with pytest.raises(InputFileError, match=r"^<text>:1: schedule: schedule 'interleaved' needs stages"):
+        Plan.parse(plan("interleaved", 0, 0, 1))
+
+
+def _stage(rank: int) -> str:
+    return f'{{"ranks": [{rank}]}}'

@@ -58,7 +58,6 @@ SPLIT = {"name": "split", "size": 2, "role": "split"}
 REFUSED: dict[str, tuple[Plan, list[str]]] = {
     "world": (changed("world_size", to=4), ["world_size is 4", "3 processes"]),
     "batch": (changed("batch", to=10), ["batch is 10 rows", "has 8"]),
-    "schedule": (changed("schedule", to="best"), ["schedule is 'best'", "1f1b"]),
     "model": (changed("model", to={"name": "other", "hash": "sha256:00"}), ["model.hash is sha256:00 (of other)"]),
     "annotations": (changed("annotations", to={"layer.0": "stage()"}), ["annotations do not fit", "layer.0"]),
     "stages": (changed("stages", to=TWO_STAGES["stages"][1:]), ["1 stages, but the model has 2"]),

@@ -8,6 +8,7 @@ its methods, and against the model where the model is compiled.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections import Counter
@@ -27,13 +28,14 @@ from pydantic import (
     model_validator,
 )
 
-from whale.errors import AnnotationError, PlanMismatchError
+from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.files import write_file
 from whale.ir.json_text import format_json
 from whale.ir.module_pattern import ModulePattern
 from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
+from whale.ir.schedule import SCHEDULES, check_devices
 from whale.ir.strategy import Role, Strategy, check_nesting, divides_batch, parse_strategy
 from whale.ir.workload import Prediction, Workload
 
@@ -47,6 +49,16 @@ def _strategies(given: object) -> object:
 def _check_strategy(text: str) -> str:
     parse_strategy(text)
     return text
+
+
+def _check_schedule(name: str) -> str:
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        raise ValueError(f"unknown schedule {name!r}; " + (f"did you mean {near[0]!r}?" if near else _SCHEDULES))
+    return name
+
+
+_SCHEDULES = f"use one of {', '.join(SCHEDULES)}"
 
 
 def _check_key(text: str) -> str:
@@ -68,6 +80,12 @@ Strategies = Annotated[
     tuple[Annotated[str, AfterValidator(_check_strategy)], ...],
     Field(strict=False, min_length=1),
     BeforeValidator(_strategies),
+]
+Schedule = Annotated[
+    str,
+    StringConstraints(max_length=40),
+    AfterValidator(_check_schedule),
+    WithJsonSchema({"type": "string", "enum": list(SCHEDULES)}),
 ]
 Share = int | float
 
@@ -207,7 +225,7 @@ class Plan(FileRecord):
     world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     batch: Annotated[int, Field(ge=1, le=2**40)] | None = None
     micro_batches: Annotated[int, Field(ge=1, le=2**40)] = 1
-    schedule: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,40}$")] = "1f1b"
+    schedule: Schedule = "1f1b"
     annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
     assumptions: Annotated[tuple[Annotated[str, StringConstraints(max_length=400)], ...], Field(strict=False)] = ()
@@ -222,6 +240,11 @@ class Plan(FileRecord):
                 raise ValueError(
                     f"stages.{index}.ranks: rank {max(stage.ranks)} is not among the {self.world_size} of world_size"
                 )
+        if self.stages:
+            try:
+                check_devices(self.schedule, [stage.ranks for stage in self.stages])
+            except UsageError as error:
+                raise ValueError(f"schedule: {error}") from None
         if self.cluster is not None and self.cluster.devices:
             named = sorted(chain.from_iterable(self.cluster.devices.values()))
             if named != list(range(self.world_size)):
@@ -323,8 +346,8 @@ class Plan(FileRecord):
                 f"torchrun with {self.world_size} processes in total, or make a plan for {world_size}"
             )
 
-    def check_options(self, *, micro_batches: int | None, schedule: str | None, schedules: Sequence[str]) -> None:
-        """Refuse arguments that contradict the plan, and a schedule that is none of *schedules*."""
+    def check_options(self, *, micro_batches: int | None, schedule: str | None) -> None:
+        """Refuse arguments that contradict the plan."""
         for name, given, planned in (
             ("micro_batches", micro_batches, self.micro_batches),
             ("schedule", schedule, self.schedule),
@@ -334,8 +357,6 @@ class Plan(FileRecord):
                     f"the plan's {name} is {planned!r}, but {name}={given!r} was given; leave the argument out, or "
                     "change the plan"
                 )
-        if self.schedule not in schedules:
-            raise PlanMismatchError(f"the plan's schedule is {self.schedule!r}; use one of {', '.join(schedules)}")
 
     def check_batch(self, rows: int | None) -> None:
         """Refuse an example batch of another number of rows."""

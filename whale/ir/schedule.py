@@ -8,12 +8,27 @@ imports neither torch nor the planner that makes the orders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, cast
 
-from whale.errors import ScheduleError
+from whale.errors import ScheduleError, UsageError
 
-__all__ = ["Kind", "Order", "Task", "check_order", "peak_in_flight"]
+__all__ = ["SCHEDULES", "Kind", "Order", "Task", "check_devices", "check_order", "peak_in_flight"]
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "1f1b_deep",
+    "interleaved",
+    "zero_bubble",
+    "zero_bubble_h2",
+    "zero_bubble_1p",
+    "zero_bubble_2p",
+    "greedy",
+)
+"""The names of schedules, whose orders `whale.planner.schedules.orders` makes. ``zero_bubble`` is H1 of the paper
+(`whale.planner.schedules.zero_bubble`); 1p and 2p search for an order with the given times and at most P, or 2 P,
+micro-batches in flight on each of P stages."""
 
 Kind = Literal["F", "B", "I", "W"]
 """F forward; B whole backward; I backward of the inputs only; W backward of the weights, after its I."""
@@ -54,6 +69,24 @@ def peak_in_flight(order: Iterable[Task]) -> dict[int, int]:
         elif kind != "I":
             current[stage] -= 1
     return peak
+
+
+def check_devices(schedule: str, devices_of_stage: Sequence[Collection[int]]) -> None:
+    """Refuse devices of stages that a schedule has no order for. Stages may share devices under all of them.
+
+    Raises:
+        UsageError: stages of ``interleaved`` that do not go round the same sets of devices.
+
+    >>> check_devices("interleaved", [(0,), (1,), (0,), (1,)])
+    """
+    sets = [frozenset(devices) for devices in devices_of_stage]
+    num = len(set(sets))
+    round_robin = all(devices == sets[stage % num] for stage, devices in enumerate(sets)) and len(sets) % num == 0
+    if schedule == "interleaved" and not round_robin:
+        raise UsageError(
+            "schedule 'interleaved' needs stages assigned round-robin to equal device sets, stage s on the devices of "
+            f"stage s % {num}, not {[sorted(devices) for devices in sets]}; use '1f1b' or 'greedy'"
+        )
 
 
 def check_order(order: Order, num_stages: int, micro_batches: int) -> None:
