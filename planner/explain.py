@@ -96,7 +96,7 @@ def explain(workload: Workload, prediction: Prediction | None = None, *, num_cha
     good = [change for change in good if change not in schedules[1:]]  # the best one is enough
     stage_seconds = [_full_micro_batches(workload) * _longest(stage) for stage in workload.stages]
     busiest = max(range(len(stage_seconds)), key=lambda index: stage_seconds[index])
-    rank = max(timeline.ranks, key=lambda one: (_at_work(timeline, one), one))
+    rank = timeline.busiest_rank
     return Explanation(
         step_seconds=timeline.step_seconds,
         bound=_bound(workload, timeline, rank, busiest, stage_seconds[busiest]),
@@ -116,10 +116,6 @@ def _full_micro_batches(workload: Workload) -> float:
 
 def _longest(stage: StageWork) -> float:
     return max(ahead + back for ahead, back in zip(stage.forward, stage.backward, strict=True))
-
-
-def _at_work(timeline: Timeline, rank: int) -> float:
-    return timeline.breakdowns[rank]["compute"] + timeline.breakdowns[rank]["communication"]
 
 
 def _bound(workload: Workload, timeline: Timeline, rank: int, busiest: int, seconds: float) -> str:

@@ -83,7 +83,8 @@ def step(
     return Prediction(
         step_seconds=seconds,
         step_seconds_interval=(seconds / (1 + error), seconds * (1 + error)),
-        breakdown=timing.breakdown,
+        breakdown=timing.of_busiest,
+        breakdown_rank=timing.busiest_rank,
         memory=found,
         fits=all(device.total <= device.capacity for device in found),
         source="measured" if measured else "modelled",

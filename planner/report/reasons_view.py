@@ -55,7 +55,7 @@ def _breakdown(found: Explanation, timeline: Timeline) -> Markup:
         if own or mean:
             rows.append([part, _MEANINGS[part], milliseconds(own), f"{own / step:.1%}", f"{mean / step:.1%}"])
     rows.append(["step", "", milliseconds(timeline.step_seconds), "", ""])
-    busiest = f"rank {found.rank}, which works longest"
+    busiest = f"rank {found.rank}, the busiest"
     head = ["part", "is", busiest, "of the step", "all ranks"]
     return table("Where the step goes", head, rows, numbers=(2, 3, 4))
 

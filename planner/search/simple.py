@@ -15,6 +15,7 @@ from math import inf
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.cost.stage import CostModel, Memo
+from whale.planner.cost.step import timing_of
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, Scored, allowed, best_cuts, best_timed, score_partial
@@ -73,8 +74,8 @@ def simple_plans(
 def least_after_compiling(candidate: Candidate) -> float:
     """Return the seconds of a candidate's step without its sums of gradients, which may run beside the backward, and
     without what ranks that it leaves idle add."""
-    prediction = candidate.prediction
-    return prediction.step_seconds - sum(prediction.breakdown.get(part, 0.0) for part in ("reduction", "overhead"))
+    timing = timing_of(candidate.workload)  # of the rank that ends last
+    return timing.seconds - sum(timing.breakdown.get(part, 0.0) for part in ("reduction", "overhead"))
 
 
 def _sequences(meshes: CostTable) -> Iterator[tuple[str, tuple[Mesh, ...]]]:

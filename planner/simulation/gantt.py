@@ -61,15 +61,15 @@ def _letter(event: Event) -> str:
 
 
 def breakdown_table(timeline: Timeline) -> str:
-    """Return the breakdown of the rank that ends last and the average over all ranks."""
+    """Return the breakdown of the busiest rank and the average over all ranks."""
     count = len(timeline.ranks)
-    rows = [("", f"rank {timeline.last_rank}", "", "all ranks", "")]
+    rows = [("", f"rank {timeline.busiest_rank}, the busiest", "", "all ranks", "")]
     for part in PARTS:
-        last = timeline.breakdown[part]
+        own = timeline.breakdowns[timeline.busiest_rank][part]
         mean = sum(parts[part] for parts in timeline.breakdowns.values()) / count
-        if last or mean:
+        if own or mean:
             step = timeline.step_seconds
-            rows.append((part, milliseconds(last), f"{last / step:.1%}", milliseconds(mean), f"{mean / step:.1%}"))
+            rows.append((part, milliseconds(own), f"{own / step:.1%}", milliseconds(mean), f"{mean / step:.1%}"))
     rows.append(("step", milliseconds(timeline.step_seconds), "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "\n".join(

@@ -18,7 +18,7 @@ import numpy as np
 
 from whale.ir.workload import Reduction, Workload
 from whale.planner.simulation.simulate import simulate
-from whale.planner.simulation.timeline import Timeline
+from whale.planner.simulation.timeline import Timeline, busiest
 
 __all__ = ["SETTLING", "Slot", "Timing", "long_timing", "slots_of"]
 
@@ -41,17 +41,24 @@ class Timing(NamedTuple):
         seconds: of the step.
         breakdown: of the rank that ends last, by the parts of `whale.ir.workload.Prediction`.
         bubble: fraction of all ranks' time in which they wait for other stages.
+        busiest_rank: that is at work longest.
+        of_busiest: its breakdown, which is shown.
     """
 
     seconds: float
     breakdown: dict[str, float]
     bubble: float
+    busiest_rank: int
+    of_busiest: dict[str, float]
 
     @classmethod
     def of(cls, timeline: Timeline) -> Timing:
         """Summarize a simulated step."""
-        parts = {str(part): spent for part, spent in timeline.breakdown.items()}
-        return cls(timeline.step_seconds, parts, min(1.0, timeline.bubble))
+        last, own = (
+            {str(part): spent for part, spent in timeline.breakdowns[rank].items()}
+            for rank in (timeline.last_rank, timeline.busiest_rank)
+        )
+        return cls(timeline.step_seconds, last, min(1.0, timeline.bubble), timeline.busiest_rank, own)
 
 
 class Slot(NamedTuple):
@@ -116,9 +123,12 @@ def _extrapolated(workload: Workload, first: int, second: int) -> Timing:
         return max(0.0, few + turns * (more - few))
 
     seconds = after(one.seconds, other.seconds)
-    breakdown = {part: after(one.breakdown[part], other.breakdown[part]) for part in other.breakdown}
+    last, own = (
+        {part: after(few[part], more[part]) for part in more}
+        for few, more in ((one.breakdown, other.breakdown), (one.of_busiest, other.of_busiest))
+    )
     waits = after(one.bubble * one.seconds, other.bubble * other.seconds)
-    return Timing(seconds, breakdown, min(1.0, waits / seconds) if seconds else 0.0)
+    return Timing(seconds, last, min(1.0, waits / seconds) if seconds else 0.0, other.busiest_rank, own)
 
 
 class _Inputs(NamedTuple):
@@ -310,17 +320,22 @@ class _Pass:
         last = max(ends, key=lambda index: (ends[index], -index))
         seconds = ends[last] + self.workload.overhead
         times = self.workload.micro_batches - 1 + self.workload.last_share
-        place = self.ranks.index(last)
-        inside = float(self.communication[place])
-        breakdown = {
-            "compute": times * (float(self.seconds[:, place].sum()) - inside),
-            "communication": times * inside,
-            "pipeline": float(self.waited[0, place]),
-            "transfer": float(self.waited[1, place]),
-            "stall": waiting[last],
-            "reduction": summed[last],
-            "update": update[last],
-            "overhead": self.workload.overhead,
-        }
+        work = times * self.seconds.sum(axis=0)
+        own = busiest(dict(zip(self.ranks, work.tolist(), strict=True)))
+
+        def parts(rank: int) -> dict[str, float]:
+            place = self.ranks.index(rank)
+            inside = float(self.communication[place])
+            return {
+                "compute": times * (float(self.seconds[:, place].sum()) - inside),
+                "communication": times * inside,
+                "pipeline": float(self.waited[0, place]) + ends[last] - ends[rank],
+                "transfer": float(self.waited[1, place]),
+                "stall": waiting[rank],
+                "reduction": summed[rank],
+                "update": update[rank],
+                "overhead": self.workload.overhead,
+            }
+
         waits = float(self.waited.sum()) + sum(ends[last] - end for end in ends.values())
-        return Timing(seconds, breakdown, min(1.0, waits / len(ends) / seconds))
+        return Timing(seconds, parts(last), min(1.0, waits / len(ends) / seconds), own, parts(own))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-__all__ = ["PARTS", "Event", "EventKind", "Part", "Timeline"]
+__all__ = ["PARTS", "Event", "EventKind", "Part", "Timeline", "busiest"]
 
 EventKind = Literal["F", "B", "I", "W", "send", "receive", "reduce", "update", "overhead", "idle"]
 Part = Literal["compute", "communication", "pipeline", "transfer", "stall", "reduction", "update", "overhead"]
@@ -109,6 +109,11 @@ class Timeline:
         """The breakdown of the rank that ends last."""
         return self.breakdowns[self.last_rank]
 
+    @cached_property
+    def busiest_rank(self) -> int:
+        """The rank whose breakdown is shown of the step; see `busiest`."""
+        return busiest({rank: own["compute"] + own["communication"] for rank, own in self.breakdowns.items()})
+
     @property
     def bubble(self) -> float:
         """Fraction of all ranks' time in which they wait for other stages or for their messages."""
@@ -171,3 +176,13 @@ class Timeline:
             path.append(self.events[position])
             position = self.events[position].after
         return tuple(reversed(path))
+
+
+def busiest(seconds: Mapping[int, float]) -> int:
+    """The rank that is at work longest, by its seconds of tasks: the lowest of those that differ by rounding alone.
+
+    >>> busiest({0: 1.0, 1: 3.0, 2: 3.0000000000001})
+    1
+    """
+    most = max(seconds.values())
+    return min(rank for rank, own in seconds.items() if own >= most * (1 - 1e-9))

@@ -26,6 +26,7 @@ from whale.ir.plan import Plan
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.ir.workload import Workload
 from whale.planner.balance.by_speed import pipeline_by_speed
+from whale.planner.explain import explain
 from whale.planner.simulation.simulate import simulate
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import Known, brief_peak_memory, peak_memory
@@ -112,6 +113,16 @@ def test_a_plan_holds_its_prediction_and_its_bytes_are_the_same_each_time(profil
 def test_what_does_not_fit_is_infeasible_and_says_by_how_much(profile: ModelProfile) -> None:
     with pytest.raises(InfeasibleError, match=r"GiB"):
         plan(profile, cluster(2, 1, memory_bytes=2**16), {"": replicate()})
+
+
+def test_one_breakdown_is_shown_of_a_step_that_of_the_busiest_rank(profile: ModelProfile) -> None:
+    found = plan(profile, cluster(1, 3), {"layers.0": stage(), "layers.1": stage()}, micro_batches=4).plan
+    assert found.prediction is not None and found.workload is not None
+    explained, simulated = explain(found.workload, found.prediction), simulate(found.workload)
+    assert found.prediction.breakdown_rank == explained.rank == simulated.busiest_rank
+    assert found.prediction.breakdown == explained.breakdown == simulated.breakdowns[explained.rank]
+    work = {rank: own["compute"] + own["communication"] for rank, own in simulated.breakdowns.items()}
+    assert work[explained.rank] == max(work.values()) and len(set(work.values())) == 2
 
 
 def test_rows_that_do_not_fit_are_to_blame_and_micro_batches_that_do_are_named(profile: ModelProfile) -> None:

@@ -79,6 +79,9 @@ def test_sums_that_overlap_the_last_backward_are_timed_as_they_are_simulated(sch
     assert timing.seconds == pytest.approx(timeline.step_seconds, rel=1e-9)
     assert sum(timing.breakdown.values()) == pytest.approx(timing.seconds)
     assert timing.breakdown["reduction"] == pytest.approx(timeline.breakdown["reduction"], abs=2e-3)
+    assert timing.busiest_rank == timeline.busiest_rank
+    assert timing.of_busiest["compute"] == pytest.approx(timeline.breakdowns[timing.busiest_rank]["compute"])
+    assert sum(timing.of_busiest.values()) == pytest.approx(timing.seconds)
 
 
 @pytest.mark.parametrize(("schedule", "parts"), [("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)])
@@ -90,6 +93,9 @@ def test_other_schedules_go_on_as_they_began(schedule: str, parts: int, ranks: i
         assert timing.seconds == pytest.approx(whole.seconds, rel=1e-6)
         assert timing.bubble == pytest.approx(whole.bubble, rel=1e-4)
         assert timing.breakdown == pytest.approx(whole.breakdown, rel=1e-4, abs=1e-6)
+        assert timing.busiest_rank == whole.busiest_rank
+        assert timing.of_busiest == pytest.approx(whole.of_busiest, rel=1e-4, abs=1e-6)
+        assert sum(timing.of_busiest.values()) == pytest.approx(timing.seconds)
 
 
 def test_a_step_of_many_micro_batches_takes_no_longer_to_time() -> None:

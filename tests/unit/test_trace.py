@@ -102,13 +102,13 @@ def test_neighbours_that_do_the_same_share_a_line_of_the_chart() -> None:
     assert [line.partition("|")[0].strip() for line in gantt(simulate(workload)).splitlines()] == ["rank 0-1", "rank 2"]
 
 
-def test_the_table_has_the_last_rank_and_the_mean() -> None:
+def test_the_table_has_the_busiest_rank_and_the_mean() -> None:
     timeline = simulate(chain_workload(2, 3, times=[(1e-3, 2e-3), (2e-3, 4e-3)]))
     assert breakdown_table(timeline).splitlines() == [
-        "            rank 0         all ranks",
-        "compute    9.00 ms  42.9%   13.50 ms  64.3%",
-        "pipeline  12.00 ms  57.1%    7.50 ms  35.7%",
-        "step      21.00 ms",
+        "          rank 1, the busiest         all ranks",
+        "compute              18.00 ms  85.7%   13.50 ms  64.3%",
+        "pipeline              3.00 ms  14.3%    7.50 ms  35.7%",
+        "step                 21.00 ms",
     ]
 
 

@@ -162,6 +162,7 @@ def as_data(found: Estimate, said: Sequence[str]) -> dict[str, Any]:
         "memory_bytes": max(device.total for device in prediction.memory),
         "fits": prediction.fits,
         "breakdown": prediction.breakdown,
+        "breakdown_rank": prediction.breakdown_rank,
         "memory": {"fullest": fullest.device, **_parts(fullest), "total": fullest.total, "capacity": fullest.capacity},
         "devices": [{"device": device.device, **_parts(device), "total": device.total} for device in prediction.memory],
         "tokens_per_second": found.tokens_per_second,
@@ -197,7 +198,7 @@ def as_text(found: Estimate, said: Sequence[str]) -> str:
         f"memory   {bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} on {fullest.device} "
         f"({fullest.total / fullest.capacity:.0%}): {'fits' if prediction.fits else 'DOES NOT FIT'}",
         "",
-        "where the time goes",
+        f"where the time goes on rank {prediction.breakdown_rank}, the busiest",
     ]
     for part, spent in prediction.breakdown.items():
         if spent > 0:

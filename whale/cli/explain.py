@@ -57,7 +57,7 @@ def as_text(found: Explanation) -> str:
     """The explanation for a reader."""
     from whale.planner.simulation.gantt import milliseconds
 
-    lines = [f"{milliseconds(found.step_seconds)} a step: {found.bound}"]
+    lines = [f"{milliseconds(found.step_seconds)} a step: {found.bound}", f"rank {found.rank}, the busiest:"]
     parts = [(part, seconds) for part, seconds in found.breakdown.items() if seconds > 0]
     lines += [
         f"  {part:<14}{milliseconds(seconds):>14}  {seconds / found.step_seconds:6.1%}" for part, seconds in parts
@@ -108,7 +108,7 @@ def diff_as_text(found: Difference) -> str:
     lines = [f"{path}: {_value(one)} -> {_value(other)}" for path, (one, other) in found.fields.items()]
     effects = [(name, one, other) for name, (one, other) in found.effects.items() if one != other]
     if effects:
-        lines += ["", "predicted:"]
+        lines += ["", "predicted, with the parts of the busiest rank of each:"]
     for name, one, other in effects:
         ratio = f" (x {other / one:.3f})" if one and other else ""
         lines.append(f"  {_effect(name, one)} -> {_effect(name, other, named=False)}{ratio}")

@@ -53,9 +53,15 @@ def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"step {milliseconds(prediction.step_seconds)} ({milliseconds(low)} to {milliseconds(high)}, "
         f"{prediction.source}), {(plan.batch or 0) / prediction.step_seconds:.1f} rows/s, "
         f"bubble {prediction.bubble:.1%}",
-        "of which "
+        f"of which{_of_rank(prediction)} "
         + ", ".join(f"{part} {milliseconds(spent)}" for part, spent in prediction.breakdown.items() if spent > 0),
     ]
+
+
+def _of_rank(prediction: Prediction) -> str:
+    """The rank whose parts are shown, in words."""
+    rank = prediction.breakdown_rank
+    return "" if rank is None else f" on rank {rank}, the busiest,"
 
 
 def command(plan: Plan, cluster: Cluster, path: Path | None) -> str:

@@ -97,7 +97,8 @@ def as_data(timeline: Timeline) -> dict[str, Any]:
         "span_seconds": timeline.span_seconds,
         "bubble": timeline.bubble,
         "last_rank": timeline.last_rank,
-        "breakdown": dict(timeline.breakdown),
+        "breakdown": dict(timeline.breakdowns[timeline.busiest_rank]),
+        "breakdown_rank": timeline.busiest_rank,
         "in_flight": [timeline.in_flight[stage] for stage in sorted(timeline.in_flight)],
         "ranks": [
             {"rank": rank, "breakdown": dict(timeline.breakdowns[rank]), "activation_bytes": timeline.peak_bytes(rank)}

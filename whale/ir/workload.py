@@ -164,9 +164,11 @@ class Prediction(Record):
 
     Attributes:
         step_seconds: with ``step_seconds_interval``, which contains the step with a probability of 0.9.
-        breakdown: seconds of the rank that ends last, by ``compute``, ``communication`` (inside stages), ``pipeline``
+        breakdown: seconds of the busiest rank, by ``compute``, ``communication`` (inside stages), ``pipeline``
             (waiting for other stages: bubble), ``transfer`` (exposed sends), ``stall`` (waiting for slower devices in
             its group), ``reduction`` (of gradients, exposed), ``update``, ``overhead``; they sum to ``step_seconds``.
+            The busiest rank is the one whose tasks take longest, the lowest of several.
+        breakdown_rank: that rank; None in plans of earlier versions, which have another's breakdown.
         memory: of every device, by rank. (A prediction of a large world may keep one device of each kind.)
         fits: whether it fits in the memory of every device.
         source: ``measured`` if layers were timed on these devices, else ``modelled``.
@@ -177,6 +179,7 @@ class Prediction(Record):
     step_seconds: Seconds
     step_seconds_interval: tuple[Seconds, Seconds]
     breakdown: dict[str, Seconds] = Field(default_factory=dict)
+    breakdown_rank: Rank | None = None
     memory: tuple[DeviceMemory, ...] = ()
     fits: bool = True
     source: Literal["measured", "modelled"] = "modelled"
