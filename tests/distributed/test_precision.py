@@ -287,6 +287,16 @@ def test_a_scaled_step_is_that_of_a_scaler_of_torch() -> None:
         assert torch.allclose(x, y, rtol=1e-5, atol=1e-6), name
 
 
+def test_a_scaler_of_torch_is_refused() -> None:
+    model = whale.parallelize(decoder(layers=1).float(), tokens(), device="cpu", precision="fp16")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(model.train_step(**tokens()))
+    for call in (scaler.unscale_, scaler.step):
+        assert "leave it out" in refusal(lambda call=call: call(optimizer))  # type: ignore[misc]
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.step(optimizer)
+
+
 def accumulate(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients of two steps, without and with one that overflows between them."""
     found = []

@@ -79,6 +79,8 @@ def _install() -> None:
     Optimizer.add_param_group = _attending(Optimizer.add_param_group)  # type: ignore[method-assign]
     Optimizer.__init__ = _of_any_number(Optimizer.__init__)  # type: ignore[method-assign]
     attend_checkpoints()
+    for name in ("unscale_", "step"):
+        setattr(torch.amp.GradScaler, name, _of_local_models(getattr(torch.amp.GradScaler, name)))
     total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
     if total_norm is not None:
         over_ranks = _over_ranks(total_norm)
@@ -133,6 +135,22 @@ def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
             self.register_load_state_dict_pre_hook(_take_states)
 
     return attending
+
+
+def _of_local_models(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a scaler, which divides by its factor: gradients of a step were not multiplied by it."""
+
+    @functools.wraps(method)
+    def of_local_models(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.is_enabled() and _owners(parameters):
+            raise UsageError(
+                "the GradScaler would divide gradients by its scale, with which no step has multiplied them: leave it "
+                'out; parallelize(..., precision="fp16") scales the loss inside of the step (model.loss_scaler)'
+            )
+        return method(self, optimizer, *args, **kwargs)
+
+    return of_local_models
 
 
 def _of_any_number(init: Callable[..., None]) -> Callable[..., None]:
