@@ -218,6 +218,8 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
             made = iter(torch.autograd.grad(roots, wanted, tangents, allow_unused=True))
         except (DataDependentOutputException, DynamicOutputShapeException):
             return None
+        if any(node.target in _WITH_AUTOGRAD for node in recorder.graph.nodes):
+            return None
         trace = Trace(
             recorder.graph,
             recorder.root,
@@ -231,6 +233,10 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
     if isinstance(call.module, SeededCall):
         _draw_by_position(trace, call.module)
     return trace
+
+
+_WITH_AUTOGRAD = {aten.mkldnn_rnn_layer.default}
+"""Operators that return what their backward needs only while autograd is on; graphs run without it."""
 
 
 class _Recorder(TorchDispatchMode):

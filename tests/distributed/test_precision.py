@@ -26,6 +26,7 @@ from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two, refusal
 from tests.small_models import decoder, tokens
 from whale.runtime.launch import World
+from whale.strategies.recompute import RECOMPUTES, Recompute
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -63,6 +64,17 @@ class Mixed(nn.Module):
                 h = self.third(h) + torch.softmax(h @ self.core, -1)
             h = self.second(h)
         return F.mse_loss(h, y) + (h.to(h.dtype) * 0.5).square().mean()
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose kernel for float32 on processors keeps its workspace only while autograd is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(self.lstm(x[:, None])[0][:, 0]), y)
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -295,6 +307,17 @@ def test_a_scaler_of_torch_is_refused() -> None:
         assert "leave it out" in refusal(lambda call=call: call(optimizer))  # type: ignore[misc]
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     disabled.step(optimizer)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_an_lstm_in_float32_trains(recompute: Recompute) -> None:
+    local, batch = seeded(Recurrent)(), numbers()
+    model = whale.parallelize(copy.deepcopy(local), batch, device="cpu", recompute=recompute)
+    for _ in range(2):
+        model.train_step(**batch)
+        locally(local, batch, None)
+    for key, gradient in gradients(local).items():
+        assert torch.equal(gradients(model)[key], gradient), key
 
 
 def accumulate(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
