@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 @click.option(
     "--stack",
     type=click.Choice(["whale", "megatron", "fsdp"]),
-    help="Whose kernels and communication [whale, unless it does not run that].",
+    help="Whose kernels and communication [whale, unless its own are not priced].",
 )
 @click.option("--layers-per-stage", type=Numbers(), metavar="N,N,...", help="Layers of each stage [even].")
 @click.option("--balance", type=click.Choice(["even", "speed"]), default="even", help="Unlike devices [even].")
@@ -73,17 +73,18 @@ def estimate(
     Ranks go tensor innermost, then context, data, pipeline outermost, through the devices in the order of the file:
     tp x cp x dp x pp devices, experts inside of dp.
 
-    Some of this is predicted only: Whale does not yet run --zero, --recompute, --cp, --sequence-parallel, --precision
-    fp8, and fp16 or bf16 with weights in float32 beside them. The output says so where one of these is chosen.
+    Some of this is predicted as other stacks run it. Whale does not run --zero, --cp, --sequence-parallel and
+    --precision fp8; it runs --recompute, and fp16 or bf16 with weights in float32 beside them, by kernels that are not
+    priced yet. The output says so where one of these is chosen.
     """
     from whale.cli.clusters import load_cluster
     from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import estimate as predict
 
     configuration = Configuration(**degrees)
-    beyond = not_run(configuration)
+    beyond = of_other_stacks(configuration)
     if beyond and configuration.stack == "whale":
-        raise UsageError(f"--stack whale: Whale does not run {beyond[0]}; leave --stack out")
+        raise UsageError(f"--stack whale: only other stacks are priced for {beyond[0]}; leave --stack out")
     if not beyond and configuration.stack is None:
         configuration = replace(configuration, stack="whale")
     profile, said = _profile(spec, settings, profile_file, configuration.tensor)
@@ -108,21 +109,25 @@ def _defaults(given: Configuration) -> list[str]:
     return [*said, "the state of adamw in memory; whale estimate knows no other"]
 
 
-def not_run(given: Configuration) -> list[str]:
-    """Parts of a configuration that can be predicted but not run by Whale yet."""
+def of_other_stacks(given: Configuration) -> list[str]:
+    """Parts of a configuration that are predicted as other stacks run them."""
     from whale.planner.cost.precision import precision_named
 
     shared = ("", "optimizer states", "gradients and optimizer states", "weights, gradients and optimizer states")
     every = (
         (given.zero > 0, f"--zero {given.zero}: {shared[given.zero]} shared by replicas"),
-        (given.recompute != "none", f"--recompute {given.recompute}: activations computed again in the backward"),
+        (
+            given.recompute != "none",
+            f"--recompute {given.recompute}: activations computed again in the backward (Whale runs "
+            "parallelize(recompute=), which is not priced)",
+        ),
         (given.context > 1, f"--cp {given.context}: parts of a row on {given.context} devices by ring attention"),
         (bool(given.sequence_parallel), "--sequence-parallel: norms and dropouts divided by the tensor group"),
         (given.precision == "fp8", "--precision fp8: products in float8"),
         (
             precision_named(given.precision).mixed and given.precision != "fp8",
-            f"--precision {given.precision}: weights in float32 beside those in {given.precision} (a model runs in the "
-            "one number type that it has)",
+            f"--precision {given.precision}: weights in float32 beside those in {given.precision} (Whale runs "
+            "parallelize(precision=), which is not priced)",
         ),
     )
     return [what for chosen, what in every if chosen]
@@ -175,7 +180,7 @@ def as_data(found: Estimate, said: Sequence[str]) -> dict[str, Any]:
         "rows": list(found.rows),
         "stages": [len(layers) for layers in found.cuts],
         "assumptions": list(said),
-        "not_run_yet": not_run(given),
+        "of_other_stacks": of_other_stacks(given),
     }
 
 
@@ -207,9 +212,9 @@ def as_text(found: Estimate, said: Sequence[str]) -> str:
     for part, size in _parts(fullest).items():
         if size:
             lines.append(f"  {part:<14} {bytes_text(size):>11}  {size / fullest.capacity:6.1%}")
-    beyond = not_run(found.layout.configuration)
+    beyond = of_other_stacks(found.layout.configuration)
     if beyond:
-        lines += ["", "predicted only, since Whale does not run it yet:", *(f"  {what}" for what in beyond)]
+        lines += ["", "predicted as other stacks run it:", *(f"  {what}" for what in beyond)]
     if said:
         lines += ["", assumptions_text(said)]
     return "\n".join(lines)
