@@ -14,7 +14,7 @@ of them runs dry. Each rank also dry-runs its own program, and the ranks compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -117,14 +117,14 @@ def like_ranks(stage: PlacedStage, rows: Sequence[int]) -> list[list[int]]:
     return list(likes.values())
 
 
-def check_stage(stage: int, calls: StageCalls, sums: Sequence[EarlySum] = (), last: int | None = None) -> None:
+def check_stage(stage: int, calls: StageCalls, sums: Sequence[EarlySum] = (), within: Collection[int] = ()) -> None:
     """Prove that the collectives of a stage match on all ranks.
 
     Args:
         stage: its index.
         calls: of all ranks.
-        sums: buckets that start within the last backward, in their order.
-        last: the micro-batch of this backward, or one with as many rows.
+        sums: buckets that start within a backward, in their order.
+        within: the micro-batches of such backwards, or others with as many rows.
 
     Raises:
         ScheduleError: names the stage, the task, the ranks, and the node at which they differ.
@@ -134,8 +134,8 @@ def check_stage(stage: int, calls: StageCalls, sums: Sequence[EarlySum] = (), la
             "forward": {rank: task.forward for rank, task in by_rank.items()},
             "backward": {rank: task.backward for rank, task in by_rank.items()},
         }
-        if micro_batch == last:
-            sequences["last backward"] = {rank: _with_sums(task, rank, sums) for rank, task in by_rank.items()}
+        if micro_batch in within:
+            sequences["backward with sums"] = {rank: _with_sums(task, rank, sums) for rank, task in by_rank.items()}
         for direction, of_ranks in sequences.items():
             try:
                 check_collectives(of_ranks)

@@ -6,7 +6,7 @@ raised before any process group is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, get_args
@@ -28,6 +28,7 @@ from whale.graph.copies import model_copy
 from whale.graph.precision import autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.state import StateSharding
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -62,6 +63,9 @@ def parallelize(
     batch: str = "global",
     precision: str | None = None,
     recompute: Recompute = "none",
+    zero: int = 0,
+    state_shares: Sequence[float] | None = None,
+    state_align: str = "row",
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -103,6 +107,14 @@ def parallelize(
             everything in a layer but products, attention and what ranks exchange; ``full``, everything but the layer's
             inputs and what ranks exchange. Layers are the modules of lists, such as ``layers.3``. What a model computes
             in ``torch.utils.checkpoint`` is computed again whatever this says.
+        zero: divide the state of parameters among the ranks that sum their gradients, replicas of a stage (ZeRO):
+            1: optimizer states, and the gradients that they read; 2: gradients in every micro-batch, too; 3: also the
+            parameters, which are gathered for each task. A rank's parameters are then the rows that it owns, under the
+            local names, and an elementwise optimizer is made from them as ever. 0: every replica has all.
+        state_shares: of each rank of the launch, or of each replica, such as ``[3, 1]``: a device with more memory
+            owns more, whatever its share of the batch is. By default all own as much.
+        state_align: ``row``: ranks own rows of parameters; ``parameter``: whole parameters, as optimizers need that
+            compute with matrices, such as Muon.
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -148,6 +160,7 @@ def parallelize(
         compile=compile,
         recompute=recompute,
         local_rows=batch != "global",
+        state=_state(zero, state_shares, state_align),
     )
     launch = describe(device)
     options = replace(options, precision=_precision(precision, launch.device))
@@ -214,6 +227,10 @@ def parallelize(
         promote=options.promote,
         precision=options.precision,
     )
+    if options.state is not None and not traced.captured.has_loss:
+        raise UsageError(
+            "zero divides what a step trains: give parallelize an example batch with which there is a loss"
+        )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
@@ -244,6 +261,16 @@ def parallelize(
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
     return module
+
+
+def _state(zero: int, shares: Sequence[float] | None, align: str) -> StateSharding | None:
+    """How the state of parameters is divided."""
+    if shares is not None:
+        check_type("state_shares", shares, (list, tuple), "a list of numbers")
+    sharding = StateSharding(zero or 1, tuple(shares or ()), align)  # type: ignore[arg-type]
+    if not zero and (shares or align != "row"):
+        raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
+    return sharding if zero else None
 
 
 def _precision(given: str | None, device: torch.device) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from whale.errors import ScheduleError, UsageError
-from whale.ir.program import Compute, Copy, Edge, Free, Program, Receive, Reduce, Send, SumLoss
+from whale.ir.program import Compute, Copy, Edge, Free, Gather, Program, Receive, Reduce, Send, SumLoss
 from whale.ir.schedule import Kind
 from whale.ir.workload import LinkTime, Reduction, StageWork, Workload
 from whale.planner.simulation.timeline import PARTS, Part
@@ -280,6 +280,8 @@ class _Pricing:
                     buckets.append(self._bucket(rank, instruction, tasks))
                 case SumLoss():
                     pass  # a number over all ranks, beside the sums of gradients
+                case Gather():
+                    pass  # no plan has parameters in stretches
                 case Free():
                     tasks[-1].frees += (instruction.stage,)
                     kept -= 1

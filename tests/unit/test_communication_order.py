@@ -23,11 +23,13 @@ from whale.compile.rank_step import rank_step
 from whale.compile.trace import Traced, trace
 from whale.errors import ScheduleError
 from whale.graph.values import value_tensor
-from whale.ir.check import CollectiveCall, check_collectives
+from whale.ir.check import CollectiveCall, check_collectives, check_programs
 from whale.ir.cluster import Cluster
-from whale.ir.program import Compute, Program, Reduce, SumLoss
+from whale.ir.program import Compute, Gather, Program, Reduce, SumLoss
+from whale.ir.state import StateSharding
 from whale.runtime.collectives import CollectiveModule, DryGroup
 from whale.runtime.failure import Failures
+from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import WithoutData, dry_run
@@ -85,8 +87,8 @@ class Recorder:
         self.messages: Counter[Hashable] = Counter()
 
     def append(self, call: Any) -> None:
-        """A collective inside a stage: of the list of calls of a :class:`DryGroup`."""
-        self.meet("inside", tuple(sorted(call.ranks)))
+        """A collective inside a stage, or of parameters in stretches: of the list of calls of a :class:`DryGroup`."""
+        self.meet(call.op, tuple(sorted(call.ranks)))
 
     def meet(self, kind: str, ranks: tuple[int, ...]) -> None:
         self.messages[kind, ranks] += 1
@@ -115,7 +117,7 @@ class Recorder:
 def recorded(compilation: Compilation, rank: int, world: int, program: Program | None = None) -> list[Event]:
     """Everything that a rank starts in a step, of its own program or another, in this order."""
     recorder, clock, meta = Recorder(rank), RNGPosition(0), torch.device("meta")
-    tensors: dict[tuple[str, str], Tensor] = {}
+    tensors: dict[tuple[str, Any], Any] = {}
     for name, part in compilation.local_parameters(rank).items():
         blank = torch.empty(part.shape, dtype=part.dtype, device=meta)
         tensors["parameter", name] = nn.Parameter(blank, requires_grad=part.trainable)
@@ -129,6 +131,11 @@ def recorded(compilation: Compilation, rank: int, world: int, program: Program |
                 tensors["buffer", captured.buffers[node.name]] = blank
             elif node.name in captured.constants:
                 tensors["constant", node.name] = blank
+    for unit in compilation.units:
+        if rank in unit.spec.ranks:
+            dry = DryGroup("", unit.spec.ranks, recorder)  # type: ignore[arg-type]
+            held = tensors["unit", unit.spec.index] = HeldUnit(unit, rank, {}, meta, dry, Failures(rank))
+            tensors |= {("gradient", name): slot for name, slot in held.slots.items()}
     everyone = tuple(range(world))
     data = rank_step(compilation, rank, program or compilation.program(rank), clock, device=torch.device("cpu"))
     with WithoutData():
@@ -163,14 +170,16 @@ def check_one_queue(events: dict[int, list[Event]]) -> None:
     )
 
 
-def compiled(schedule: str, nesting: str, tied: bool, micro_batches: int) -> tuple[Compilation, int]:
+def compiled(
+    schedule: str, nesting: str, tied: bool, micro_batches: int, state: StateSharding | None = None
+) -> tuple[Compilation, int]:
     annotations, world = NESTINGS[nesting]
     if schedule == "interleaved":
         world //= 2
     model, one = traced(tied)
     annotated = copy.deepcopy(model)
     whale.annotate(annotated, annotations())
-    options = Options(micro_batches=micro_batches, schedule=schedule)
+    options = Options(micro_batches=micro_batches, schedule=schedule, state=state)
     cluster = Cluster.homogeneous(world)
     return compile_traced(one, cluster, options, device="cpu", scopes=module_scopes(annotated)), world
 
@@ -183,6 +192,20 @@ CASES = [(schedule, nesting) for schedule in SCHEDULES for nesting in NESTINGS]
 def test_ranks_start_things_in_one_order(schedule: str, nesting: str, tied: bool) -> None:
     for micro_batches in (1, 2, 8):
         compilation, world = compiled(schedule, nesting, tied, micro_batches)
+        check_one_queue({rank: recorded(compilation, rank, world) for rank in range(world)})
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize(
+    "nesting", ["two stages of replicas", "one to three", "replicas to parts", "replicas of parts"]
+)
+def test_ranks_start_gathers_and_sums_of_stretches_in_one_order(nesting: str, level: int) -> None:
+    for schedule, tied, micro_batches in (("1f1b", True, 2), ("zero_bubble", True, 8), ("gpipe", False, 1)):
+        compilation, world = compiled(schedule, nesting, tied, micro_batches, StateSharding(level, (3, 1, 2, 1)))
+        assert compilation.units
+        clock = RNGPosition(0)
+        texts = {compilation.check(rank, clock) for rank in range(world)}
+        assert len(texts) == 1
         check_one_queue({rank: recorded(compilation, rank, world) for rank in range(world)})
 
 
@@ -222,6 +245,25 @@ def loss_before_the_last_backward(program: Program) -> Program:
 
 def shared_buckets_early(program: Program) -> Program:
     return tuple(Reduce(task.bucket, early=True) if isinstance(task, Reduce) else task for task in program)
+
+
+def gathers_backwards(program: Program) -> Program:
+    gathers = [task for task in program if isinstance(task, Gather)]
+    return (*reversed(gathers), *(task for task in program if not isinstance(task, Gather)))
+
+
+def without_a_gather(program: Program) -> Program:
+    first = next(task for task in program if isinstance(task, Gather))
+    return tuple(task for task in program if task != first)
+
+
+@pytest.mark.parametrize("change", [gathers_backwards, without_a_gather])
+def test_ranks_that_gather_otherwise_are_found(change: Callable[[Program], Program]) -> None:
+    compilation, _ = compiled("1f1b", "two stages of replicas", True, 2, StateSharding(1))
+    programs = compilation.programs()
+    programs[1] = change(programs[1])
+    with pytest.raises(ScheduleError, match="cannot end: .*gather bucket"):
+        check_programs(programs, compilation.rank_specs, compilation.edges, compilation.reduces)
 
 
 @pytest.mark.parametrize("change", [loss_before_the_last_backward, shared_buckets_early])

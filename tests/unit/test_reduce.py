@@ -59,7 +59,7 @@ def bucket(
 
 def step(reducer: Reducer, *losses: Tensor) -> None:
     """Run a step of one stage whose last loss is its last micro-batch."""
-    every = [parameter for each in reducer.buckets for parameter in each.parameters]
+    every = [p for bucket in reducer.buckets for p in bucket.parameters if isinstance(p, Parameter)]
     hooks = [parameter.register_post_accumulate_grad_hook(reducer.gradient_ready) for parameter in every]
     reducer.begin()
     for loss in losses[:-1]:

@@ -115,7 +115,11 @@ def of_other_stacks(given: Configuration) -> list[str]:
 
     shared = ("", "optimizer states", "gradients and optimizer states", "weights, gradients and optimizer states")
     every = (
-        (given.zero > 0, f"--zero {given.zero}: {shared[given.zero]} shared by replicas"),
+        (
+            given.zero > 0,
+            f"--zero {given.zero}: {shared[given.zero]} shared by replicas (Whale runs parallelize(zero=), which is "
+            "not priced)",
+        ),
         (
             given.recompute != "none",
             f"--recompute {given.recompute}: activations computed again in the backward (Whale runs "

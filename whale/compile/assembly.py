@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from whale.compile.rank_step import RankStep
 from whale.ir.program import Reduce
@@ -31,7 +31,7 @@ def assemble(
     step: RankStep,
     rank: int,
     *,
-    tensors: Mapping[tuple[str, str], Tensor],
+    tensors: Mapping[tuple[str, Any], Any],
     clock: RNGPosition,
     bridge_group: Callable[[tuple[int, ...]], Any],
     reduce_group: Callable[[tuple[int, ...]], Any],
@@ -47,7 +47,8 @@ def assemble(
     Args:
         step: its data.
         rank: of the step.
-        tensors: ``("parameter" | "buffer" | "constant", name)`` and the tensor that the rank holds.
+        tensors: ``("parameter" | "buffer" | "constant", name)`` and the tensor that the rank holds; for what it owns in
+            stretches ``("unit", bucket)`` and ``("gradient", name)`` with what holds parameters and gradients.
         clock: the RNG position: current step and micro-batch.
         bridge_group: the process group of a bridge's ranks.
         reduce_group: the process group of a bucket's ranks.
@@ -60,19 +61,22 @@ def assemble(
             outputs=stage.outputs,
             mutated=stage.mutated,
             tensors=tensors,
-            parameters=[p for n in stage.parameters if isinstance(p := tensors["parameter", n], nn.Parameter)],
+            parameters=[p for n in stage.parameters if isinstance(p := tensors.get(("parameter", n)), nn.Parameter)],
             clock=clock,
             returned=stage.returned,
         )
     early = {task.bucket: task.early for task in step.program if isinstance(task, Reduce)}
+    units = {unit.spec.index: tensors["unit", unit.spec.index] for unit in step.units}
     buckets = [
         Bucket(
             index=spec.index,
-            parameters=tuple(tensors["parameter", n] for n in names),  # type: ignore[misc]
+            parameters=tuple(tensors["gradient" if spec.bounds else "parameter", n] for n in names),
             ranks=spec.ranks,
             stages=frozenset(spec.stages).intersection(stages),
             group=reduce_group(spec.ranks),
             early=early[spec.index],
+            unit=units[spec.index] if spec.bounds else None,
+            each=spec.each,
         )
         for spec, names in step.buckets
     ]
@@ -85,6 +89,7 @@ def assemble(
         edges=step.edges,
         stages=stages,
         reducer=reducer,
+        units=units,
         failures=failures,
         device=device,
         transport=transport,

@@ -36,6 +36,7 @@ from whale.runtime.launch import World
 from whale.runtime.local_rows import LocalBatches, RowShares
 from whale.runtime.module import ParallelModule, parallel_module
 from whale.runtime.optimizers import attend
+from whale.runtime.owned import HeldTensors, HeldUnit
 from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
@@ -154,7 +155,9 @@ class Builder:
             held |= {name: tensors[name] for name in buffers}
         persistent = set(model.state_dict(keep_vars=True))
         aliases = {n: first for n, first in compilation.captured.aliases.items() if n in persistent}
-        self.layouts = {name: tuple(x.stride()) for name, x in held.items() if not x.is_contiguous()}
+        divided = {name for unit in compilation.units for name in unit.names}
+        self.layouts = {n: tuple(x.stride()) for n, x in held.items() if not x.is_contiguous() and n not in divided}
+        held = HeldTensors(held)
         self.model = self.initial = None
         if world.size > 1:
             self._make_groups(compilation)
@@ -281,6 +284,7 @@ class Builder:
             device=self.world.device,
             rows_per_micro_batch=self.rows,
             stored=self.first.stored_forms() | forms_of_unread(self.unread),
+            units=self.first.units,
         )
 
     def _trace(self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]) -> Traced:
@@ -328,9 +332,33 @@ class Builder:
                 raise WorkerError(f"rank {rank} could not compile its kernels: {failed}")
         return compiled
 
-    def _held(self, step: RankStep, tensors: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-        held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t for name, t in tensors.items()}
+    def _held(self, step: RankStep, tensors: Mapping[str, Tensor]) -> dict[tuple[str, Any], Any]:
+        units = self._units(tensors)
+        divided = {name: slot for unit in units.values() for name, slot in unit.slots.items()}
+        held: dict[tuple[str, Any], Any] = {
+            ("parameter" if isinstance(t, nn.Parameter) else "buffer", name): t
+            for name, t in tensors.items()
+            if name not in divided
+        }
+        held |= {("gradient", name): slot for name, slot in divided.items()}
+        held |= {("unit", index): unit for index, unit in units.items()}
         return held | {("constant", n): t.to(self.world.device) for n, t in step.constants.items()}
+
+    def _units(self, tensors: Mapping[str, Tensor]) -> Mapping[int, HeldUnit]:
+        """The units of which this rank owns stretches; the owned parameters become parts of them."""
+        assert self.first is not None
+        if not isinstance(tensors, HeldTensors):
+            return {}
+        if tensors.units is None:
+            rank, failures = self.world.rank, self.world.failures
+            tensors.units = {
+                unit.spec.index: HeldUnit(
+                    unit, rank, tensors, self.world.device, self.reduce_groups.get(unit.spec.ranks), failures
+                )
+                for unit in self.first.units
+                if rank in unit.spec.ranks
+            }
+        return tensors.units
 
     def _assemble(self, step: RankStep, tensors: Mapping[str, Tensor]) -> CompiledStep:
         return assemble(

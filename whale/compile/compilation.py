@@ -25,9 +25,11 @@ from whale.ir.check import check_programs
 from whale.ir.placement import Placement, Segment
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
 from whale.ir.schedule import Order, peak_in_flight
+from whale.ir.state import StateSharding
 from whale.planner.assignment.assign import Assignment
 from whale.runtime.engine import Shard
 from whale.runtime.local_program import LocalProgram
+from whale.runtime.owned import Unit, rows_of
 from whale.runtime.random import RNGPosition
 from whale.strategies.analysis import Analysis
 from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, stage_calls
@@ -58,7 +60,8 @@ class Compilation:
 
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
     ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``recompute`` says what backwards
-    compute again.
+    compute again, ``state`` how the state of parameters is divided; ``units`` are the buckets of which ranks own
+    stretches.
     """
 
     traced: Traced
@@ -75,6 +78,8 @@ class Compilation:
     rank_specs: tuple[StageSpec, ...] = field(default=())
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     recompute: Recompute = "none"
+    state: StateSharding | None = None
+    units: tuple[Unit, ...] = ()
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
     @property
@@ -89,11 +94,11 @@ class Compilation:
 
     def program(self, rank: int) -> Program:
         """The tasks, transfers and reductions of one rank."""
-        return project_rank(self.order, self.rank_specs, self.edges, self.reduces, rank)
+        return project_rank(self.order, self.rank_specs, self.edges, self.reduces, rank, self.gathers)
 
     def programs(self) -> dict[int, Program]:
         """The programs of all ranks, for the static check."""
-        return project(self.order, self.rank_specs, self.edges, self.reduces)
+        return project(self.order, self.rank_specs, self.edges, self.reduces, self.gathers)
 
     @cached_property
     def of_first(self) -> Compilation:
@@ -127,6 +132,11 @@ class Compilation:
         return row_sums(self.captured, self.analysis, self.stages if exchanged else ())
 
     @cached_property
+    def gathers(self) -> tuple[ReduceSpec, ...]:
+        """The buckets whose parameters are gathered once a step."""
+        return tuple(unit.spec for unit in self.units if unit.spec.gathers == "step")
+
+    @cached_property
     def most_in_flight(self) -> dict[int, int]:
         """The most micro-batches in flight on each stage."""
         return peak_in_flight(self.order)
@@ -151,7 +161,8 @@ class Compilation:
         *rank* is this rank: its programs are lowered here, and cached. Returns the digests on which all ranks must
         agree. Raises :class:`ScheduleError` for the first fault.
         """
-        check_programs(self.programs(), self.rank_specs, self.edges, self.reduces, order=self.order)
+        specs = {spec.index: spec for spec in (*self.reduces, *self.gathers)}
+        check_programs(self.programs(), self.rank_specs, self.edges, tuple(specs.values()), order=self.order)
         texts = []
         for stage in self.stages:
             try:
@@ -168,7 +179,9 @@ class Compilation:
                 for spec, names in zip(self.reduces, self.bucket_parameters, strict=True)
                 if spec.stages == (stage.index,) and len(spec.ranks) > 1
             ]
-            check_stage(stage.index, calls, sums, self._kind_of_last(stage.index))
+            last = self._kind_of_last(stage.index)
+            each = any(spec.each for spec in self.reduces)
+            check_stage(stage.index, calls, sums, [] if last is None else calls if each else [last])
             texts.append(calls_as_text(stage, calls))
         self._lowered = {key: programs for key, programs in self._lowered.items() if key[1] == rank}
         return "\n".join(texts)
@@ -244,6 +257,12 @@ class Compilation:
                 held = parts.setdefault(name, {})
                 for rank in stage.mesh.ranks:
                     held[rank] = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(rank)))
+        for unit in self.units:
+            for rank, rows in unit.owners():
+                for name in parts.keys() & set(unit.names):
+                    whole = parts[name].pop(rank)
+                    if name in rows:
+                        parts[name][rank] = rows_of(whole, *rows[name])
         # The order is the model's: parameters() must list them alike on every rank.
         captured_order = [name for name in dict.fromkeys(self.captured.parameters.values()) if name in values]
         return {

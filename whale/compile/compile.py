@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale.compile.compilation import Compilation, StoredForm, placement_of
-from whale.compile.exchanges import edges_between, sums_of_gradients
+from whale.compile.compilation import Compilation, LocalParameter, StoredForm, placement_of
+from whale.compile.exchanges import edges_between, has_idle_ranks, sums_of_gradients
 from whale.compile.trace import Traced, trace
 from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import Captured
@@ -26,12 +26,14 @@ from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.plan import Plan
 from whale.ir.program import StageSpec
 from whale.ir.schedule import Task
+from whale.ir.state import StateSharding
 from whale.ir.strategy import ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.schedules.orders import schedule_order
 from whale.planner.simulation.simulate import check_workload, p2p_seconds, task_seconds
 from whale.runtime.engine import Shard
+from whale.runtime.owned import Unit
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage
@@ -46,7 +48,7 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
     ``precision`` is that of ``torch.autocast`` under which it computes. ``recompute`` says what backwards
-    compute again. ``compile`` asks for compiled kernels;
+    compute again. ``compile`` asks for compiled kernels; ``state`` divides parameters, gradients and optimizer states;
     ``local_rows`` says that ranks bring their own rows of a batch alone.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
@@ -61,6 +63,7 @@ class Options:
     recompute: Recompute = "none"
     compile: bool = False
     local_rows: bool = False
+    state: StateSharding | None = None
     plan: Plan | None = None
 
 
@@ -73,6 +76,7 @@ def compile_traced(
     scopes: Mapping[str, ScopePath] | None = None,
     rows_per_micro_batch: int | None = None,
     stored: Mapping[tuple[int, str], tuple[StoredForm, ...]] | None = None,
+    units: tuple[Unit, ...] = (),
 ) -> Compilation:
     """Compile a traced model for a cluster.
 
@@ -84,6 +88,7 @@ def compile_traced(
         scopes: annotations in place of those with which the model was traced, by module path.
         rows_per_micro_batch: of an earlier compilation whose parameters are in use.
         stored: how that compilation stores its parameters.
+        units: of which ranks own stretches in it.
 
     Raises:
         AnnotationError, InfeasibleError, PlanMismatchError, UsageError: annotations, plan and devices do not fit.
@@ -106,8 +111,11 @@ def compile_traced(
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
-    reduces, bucket_parameters = sums_of_gradients(captured, stages)
-    return Compilation(
+    if options.state is not None:
+        groups = dict.fromkeys(spec.ranks for spec in sums_of_gradients(captured, stages, rows)[0])
+        options.state.check_shares(groups, len(cluster.devices))
+    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, options.state)
+    found = Compilation(
         traced=traced,
         partition=cut,
         assignment=assignment,
@@ -121,7 +129,49 @@ def compile_traced(
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
         recompute=options.recompute,
+        state=options.state,
     )
+    if stored is None:
+        units = _units_of(found)
+    else:
+        _check_same_units(found, units)
+        idle = {stage.index for stage in stages if units and has_idle_ranks(stage, len(rows))}
+        units = tuple(
+            replace(unit, spec=replace(unit.spec, gathers="step")) if idle.intersection(unit.spec.stages) else unit
+            for unit in units
+        )
+    return replace(found, units=units)
+
+
+def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
+    """The buckets of which ranks own stretches."""
+    found, local = [], dict[int, dict[str, LocalParameter]]()
+    for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
+        if spec.bounds:
+            rank = spec.ranks[0]
+            if rank not in local:
+                local[rank] = compilation.local_parameters(rank)
+            kinds = [local[rank][name] for name in names]
+            shapes = tuple(kind.shape for kind in kinds)
+            found.append(Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype))
+    return tuple(found)
+
+
+def _check_same_units(compilation: Compilation, units: Sequence[Unit]) -> None:
+    """Refuse a step that trains other parameters than those which ranks hold in stretches.
+
+    Raises:
+        UsageError: it is such a one.
+    """
+    held = {(u.spec.index, u.names, u.spec.ranks, u.spec.bounds) for u in units}
+    buckets = zip(compilation.reduces, compilation.bucket_parameters, strict=True)
+    summed = {(s.index, names, s.ranks, s.bounds) for s, names in buckets if s.bounds}
+    if summed and summed != held:
+        raise UsageError(
+            "the batch's step trains other parameters than that of the example batch, or in other parts, but zero= "
+            "divides parameters as the first step trains them: give parallelize an example batch that reads all of "
+            "them and returns the loss, or leave zero out"
+        )
 
 
 def compile_model(

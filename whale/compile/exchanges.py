@@ -14,13 +14,14 @@ from torch import nn
 
 from whale.graph.capture import Captured
 from whale.graph.values import Value, needs_grad, value_name, value_tensor
-from whale.ir.program import Edge, ReduceSpec
+from whale.ir.program import Edge, Gathers, ReduceSpec
+from whale.ir.state import StateSharding, stretches
 from whale.runtime.reduce import bucketize
 from whale.strategies.layout import Placements
-from whale.strategies.lowering import PlacedStage
+from whale.strategies.lowering import PlacedStage, nothing_of
 from whale.strategies.transfer import region_shape, transfers
 
-__all__ = ["edges_between", "sums_of_gradients"]
+__all__ = ["edges_between", "has_idle_ranks", "sums_of_gradients"]
 
 
 def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
@@ -82,18 +83,25 @@ class _Part(NamedTuple):
 
 
 def sums_of_gradients(
-    captured: Captured, stages: Sequence[PlacedStage]
+    captured: Captured, stages: Sequence[PlacedStage], rows: Sequence[int], state: StateSharding | None = None
 ) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
     """The gradient reductions: over replicas of a stage, and over stages that share a parameter.
 
-    Returns the buckets in the order of their launches, and the names of the parameters in each.
+    Args:
+        captured: the model.
+        stages: all of it.
+        rows: of the batch in each micro-batch.
+        state: how ranks divide the state of what they sum; None: all have all.
+
+    Returns:
+        the buckets in the order of their launches, and the names of the parameters in each.
     """
     readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
     for stage in stages:
         for value in stage.stored:
             if value[0].name in captured.parameters and needs_grad(value):
                 readers.setdefault(captured.parameters[value[0].name], []).append((stage, value))
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[_Part]] = {}
     known: dict[Any, list[_Owners]] = {}
     for name, entries in readers.items():
         sharing = tuple(stage.index for stage, _ in entries)
@@ -104,23 +112,67 @@ def sums_of_gradients(
                 region = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(ranks[0])))
                 ranks_of.setdefault((region, copies), []).extend(ranks)
         dtype = value_tensor(entries[0][1]).dtype
+        regions = [region for region, _ in ranks_of]
         for (region, _), ranks in ranks_of.items():
             together = tuple(sorted(set(ranks)))
             if len(together) > 1:
-                groups.setdefault((together, sharing), []).append(_Part(name, region_shape(region), dtype))
+                # Ranks that sum equal gradients apart, as of a norm beside split matrices, divide them alike if their
+                # buckets have nothing else.
+                apart = state is not None and regions.count(region) > 1
+                groups.setdefault((together, sharing, apart), []).append(_Part(name, region_shape(region), dtype))
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
     buckets: dict[tuple[_Part, ...], list[tuple[str, ...]]] = {}
     # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
     # launched first they would keep that stage's own buckets from overlapping that backward.
-    for (together, sharing), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
+    for (together, sharing, _), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
         key = tuple(parts)
         if key not in buckets:
             buckets[key] = _bucketized(key)
-        for bucket in buckets[key]:
-            specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing))
+        divided = [dict[str, Any]() for _ in buckets[key]]
+        if state is not None:
+            own = [stage for stage in stages if stage.index in sharing]
+            divided = _divided(parts, buckets[key], state, state.shares_of(together), own, len(rows))
+        for bucket, options in zip(buckets[key], divided, strict=True):
+            specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
             names.append(bucket)
     return tuple(specs), tuple(names)
+
+
+def _divided(
+    parts: Sequence[_Part],
+    buckets: Sequence[Sequence[str]],
+    state: StateSharding,
+    shares: Sequence[float],
+    stages: Sequence[PlacedStage],
+    micro_batches: int,
+) -> list[dict[str, Any]]:
+    """How ranks divide buckets, which they all sum.
+
+    What stages share is gathered once in a step: one stage would wait for another that computes later. So is what is
+    computed in a task in which a rank has nothing to do.
+    """
+    shape_of = {part.name: part.shape for part in parts}
+    owed = [0.0] * (len(shares) - 1)
+    alone = len(stages) == 1
+    gathers: Gathers = "task" if state.level == 3 and alone and not has_idle_ranks(stages[0], micro_batches) else "step"
+    return [
+        {
+            "bounds": stretches([shape_of[name] for name in bucket], shares, state.align, owed),
+            "gathers": gathers,
+            "each": state.level > 1 and alone and micro_batches > 1,
+        }
+        for bucket in buckets
+    ]
+
+
+def has_idle_ranks(stage: PlacedStage, micro_batches: int) -> bool:
+    """Whether a rank has no row of some micro-batch."""
+    return any(
+        nothing_of(stage, (micro_batch, *stage.mesh.coordinates(rank))) is not None
+        for rank in stage.mesh.ranks
+        for micro_batch in range(micro_batches)
+    )
 
 
 _Owners = tuple[tuple[int, ...], list[int]]

@@ -15,8 +15,10 @@ from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.program import Compute, Edge, Program, ReduceSpec
 from whale.runtime.local_program import LocalProgram, ShapeAndDtype
 from whale.runtime.outputs import Outputs, Piece
+from whale.runtime.owned import Unit
 from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
+from whale.strategies.gathering import gathered
 from whale.strategies.lowering import nothing_of
 
 __all__ = ["RankStage", "RankStep", "RankSums", "rank_step"]
@@ -70,6 +72,7 @@ class RankStep:
         outputs: how ranks make the model's output; None if the step does not return it.
         constants: tensors that the model's code contains, by name.
         sums: those over rows of all ranks, in steps of local batches.
+        units: buckets of which the rank owns a stretch.
     """
 
     program: Program
@@ -81,6 +84,7 @@ class RankStep:
     outputs: Outputs | None
     constants: Mapping[str, Tensor]
     sums: RankSums = RankSums(likes=(), terms=())
+    units: tuple[Unit, ...] = ()
 
 
 def rank_step(
@@ -105,6 +109,7 @@ def rank_step(
     in_parts = any(isinstance(task, Compute) and task.kind == "I" for task in program)
     captured = compilation.captured
     counts = False
+    units = tuple(unit for unit in compilation.units if rank in unit.spec.ranks)
     stages = []
     for stage in compilation.stages:
         if rank not in stage.mesh.ranks:
@@ -118,6 +123,8 @@ def rank_step(
         if device is not None and captured.has_loss:
             options: dict[str, Any] = {"in_parts": in_parts, "recompute": compilation.recompute, "layouts": layouts}
             programs = with_derivatives(captured, stage, rank, programs, device, **options)
+        if units:
+            programs = gathered(programs, units)
         stages.append(
             RankStage(
                 index=stage.index,
@@ -145,6 +152,7 @@ def rank_step(
         outputs=_outputs_of(compilation),
         constants=captured.constants,
         sums=_sums_of(compilation, rank),
+        units=units,
     )
 
 

@@ -21,6 +21,7 @@ from whale.ir.program import (
     Direction,
     Edge,
     Free,
+    Gather,
     Program,
     Receive,
     Reduce,
@@ -349,7 +350,7 @@ def _events(
             elif isinstance(instruction, Compute):
                 if len(ranks_of[instruction.stage]) > 1:
                     own.append(_Event(instruction, ranks_of[instruction.stage], instruction))
-            elif isinstance(instruction, Reduce):
+            elif isinstance(instruction, Reduce | Gather):
                 own.append(_Event(instruction, members_of[instruction.bucket], instruction))
             elif isinstance(instruction, SumLoss):
                 own.append(_Event(instruction, everyone, instruction))

@@ -26,6 +26,8 @@ __all__ = [
     "Direction",
     "Edge",
     "Free",
+    "Gather",
+    "Gathers",
     "Instruction",
     "Program",
     "Receive",
@@ -109,17 +111,33 @@ class StageSpec:
     ranks: tuple[int, ...]
 
 
+Gathers = Literal["step", "task"]
+"""When parameters that ranks own in stretches are gathered: once in a step, or in each task that reads them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReduceSpec:
     """A bucket of gradients to be summed over ``ranks``, once the backwards of all its ``stages`` are done.
 
     A parameter that two stages share is in a bucket of both. Buckets are reduced by stage completion, those of one
     stage first, then by index: the parameters whose gradients are ready first belong into the bucket of lower index.
+
+    Attributes:
+        index: of the bucket.
+        ranks: that sum it.
+        stages: that contribute.
+        bounds: where the stretch of each rank begins in the bucket's elements, one after the other, and the end of the
+            last, if each rank owns a stretch of parameters, gradients and optimizer states; () if all have all.
+        gathers: when its parameters are gathered from the stretches.
+        each: whether the gradients of each micro-batch are summed when they are made.
     """
 
     index: int
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
+    bounds: tuple[int, ...] = ()
+    gathers: Gathers = "step"
+    each: bool = False
 
 
 class Compute(NamedTuple):
@@ -185,6 +203,15 @@ class Reduce(NamedTuple):
         return f"reduce bucket {self.bucket}"
 
 
+class Gather(NamedTuple):
+    """Start to gather the parameters of a bucket from the stretches that its ranks own, for all tasks of the step."""
+
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"gather bucket {self.bucket}"
+
+
 class Free(NamedTuple):
     """Free the saved activations of a micro-batch."""
 
@@ -202,14 +229,20 @@ class SumLoss(NamedTuple):
         return "sum the loss"
 
 
-Instruction = Compute | Send | Receive | Copy | Reduce | Free | SumLoss
+Instruction = Compute | Send | Receive | Copy | Reduce | Gather | Free | SumLoss
 Program = tuple[Instruction, ...]
 
 
 def project(
-    order: Order, stages: Sequence[StageSpec], edges: Sequence[Edge], reduces: Sequence[ReduceSpec] = ()
+    order: Order,
+    stages: Sequence[StageSpec],
+    edges: Sequence[Edge],
+    reduces: Sequence[ReduceSpec] = (),
+    gathers: Sequence[ReduceSpec] = (),
 ) -> dict[int, Program]:
     """Return the program of every rank of ``stages``, in time linear in its size.
+
+    It starts with the *gathers*: of the buckets whose parameters are gathered once a step.
 
     An order of forwards only gives the programs of an evaluation. `whale.ir.check.check_programs` says what must hold.
 
@@ -218,20 +251,30 @@ def project(
     ['0F0', '0B0', 'free stage 0 m0', 'sum the loss']
     """
     programs: dict[int, list[Instruction]] = {rank: [] for stage in stages for rank in stage.ranks}
-    for rank, instruction in _walk(order, stages, edges, reduces, None):
+    for rank, instruction in _walk(order, stages, edges, reduces, gathers, None):
         programs[rank].append(instruction)
     return {rank: tuple(program) for rank, program in sorted(programs.items())}
 
 
 def project_rank(
-    order: Order, stages: Sequence[StageSpec], edges: Sequence[Edge], reduces: Sequence[ReduceSpec], rank: int
+    order: Order,
+    stages: Sequence[StageSpec],
+    edges: Sequence[Edge],
+    reduces: Sequence[ReduceSpec],
+    rank: int,
+    gathers: Sequence[ReduceSpec] = (),
 ) -> Program:
     """Return ``project(...)[rank]`` without making the programs of the others."""
-    return tuple(instruction for _, instruction in _walk(order, stages, edges, reduces, rank))
+    return tuple(instruction for _, instruction in _walk(order, stages, edges, reduces, gathers, rank))
 
 
 def _walk(
-    order: Order, stages: Sequence[StageSpec], edges: Sequence[Edge], reduces: Sequence[ReduceSpec], only: int | None
+    order: Order,
+    stages: Sequence[StageSpec],
+    edges: Sequence[Edge],
+    reduces: Sequence[ReduceSpec],
+    gathers: Sequence[ReduceSpec],
+    only: int | None,
 ) -> Iterator[tuple[int, Instruction]]:
     """Walk the order once; with ``only`` leave out what is not of that rank."""
     ranks_of = {stage.index: stage.ranks if only is None else _part(stage.ranks, only) for stage in stages}
@@ -253,6 +296,9 @@ def _walk(
         if ends:
             reduce_at.setdefault(max(ends), []).append(reduce)
 
+    for spec in gathers:
+        for rank in spec.ranks if only is None else _part(spec.ranks, only):
+            yield rank, Gather(spec.index)
     for position, task in enumerate(order):
         kind, stage, micro_batch = task
         for rank in ranks_of[stage]:
@@ -269,7 +315,7 @@ def _walk(
         for reduce in sorted(reduce_at.get(position, ()), key=lambda reduce: len(reduce.stages) > 1):
             for rank in reduce.ranks if only is None else _part(reduce.ranks, only):
                 yield rank, Reduce(reduce.index, len(reduce.stages) == 1)
-    for rank in (only,) if only is not None else {rank: None for spec in stages for rank in spec.ranks}:
+    for rank in (only,) if only is not None else {rank: None for stage in stages for rank in stage.ranks}:
         yield rank, SumLoss()
 
 
@@ -293,8 +339,8 @@ def _part(ranks: tuple[int, ...], only: int) -> tuple[int, ...]:
 
 
 def forward_only(program: Program) -> Program:
-    """Return the part of a training program that an evaluation runs: forwards, their messages, earlier frees, and the
-    sum of the loss."""
+    """Return the part of a training program that an evaluation runs: gathers, forwards, their messages, earlier frees,
+    and the sum of the loss."""
     result: list[Instruction] = []
     held: Free | None = None
     last = tuple(instruction for instruction in program if isinstance(instruction, SumLoss))
@@ -305,7 +351,10 @@ def forward_only(program: Program) -> Program:
             if held is not None:
                 result.append(held)
             held = Free(instruction.stage, instruction.micro_batch)
-        elif not isinstance(instruction, Send | Receive | Copy) or instruction.direction != "forward":
+        elif isinstance(instruction, Send | Receive | Copy):
+            if instruction.direction != "forward":
+                continue
+        elif not isinstance(instruction, Gather):
             continue
         result.append(instruction)
     return (*result, *last) if held is None else (*result, held, *last)

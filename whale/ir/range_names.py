@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "BACKWARD",
+    "BUCKET_GATHER",
     "BUCKET_SUM",
     "COMPARISON_SUM",
     "FORWARD",
@@ -30,6 +31,7 @@ WEIGHT_BACKWARD = "weight backward stage %d micro-batch %d"
 SEND = "send %s%s to rank %d micro-batch %d"
 RECEIVE = "receive %s%s from rank %d micro-batch %d"
 BUCKET_SUM = "all-reduce bucket %d"
+BUCKET_GATHER = "gather bucket %d"
 WAIT = "wait for "
 
 LOSS_SUM = "all-reduce loss"

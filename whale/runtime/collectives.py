@@ -30,8 +30,8 @@ Group = Any
 """A ``torch.distributed`` process group, None where the axis has one rank, or a :class:`DryGroup`."""
 
 # torch 2.13 renamed them and warns of the old names.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class DryGroup:
@@ -210,7 +210,7 @@ def all_gather(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
     if isinstance(group, DryGroup):
         group.note("all_gather", x, *shapes)
     else:
-        _gather_single(gathered, flat, group=group)
+        gather_single(gathered, flat, group=group)
     if cut.even and cut.contiguous:
         return _side_by_side(gathered.view(world, *x.shape), cut)
     pieces = [gathered[rank * largest : rank * largest + sizes[rank]].view(shape) for rank, shape in enumerate(shapes)]
@@ -228,7 +228,7 @@ def reduce_scatter(x: Tensor, cut: Cut, index: int, group: Group) -> Tensor:
     if isinstance(group, DryGroup):
         group.note("reduce_scatter", x, *(piece.shape for piece in pieces))
     elif even:
-        _reduce_scatter_single(result.view(-1), together, group=group)
+        reduce_scatter_single(result.view(-1), together, group=group)
     else:
         dist.reduce_scatter(result, pieces, group=group)
     return result

@@ -27,6 +27,7 @@ from whale.runtime.local_program import Intervals
 from whale.runtime.local_rows import LocalBatches, RowShares, RowTerms
 from whale.runtime.loss import ROUNDING, GlobalLoss, LikeBatches, look_at
 from whale.runtime.outputs import Outputs, put
+from whale.runtime.owned import HeldTensors
 from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
@@ -289,7 +290,7 @@ class Engine:
 
     def with_copies(self, memo: dict[int, Any]) -> Engine:
         """The same over copies of its tensors, which *memo* tells copy.deepcopy; nothing is compiled yet."""
-        tensors: dict[str, Tensor] = {}
+        tensors = HeldTensors()
         for name, tensor in self.tensors.items():
             copied = tensor.detach().clone()
             if isinstance(tensor, nn.Parameter):

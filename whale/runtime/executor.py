@@ -27,6 +27,7 @@ from whale.ir.program import (
     Direction,
     Edge,
     Free,
+    Gather,
     Program,
     Receive,
     Reduce,
@@ -36,6 +37,7 @@ from whale.ir.program import (
     forward_only,
 )
 from whale.runtime.failure import Failures
+from whale.runtime.owned import HeldUnit
 from whale.runtime.ranges import named
 from whale.runtime.reduce import Reducer
 
@@ -93,6 +95,7 @@ class Executor:
         edges: all edges, by index.
         stages: the stages that this rank computes.
         reducer: sums the gradients; its buckets are in the program's order. None if no gradient is shared.
+        units: buckets of which this rank owns a stretch.
         failures: reports and looks up failures; has the timeout of every wait.
         group: the process group of all ranks for forward messages; None is the default group.
         backward_group: a separate one for backward messages. On NCCL a group's messages between two ranks wait for each
@@ -111,6 +114,7 @@ class Executor:
         edges: Sequence[Edge],
         stages: Mapping[int, StageProgram],
         reducer: Reducer | None = None,
+        units: Mapping[int, HeldUnit] | None = None,
         failures: Failures | None = None,
         group: dist.ProcessGroup | None = None,
         backward_group: dist.ProcessGroup | None = None,
@@ -122,6 +126,7 @@ class Executor:
         self.edges = tuple(edges)
         self.stages = dict(stages)
         self.reducer = reducer
+        self.units = units or {}
         self.failures = failures or Failures(rank)
         self.groups: dict[Direction, dist.ProcessGroup | None] = {
             "forward": group,
@@ -231,6 +236,8 @@ class _Step:
         executor = self.executor
         reducer = executor.reducer if self.train else None
         try:
+            for unit in executor.units.values():
+                unit.take_own()
             if reducer is not None:
                 reducer.begin()
             for position, instruction in enumerate(self.program):
@@ -247,6 +254,8 @@ class _Step:
                     case Reduce():
                         if reducer is not None:
                             reducer.launch(instruction.bucket)
+                    case Gather():
+                        executor.units[instruction.bucket].begin()
                     case Free():
                         del self.kept[instruction.stage, instruction.micro_batch]
                     case SumLoss():
@@ -254,6 +263,8 @@ class _Step:
             self.task = None
             while self.sends:
                 self.complete_send()
+            for unit in executor.units.values():
+                unit.finish()
             if reducer is not None:
                 reducer.finish()
         except Exception as error:
@@ -282,9 +293,9 @@ class _Step:
             self.forward(stage, micro_batch)
             return
         kept = self.kept[stage, micro_batch]
-        final = executor.reducer is not None and task in executor.last_backwards
-        if final and executor.reducer is not None:
-            executor.reducer.arm(stage)
+        last, reducer = task in executor.last_backwards, executor.reducer
+        if reducer is not None and (last or (reducer.sums_each and kind != "I")):
+            reducer.arm(stage, last)
         program = executor.stages[stage]
         if kind == "W":
             with named(range_names.WEIGHT_BACKWARD, stage, micro_batch):
@@ -304,8 +315,8 @@ class _Step:
                     kept.gradients[edge.index] = (
                         executor.blank(torch.zeros, edge.index, micro_batch) if gradient is None else gradient
                     )
-        if final and executor.reducer is not None:
-            executor.reducer.finished(stage)
+        if reducer is not None and (last or (reducer.sums_each and kind != "I")):
+            reducer.finished(stage, last)
 
     def forward(self, stage: int, micro_batch: int) -> None:
         executor = self.executor

@@ -36,7 +36,8 @@ Source = tuple[str, Any]
 """Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
 intervals)), ("received", position), (level, position) for an earlier graph's output, ("sum", number) for a sum over the
 rows of all ranks, or ("rows" | "columns", (intervals, shape)) for numbers of a part's elements in a whole tensor of
-this shape."""
+this shape. A ("unit", bucket) is no tensor but holds parameters of which this rank owns a stretch; a ("gathered", name)
+is one of them, which the graph gets from there."""
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 

@@ -263,12 +263,14 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
             )
             return
         if error > SAME:
+            way = "replicate() without split and stage"
+            if any(getattr(engine.tensors, "units", None) for engine, _ in owners.values()):
+                way = "leave zero out" if dim is None else 'state_align="parameter", under which a rank has whole ones'
             raise UsageError(
                 f"{type(optimizer).__name__} updates an element by others: on "
                 f"{'one of two tensors' if dim is None else 'a part of a tensor'} of shape {shape} it is off by "
                 f"{error:.1g} of the largest update. A rank has {'some' if dim is None else 'parts'} of the tensors, "
-                "so it would train another model: use an elementwise optimizer, such as AdamW, or replicate() without "
-                "split and stage"
+                f"so it would train another model: use an elementwise optimizer, such as AdamW, or {way}"
             )
 
 

@@ -8,6 +8,7 @@ strategies.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,14 @@ from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
 from whale.ir.program import BUCKET_BYTES
 from whale.runtime.failure import Failures
+from whale.runtime.owned import GradientSlot, HeldUnit
 from whale.runtime.ranges import named
 
 __all__ = ["Bucket", "Reducer", "bucketize"]
+
+
+Holder = Parameter | GradientSlot
+"""Anything to whose gradient a backward adds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,14 +45,19 @@ class Bucket:
             instruction, in the order of all ranks.
         group: the process group of ``ranks``; None if this rank is alone. It is separate from the groups of collectives
             inside stages, because reductions start whenever a gradient is ready.
+        unit: holds the stretches in which ranks own the parameters, which are then slots for their gradients; None if
+            every rank has all of them.
+        each: whether it is summed in every backward of its stage, and not in the last alone.
     """
 
     index: int
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Holder, ...]
     ranks: tuple[int, ...]
     stages: frozenset[int]
     group: dist.ProcessGroup | None
     early: bool = True
+    unit: HeldUnit | None = None
+    each: bool = False
 
 
 @dataclass(eq=False)
@@ -55,20 +66,25 @@ class _Pending:
 
     bucket: Bucket
     stages: set[int]
-    ready: set[Parameter] = field(default_factory=set)
+    ready: set[Holder] = field(default_factory=set)
     sums: list[Tensor] | None = None
     work: dist.Work | None = None
+    own: Tensor | None = None  # sum of this rank's stretch of a unit
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ready) == len(self.bucket.parameters)
 
 
 class Reducer:
     """Sums gradients of one rank's buckets, in the order in which they are given, which must be the program's.
 
-    In a step: `begin`; `arm` before the last backward of a stage and `finished` after it; `launch` at the latest when
-    the program says so; `finish`. Existing gradients, from a step whose gradients are accumulated, are equal on all
-    ranks: the first rank of a bucket adds to them and the others start without, so they count once. They remain the
-    same tensors; new gradients are views of their bucket, so that sums are copied nowhere and a bucket of accumulated
-    gradients is summed in place. *failures* knows which rank this is; *transport* has ``all_reduce``:
-    ``torch.distributed``, except in a dry run.
+    In a step: `begin`; `arm` before a backward of a stage and `finished` after it, for the last one, and for others if
+    `sums_each`; `launch` at the latest when the program says so; `finish`. Existing gradients, from a step whose
+    gradients are accumulated, are equal on all ranks: the first rank of a bucket adds to them and the others start
+    without, so they count once. They remain the same tensors; new gradients are views of their bucket, so that sums are
+    copied nowhere and a bucket of accumulated gradients is summed in place. *failures* knows which rank this is;
+    *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
@@ -80,9 +96,12 @@ class Reducer:
         self._transport = transport
         self._pending: list[_Pending] = []
         self._next = 0
-        self._armed: dict[Parameter, _Pending] = {}
-        self._before: dict[Parameter, Tensor] = {}
-        seen: set[Parameter] = set()
+        self._round: deque[_Pending] = deque()  # that start in a backward which is not the last
+        self._armed: dict[Holder, _Pending] = {}
+        self._before: dict[Holder, Tensor] = {}
+        self._flying: deque[tuple[_Pending, Tensor, Tensor, dist.Work | None]] = deque()
+        self.sums_each = any(bucket.each for bucket in buckets)
+        seen: set[Holder] = set()
         for bucket in self.buckets:
             kinds = {(parameter.dtype, parameter.device) for parameter in bucket.parameters}
             if len(kinds) > 1 or not seen.isdisjoint(bucket.parameters) or len(bucket.parameters) == 0:
@@ -98,25 +117,36 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.group is not None:
                 for parameter in bucket.parameters:
-                    if parameter.grad is not None:
+                    if isinstance(parameter, GradientSlot):
+                        parameter.grad = None
+                    elif parameter.grad is not None:
                         self._before[parameter] = parameter.grad
                         if self._failures.rank != min(bucket.ranks):
                             parameter.grad = None
 
-    def arm(self, stage: int) -> None:
-        """Announce that the stage's next backward is its last: its gradients are final unless another stage adds to
+    def arm(self, stage: int, last: bool = True) -> None:
+        """Announce the stage's next backward: in its *last* one gradients are final unless another stage adds to
         them."""
         for pending in self._pending:
-            if pending.bucket.early and pending.stages == {stage}:
-                for parameter in pending.bucket.parameters:
+            bucket = pending.bucket
+            if bucket.early and pending.stages == {stage} and (last or bucket.each):
+                for parameter in bucket.parameters:
                     self._armed[parameter] = pending
+                if not last:
+                    self._round.append(pending)
 
-    def finished(self, stage: int) -> None:
-        """Announce that the stage's last backward is done: missing gradients are zero."""
+    def finished(self, stage: int, last: bool = True) -> None:
+        """Announce that the backward is done: missing gradients are zero."""
+        if last:
+            for pending in self._pending:
+                pending.stages.discard(stage)
+            self._start_ready()
+        else:
+            while self._round:
+                self._start(self._round.popleft())
+        for pending in self._armed.values():
+            pending.ready.clear()
         self._armed.clear()
-        for pending in self._pending:
-            pending.stages.discard(stage)
-        self._start_ready()
 
     def launch(self, index: int) -> None:
         """Start the bucket, if it has not started.
@@ -138,22 +168,24 @@ class Reducer:
         if self._next < len(self._pending):
             left = [pending.bucket.index for pending in self._pending[self._next :]]
             raise ScheduleError(f"the step ended before buckets {left} were reduced")
+        self._land(0)
         for pending in self._pending:
             bucket = pending.bucket
+            if bucket.unit is not None and pending.own is not None:
+                bucket.unit.add_gradients(pending.own)
             if pending.work is not None:
                 what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
                 with named(range_names.WAIT + range_names.BUCKET_SUM, bucket.index):
                     self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
-            if bucket.group is not None:
-                self._write(pending)
+            if pending.sums is not None:
+                self._write(pending, pending.sums)
         self._pending = []
         self._before.clear()
 
-    def _write(self, pending: _Pending) -> None:
+    def _write(self, pending: _Pending, sums: Sequence[Tensor]) -> None:
         """Write sums to the gradients that were there before the step, where they are not there yet."""
-        assert pending.sums is not None
         targets, sources = [], []
-        for parameter, total in zip(pending.bucket.parameters, pending.sums, strict=True):
+        for parameter, total in zip(pending.bucket.parameters, sums, strict=True):
             if (before := self._before.get(parameter)) is not None:
                 parameter.grad = before
                 if total is not before:
@@ -170,24 +202,47 @@ class Reducer:
         if parameter in pending.ready:
             raise ScheduleError(f"a parameter of bucket {pending.bucket.index} got two gradients in one backward")
         pending.ready.add(parameter)
-        if len(pending.ready) == len(pending.bucket.parameters):
+        if pending.is_complete:
             self._start_ready()
 
     def _start_ready(self, launched: int | None = None) -> None:
         """Start buckets, in order, up to the first that is not ready, or that the program has not *launched*."""
+        if self._round:
+            while self._round and self._round[0].is_complete:
+                self._start(self._round.popleft())
+            return
         while self._next < len(self._pending):
             pending = self._pending[self._next]
-            if pending.stages and len(pending.ready) < len(pending.bucket.parameters):
+            if pending.stages and not pending.is_complete:
                 return
             if not pending.bucket.early and pending.bucket.index != launched:
                 return
             self._next += 1
-            if pending.bucket.group is not None:
-                with torch.no_grad(), named(range_names.BUCKET_SUM, pending.bucket.index):
-                    self._start(pending, pending.bucket.group)
+            self._start(pending)
 
-    def _start(self, pending: _Pending, group: dist.ProcessGroup) -> None:
-        parameters = pending.bucket.parameters
+    def _start(self, pending: _Pending) -> None:
+        bucket = pending.bucket
+        if bucket.group is None:
+            return
+        with torch.no_grad(), named(range_names.BUCKET_SUM, bucket.index):
+            if bucket.unit is None:
+                self._sum(pending, bucket.group)
+                return
+            self._land(1)
+            total = bucket.unit.take_gradients()
+            self._flying.append((pending, total, *bucket.unit.scatter(total)))
+
+    def _land(self, most: int) -> None:
+        """Wait for sums of stretches until at most *most* are in flight: each holds the gradients of a whole unit."""
+        while len(self._flying) > most:
+            pending, _, own, work = self._flying.popleft()
+            assert pending.bucket.unit is not None
+            if work is not None:
+                pending.bucket.unit.wait_for(work, "the sum of gradients")
+            pending.own = own if pending.own is None else pending.own.add_(own)
+
+    def _sum(self, pending: _Pending, group: dist.ProcessGroup) -> None:
+        parameters = [parameter for parameter in pending.bucket.parameters if isinstance(parameter, Parameter)]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)

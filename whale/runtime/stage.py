@@ -117,7 +117,7 @@ class LocalStage:
         outputs: names of the values that the micro-batch graph returns to the executor.
         mutated: names of the buffers whose new values follow.
         returned: numbers of the tensors of the model's output that follow.
-        tensors: the rank's parameters and buffers by name, and the constants.
+        tensors: the rank's parameters and buffers by name, the constants, and the units of which it owns stretches.
         parameters: the trainable parameters that the stage reads.
     """
 
@@ -127,7 +127,7 @@ class LocalStage:
         programs: Sequence[LocalProgram],
         outputs: tuple[str, ...],
         mutated: tuple[str, ...],
-        tensors: Mapping[tuple[str, str], Tensor],
+        tensors: Mapping[tuple[str, Any], Any],
         parameters: Sequence[nn.Parameter],
         clock: RNGPosition,
         returned: tuple[int, ...] = (),
@@ -248,6 +248,8 @@ class LocalStage:
                     given.append(_opened(kept.arguments[what]))
                 case "passed":
                     given.append(passed[what])
+                case "unit":
+                    given.append(self._tensors[kind, what])
                 case _:
                     like, seed = program.derivative.seeds[what], seeds[what]
                     assert like is not None
@@ -258,9 +260,10 @@ class LocalStage:
         """The sink of a program's gradients: it knows the parameter of each placeholder."""
         key = id(program.micro_batch)
         if key not in self._sinks:
-            names = [what if kind == "parameter" else None for kind, what in program.micro_batch.sources]
-            parameters = [None if name is None else self._tensors["parameter", name] for name in names]
-            self._sinks[key] = GradientSink(parameters)
+            holders = {"parameter": "parameter", "gathered": "gradient"}
+            sources = program.micro_batch.sources
+            takers = [self._tensors[holders[kind], what] if kind in holders else None for kind, what in sources]
+            self._sinks[key] = GradientSink(takers)
         sink = self._sinks[key]
         sink.ready = self.on_gradient
         return sink
@@ -328,7 +331,7 @@ class LocalStage:
                 fixed[position] = self._constant(program)[what]
             elif kind in ("rows", "columns"):
                 fixed[position] = self._numbers_of(kind, what)
-            else:
+            elif kind != "gathered":
                 fixed[position] = self._tensors[kind, what]
         return fixed, changing
 

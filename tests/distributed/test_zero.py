@@ -1,0 +1,401 @@
+"""State in stretches: steps and optimizers train as the local model, and each rank has its share of the state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import whale
+from tests.distributed.parity import Worlds, cluster_of
+from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.small_models import decoder, tokens
+from whale.cli.model_loader import load_model
+from whale.errors import UsageError
+from whale.runtime.launch import World
+
+BOUND = 1e-12
+"""The largest error of a loss, and of parameters after five steps of AdamW."""
+EXACT = ("decoder", "t5", "mixture")
+ROUNDED = 1e-6
+"""The largest error of a loss that a model computes in float32 whatever its parameters are."""
+SPLIT_IN_FLOAT32 = 1e-8
+"""The largest error of parameters behind norms in float32 of values that ranks sum; without zero it is the same."""
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with worlds_of_a_module() as made:
+        yield made
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=3, n_head=4, n_positions=8, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    )
+    return GPT2LMHeadModel(config), words()
+
+
+def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)), words()
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)), words()
+
+
+def mixture() -> tuple[nn.Module, dict[str, Tensor]]:
+    sizes = {"layers": 2, "hidden": 16, "heads": 2, "ffn": 16, "seq": 6, "vocab": 32, "experts": 4, "batch_size": 8}
+    found = load_model("examples/models/moe.py:moe", sizes)
+    return found.model, found.batch
+
+
+def words() -> dict[str, Tensor]:
+    drawn = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": drawn, "labels": drawn}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "decoder": lambda: (decoder(layers=3), tokens()),
+    "gpt2": gpt2,
+    "llama": llama,
+    "t5": t5,
+    "mixture": mixture,
+}
+
+
+def built(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    return model.double(), batch
+
+
+def trained(step: Callable[..., Tensor], model: Any, batch: Any, steps: int = 5) -> list[float]:
+    """The losses of some steps of AdamW, whose first one accumulates two gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        for _ in range(2 if number == 0 else 1):
+            losses.append(step(**batch).item())
+        optimizer.step()
+    return losses
+
+
+def local(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, batch = built(name)
+
+    def step(**batch: Any) -> Tensor:
+        found = model(**batch)
+        loss: Tensor = found if isinstance(found, Tensor) else found.loss
+        loss.backward()
+        return loss
+
+    return trained(step, model, batch), model.state_dict()
+
+
+def errors(world: World, name: str, layout: dict[str, Any], options: dict[str, Any]) -> tuple[float, float, int]:
+    """Errors of losses and of parameters, and how many elements this rank trains."""
+    model, batch = built(name)
+    whale.annotate(model, layout)
+    made = whale.parallelize(model, batch, device="cpu", **options)
+    losses = trained(made.train_step, made, batch)
+    expected, state = local(name)
+    whole = made.full_state_dict()
+    assert whole.keys() == state.keys()
+    loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    held = sum(p.numel() for p in made.parameters())
+    return loss, max((whole[n] - x).abs().max().item() for n, x in state.items()), held
+
+
+def check(worlds: Worlds, name: str, kind: str, **options: Any) -> list[int]:
+    """Train as the local model; return how many elements each of four ranks trains."""
+    found = worlds.run(4, errors, name, LAYOUTS[kind](name), options)
+    for loss, parameters, _ in found:
+        assert loss <= (BOUND if name in EXACT else ROUNDED)
+        assert parameters <= (SPLIT_IN_FLOAT32 if name == "llama" and kind == "dp x tp" else BOUND)
+    return [held for _, _, held in found]
+
+
+def halves(name: str, inner: Any) -> dict[str, Any]:
+    """Two stages on two ranks each."""
+    return {path: [whale.stage(2), inner] for path in SECOND[name]}
+
+
+SECOND = {
+    "decoder": ("layers.0", "layers.2"),
+    "gpt2": ("transformer.h.0", "transformer.h.2"),
+    "llama": ("model.layers.0", "model.layers.2"),
+    "t5": ("encoder", "decoder"),
+    "mixture": ("blocks.0", "blocks.1"),
+}
+LAYOUTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "dp": lambda name: {"": whale.replicate()},
+    "dp x tp": lambda name: {"": [whale.replicate(2), whale.split()]},
+    "pp x dp": lambda name: halves(name, whale.replicate()),
+    "dp x pp": lambda name: {path: whale.stage(1) for path in SECOND[name]},
+}
+
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("decoder", "dp", {"zero": 1}),
+    ("decoder", "dp", {"zero": 3, "state_shares": [3, 1, 2, 1], "micro_batches": 2}),
+    ("decoder", "dp x tp", {"zero": 1, "micro_batches": 2}),
+    ("decoder", "dp x tp", {"zero": 3, "recompute": "selective"}),
+    ("decoder", "pp x dp", {"zero": 2, "micro_batches": 4, "recompute": "full"}),
+    ("decoder", "pp x dp", {"zero": 3, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "selective"}),
+    ("decoder", "dp x pp", {"zero": 1, "micro_batches": 2, "state_align": "parameter"}),
+    ("gpt2", "dp", {"zero": 2, "micro_batches": 2, "recompute": "full"}),
+    ("gpt2", "pp x dp", {"zero": 3, "micro_batches": 2, "state_shares": [3, 1, 3, 1]}),
+    ("llama", "dp x tp", {"zero": 2, "micro_batches": 2, "recompute": "full", "state_shares": [1, 1, 3, 3]}),
+    ("llama", "dp x pp", {"zero": 3, "micro_batches": 2, "recompute": "selective"}),
+    ("t5", "pp x dp", {"zero": 3, "micro_batches": 2, "recompute": "full", "schedule": "zero_bubble"}),
+    ("mixture", "dp", {"zero": 3, "micro_batches": 2}),
+    ("mixture", "dp x tp", {"zero": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "options"), CASES, ids=lambda x: str(x))
+def test_training_equals_the_local_model(worlds: Worlds, name: str, kind: str, options: dict[str, Any]) -> None:
+    check(worlds, name, kind, **options)
+
+
+def test_ranks_own_their_shares(worlds: Worlds) -> None:
+    total = sum(p.numel() for p in decoder(layers=3).parameters())
+    held = check(worlds, "decoder", "dp", zero=1, state_shares=[3, 1, 0, 1])
+    assert sum(held) == total
+    for share, own in zip((3, 1, 0, 1), held, strict=True):
+        assert own == pytest.approx(share / 5 * total, abs=48)  # a row
+    assert sum(check(worlds, "decoder", "dp", zero=3, state_align="parameter")) == total
+
+
+# --- what scripts do with it ------------------------------------------------------------------------------------------
+
+
+def parallel(zero: int, model: nn.Module | None = None, **options: Any) -> Any:
+    return whale.parallelize(
+        decoder(layers=2) if model is None else model, tokens(), device="cpu", timeout_seconds=30, zero=zero, **options
+    )
+
+
+def apart(made: Any, reference: nn.Module) -> float:
+    whole = made.full_state_dict()
+    return max((whole[name] - x).abs().max().item() for name, x in reference.state_dict().items())
+
+
+def habits(world: World, zero: int) -> dict[str, float]:
+    """By how much a parallel and a local model differ after what scripts do."""
+    made, reference, batch = parallel(zero), decoder(layers=2), tokens()
+    average: Any
+    average, other = torch.optim.swa_utils.AveragedModel(made), torch.optim.swa_utils.AveragedModel(reference)
+    own, plain = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (made, reference))
+    found = {}
+    for _ in range(3):
+        own.zero_grad(set_to_none=False)
+        plain.zero_grad(set_to_none=False)
+        made.train_step(**batch)
+        reference(**batch).backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.3) for m in (made, reference)]
+        own.step()
+        plain.step()
+        average.update_parameters(made)
+        other.update_parameters(reference)
+    found["clipped norms"] = (norms[0] - norms[1]).abs().item()
+    gradients = made.full_gradients()
+    found["gradients"] = max((gradients[n] - p.grad).abs().max().item() for n, p in reference.named_parameters())
+    found["trained"] = apart(made, reference)
+    found["average"] = (average.module.eval_step(**batch) - other.module(**batch)).abs().item()
+    state, optimizer_state = copy.deepcopy(made.state_dict()), copy.deepcopy(own.state_dict())
+    own.zero_grad()
+    made.train_step(**batch)
+    own.step()
+    resumed = parallel(zero)
+    resumed.load_state_dict(state)
+    again = torch.optim.SGD(resumed.parameters(), lr=0.1, momentum=0.9)
+    again.load_state_dict(optimizer_state)
+    resumed.train_step(**batch)
+    again.step()
+    found["resumed"] = (made.eval_step(**batch) - resumed.eval_step(**batch)).abs().item()
+    resumed.load_full_state_dict(reference.state_dict())
+    found["loaded"] = apart(resumed, reference)
+    with torch.no_grad():
+        for m in (resumed, reference):
+            for parameter in m.parameters():
+                parameter.mul_(0.5)
+    found["scaled in place"] = (resumed.eval_step(**batch) - reference(**batch)).abs().item()
+    for m in (resumed, reference):
+        for parameter in m.parameters():
+            parameter.data = parameter.data * 0.5
+    found["given other memory"] = (resumed.eval_step(**batch) - reference(**batch)).abs().item()
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_scripts_do_what_they_do_with_the_local_model(worlds: Worlds, zero: int) -> None:
+    for found in worlds.run(2, habits, zero):
+        assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=BOUND)
+
+
+def lengths(world: World, zero: int, speeds: tuple[float, ...], rows: tuple[int, ...]) -> float:
+    """The largest error of losses and parameters over batches of several sizes."""
+    made = whale.parallelize(
+        decoder(layers=2), tokens(rows[0]), device="cpu", zero=zero, micro_batches=2, cluster=cluster_of(speeds)
+    )
+    reference = decoder(layers=2)
+    own, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (made, reference))
+    worst = 0.0
+    for number, count in enumerate(rows):
+        batch = tokens(count, 6 if number % 2 else 5)
+        own.zero_grad()
+        plain.zero_grad()
+        loss = reference(**batch)
+        worst = max(worst, (made.train_step(**batch) - loss).abs().item())
+        loss.backward()
+        own.step()
+        plain.step()
+    return max(worst, apart(made, reference))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("speeds", [(), (5.0, 1.0)], ids=["equal", "unequal"])
+def test_batches_of_which_ranks_have_no_rows(worlds: Worlds, zero: int, speeds: tuple[float, ...]) -> None:
+    for error in worlds.run(2, lengths, zero, speeds, (8, 3, 1, 2, 8)):
+        assert error <= BOUND
+
+
+def resharded(world: World, directory: str) -> float:
+    """A checkpoint of stretches, loaded where every rank has all."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model.train_step(**tokens())
+        optimizer.step()
+
+    pairs = []
+    for model in (parallel(3, state_shares=[3, 1]), parallel(0)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optimizer)
+        pairs.append((model, optimizer))
+    one, other = pairs
+    step(*one)
+    parts: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(*one), strict=True))
+    dcp.save(parts, checkpoint_id=directory)
+    parts = dict(zip(("model", "optimizer"), get_state_dict(*other), strict=True))
+    dcp.load(parts, checkpoint_id=directory)
+    set_state_dict(*other, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    step(*one)
+    step(*other)
+    states = [model.full_state_dict() for model, _ in pairs]
+    return max((states[0][name] - x).abs().max().item() for name, x in states[1].items())
+
+
+def test_checkpoints_are_resharded(worlds: Worlds, tmp_path: Any) -> None:
+    assert max(worlds.run(2, resharded, str(tmp_path))) <= BOUND
+
+
+def low_precision(world: World, precision: str) -> float:
+    """The difference from every replica having all."""
+    models = []
+    for zero in (0, 1, 3):
+        torch.manual_seed(0)
+        made = parallel(zero, decoder(layers=2).float(), precision=precision, micro_batches=2)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+        if made.loss_scaler is not None:
+            made.loss_scaler.scale = 2.0**40  # the first steps overflow, and are skipped by all
+        for _ in range(4):
+            optimizer.zero_grad()
+            made.train_step(**tokens())
+            optimizer.step()
+        models.append(made.full_state_dict())
+    plain, *others = models
+    return max((plain[name] - x).abs().max().item() for other in others for name, x in other.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_trains_as_without(worlds: Worlds, precision: str) -> None:
+    assert worlds.run(2, low_precision, precision) == [0.0, 0.0]
+
+
+def muon(world: World) -> tuple[str, float]:
+    """The refusal by rows, and the error by parameters."""
+
+    def matrices(model: nn.Module) -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.dim() == 2]
+
+    refused = ""
+    made = parallel(1)
+    made.train_step(**tokens())
+    try:
+        torch.optim.Muon(matrices(made)).step()
+    except UsageError as error:
+        refused = str(error)
+    made, reference = parallel(3, state_align="parameter"), decoder(layers=2)
+    own, plain = (torch.optim.Muon(matrices(m)) for m in (made, reference))
+    for _ in range(3):
+        own.zero_grad()
+        plain.zero_grad()
+        made.train_step(**tokens())
+        reference(**tokens()).backward()
+        own.step()
+        plain.step()
+    return refused, apart(made, reference)
+
+
+def test_optimizers_of_matrices_need_whole_parameters(worlds: Worlds) -> None:
+    for refused, error in worlds.run(2, muon):
+        assert "Muon updates an element by others" in refused and 'state_align="parameter"' in refused
+        assert error <= BOUND
+
+
+def refusals(world: World) -> list[str]:
+    found = []
+    for options in (
+        {"zero": 4},
+        {"zero": 0, "state_shares": [1, 1]},
+        {"zero": 1, "state_shares": [1, -1]},
+        {"zero": 1, "state_shares": [1, 1, 1]},
+        {"zero": 1, "state_align": "element"},
+    ):
+        try:
+            parallel(**options)
+        except UsageError as error:
+            found.append(str(error))
+    made = parallel(1)
+    for parameter in made.parameters():
+        parameter.requires_grad_(False)
+    try:
+        made.train_step(**tokens())
+    except UsageError as error:
+        found.append(str(error))
+    return found
+
+
+def test_refusals(worlds: Worlds) -> None:
+    expected = [
+        "zero is 4; it can be 0, 1, 2 or 3",
+        "state_shares and state_align say how zero= divides the state",
+        "they must be numbers of at least 0",
+        "state_shares has 3 numbers, but gradients are summed over 2 ranks",
+        "it can be 'row' or 'parameter'",
+        "was frozen after parallelize",
+    ]
+    for found in worlds.run(2, refusals):
+        assert len(found) == len(expected)
+        for text, words in zip(found, expected, strict=True):
+            assert words in text

@@ -1,0 +1,112 @@
+"""State sharding: parameters, gradients and optimizer states in stretches, of which each rank that sums a gradient owns
+one.
+
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (SC 2020). Stretches may be
+of unequal sizes, apart from the shares of the batch: a slow device with much memory holds more.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+from whale.errors import UsageError
+
+__all__ = ["Align", "StateSharding", "stretches"]
+
+Align = Literal["row", "parameter"]
+"""Ends of stretches: after a row of a parameter (an index of its first dim), or after a parameter."""
+
+
+@dataclass(frozen=True)
+class StateSharding:
+    """How the state of parameters is divided among the ranks that sum their gradients.
+
+    Attributes:
+        level: 1: gradients are summed to their owners once a step; 2: in each micro-batch, so that no rank has all of
+            them; 3: parameters are gathered for each task that reads them, too, and freed after it.
+        shares: of each rank of the launch, or of each rank that sums a gradient, in any unit; () are equal ones.
+        align: where stretches end. With ``parameter`` an optimizer sees whole matrices.
+
+    Raises:
+        UsageError: a field is not one of these.
+    """
+
+    level: int
+    shares: tuple[float, ...] = ()
+    align: Align = "row"
+
+    def __post_init__(self) -> None:
+        if self.level not in (1, 2, 3):
+            raise UsageError(f"zero is {self.level!r}; it can be 0, 1, 2 or 3")
+        if self.align not in get_args(Align):
+            raise UsageError(f"state_align is {self.align!r}; it can be 'row' or 'parameter'")
+        if any(not math.isfinite(share) or share < 0 for share in self.shares) or (
+            self.shares and not sum(self.shares)
+        ):
+            raise UsageError(
+                f"state_shares are {list(self.shares)}: they must be numbers of at least 0, and one of them more"
+            )
+
+    def shares_of(self, ranks: Sequence[int]) -> tuple[float, ...]:
+        """The shares of the ranks that sum a bucket.
+
+        Raises:
+            UsageError: none of these ranks has any.
+        """
+        if not self.shares:
+            return (1.0,) * len(ranks)
+        found = self.shares if len(self.shares) == len(ranks) else tuple(self.shares[rank] for rank in ranks)
+        if not sum(found):
+            raise UsageError(f"state_shares are 0 for all of the ranks {list(ranks)}, which must own what they train")
+        return found
+
+    def check_shares(self, groups: Iterable[Sequence[int]], world_size: int) -> None:
+        """Compare the number of shares with the ranks that sum gradients together.
+
+        Raises:
+            UsageError: the shares are neither for all ranks of the launch nor for as many as these.
+        """
+        for ranks in groups:
+            if self.shares and len(self.shares) not in (world_size, len(ranks)):
+                many = f"{len(ranks)} numbers, or " if len(ranks) < world_size else ""
+                raise UsageError(
+                    f"state_shares has {len(self.shares)} numbers, but gradients are summed over {len(ranks)} ranks, "
+                    f"{list(ranks)}: give {many}one number for each of the {world_size} ranks of the launch"
+                )
+
+
+def stretches(
+    shapes: Iterable[Sequence[int]], shares: Sequence[float], align: Align, owed: list[float]
+) -> tuple[int, ...]:
+    """The bounds of the stretches of parameters that lie one after the other.
+
+    Args:
+        shapes: of the parameters.
+        shares: of the ranks.
+        align: where a stretch may end.
+        owed: elements that the ranks before each bound have got too few so far, which these give them; it is changed.
+
+    >>> stretches([(4, 2), (3,)], (1, 1), "row", [0.0]), stretches([(4, 2), (3,)], (3, 1), "parameter", [0.0])
+    ((0, 6, 11), (0, 8, 11))
+    """
+    places, end = [0], 0
+    for shape in shapes:
+        size = prod(shape)
+        row = size if align == "parameter" or not shape else size // max(shape[0], 1)
+        if row:
+            places += range(end + row, end + size + 1, row)
+        end += size
+    bounds, ideal = [0], 0.0
+    for place, share in enumerate(shares[:-1]):
+        ideal += share / sum(shares) * end
+        wanted = ideal + owed[place]
+        after = bisect_left(places, wanted)
+        nearest = min(places[max(after - 1, 0) : after + 1], key=lambda found: abs(found - wanted))
+        bounds.append(max(nearest, bounds[-1]))
+        owed[place] = wanted - bounds[-1]
+    return (*bounds, end)

@@ -1,0 +1,283 @@
+"""Buckets whose parameters, gradients and optimizer states are divided among their ranks: each owns a stretch.
+
+A script has the parameters that its rank owns, as rows of the local model's. Tasks read whole ones, which are gathered
+from the stretches; gradients are summed to their owners. Where they are gathered once a step, the owned stretch is a
+part of the whole buffer, so that nothing is held twice; else the whole is made for a task and freed after its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale.ir import range_names
+from whale.ir.program import ReduceSpec
+from whale.runtime.collectives import DryGroup, gather_single, reduce_scatter_single
+from whale.runtime.failure import Failures
+from whale.runtime.local_program import Intervals
+from whale.runtime.ranges import named
+
+__all__ = ["GradientSlot", "HeldTensors", "HeldUnit", "Unit", "rows_of"]
+
+Rows = tuple[int, int]
+"""A half-open range of indices of the first dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A bucket whose ranks own stretches of it.
+
+    Attributes:
+        spec: of its sum; its ``bounds`` are those of the stretches.
+        names: of its parameters, which lie in it one after the other.
+        shapes: of their parts on each of its ranks.
+        dtype: of all of them.
+    """
+
+    spec: ReduceSpec
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    def places(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Name, shape and place of each parameter."""
+        start = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            yield name, shape, start, start + prod(shape)
+            start += prod(shape)
+
+    def rows(self, position: int) -> dict[str, Rows]:
+        """The rows of each parameter that a rank owns, by its position among the unit's; a scalar has one row."""
+        first, last = self.spec.bounds[position : position + 2]
+        found = {}
+        for name, shape, start, stop in self.places():
+            row = (stop - start) // (shape[0] or 1) if shape else 1
+            begin, end = max(start, first), min(stop, last)
+            if start == stop:  # without elements: everyone has it
+                found[name] = (0, shape[0])
+            elif begin < end:
+                found[name] = ((begin - start) // row, (end - start) // row)
+        return found
+
+    def owners(self) -> Iterator[tuple[int, dict[str, Rows]]]:
+        """Each rank, with the rows that it owns."""
+        for position, rank in enumerate(self.spec.ranks):
+            yield rank, self.rows(position)
+
+
+def rows_of(part: Intervals, start: int, stop: int) -> Intervals:
+    """Some rows of a part of a tensor, counted within the part."""
+    if not part:
+        return part
+    held, place = [], 0
+    for first, last in part[0]:
+        begin, end = max(start, place), min(stop, place + last - first)
+        if begin < end:
+            held.append((first + begin - place, first + end - place))
+        place += last - first
+    return (tuple(held), *part[1:])
+
+
+class GradientSlot:
+    """In place of a parameter of which a rank owns some rows or none: its whole gradient in a step."""
+
+    requires_grad = True
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.is_cuda = device.type == "cuda"
+        self.grad: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """Parameters that are being gathered."""
+
+    whole: Tensor
+    works: list[dist.Work]
+
+
+class HeldUnit:
+    """A unit on one rank. The owned parameters become views of its stretch.
+
+    Args:
+        unit: which.
+        rank: that holds it.
+        tensors: the parameters that it owns, by name; new ones are made of those that are missing.
+        device: of all of its tensors.
+        group: of the gathers and the sums; a dry one makes no calls.
+        failures: waits.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        rank: int,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        group: Any,
+        failures: Failures,
+    ) -> None:
+        self.unit, self.group, self.failures, self.device = unit, group, failures, device
+        self.bounds = unit.spec.bounds
+        self.position = unit.spec.ranks.index(rank)
+        first, last = self.bounds[self.position : self.position + 2]
+        self.keeps_whole = unit.spec.gathers == "step"
+        self._whole = self._empty(self.bounds[-1]) if self.keeps_whole else None
+        self.own = self._empty(last - first) if self._whole is None else self._whole[first:last]
+        self.owned: dict[str, tuple[Tensor, Tensor]] = {}
+        """Each parameter that the rank owns, and the elements of its stretch that are this parameter's."""
+        rows = unit.rows(self.position)
+        for name, shape, start, stop in unit.places():
+            if start < stop and name in rows:
+                begin, end = max(start, first) - first, min(stop, last) - first
+                elements = self.own[begin:end]
+                elements = elements.view(-1, *shape[1:]) if shape else elements.view(shape)
+                tensor = tensors.get(name)
+                self.owned[name] = nn.Parameter(elements) if tensor is None else tensor, elements
+        self.take_own()
+        self.slots = {
+            name: GradientSlot(shape, unit.dtype, device) for name, shape in zip(unit.names, unit.shapes, strict=True)
+        }
+        self._arriving: _Arriving | None = None
+        self._parameters = () if self._whole is None else self._views(self._whole)
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=self.unit.dtype, device=self.device)
+
+    def take_own(self) -> None:
+        """Make the owned parameters parts of the stretch, again where a script gave one other memory."""
+        with torch.no_grad():
+            for tensor, elements in self.owned.values():
+                if _place(tensor) != _place(elements):
+                    tensor.data = elements.copy_(tensor)
+
+    def _views(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return tuple(whole[start:stop].view(shape) for _, shape, start, stop in self.unit.places())
+
+    # Gathers
+
+    def begin(self) -> None:
+        """Start to gather the parameters for a step."""
+        if self._whole is None:
+            self._whole = self._with_own()
+            self._parameters = self._views(self._whole)
+        self._arriving = self._gathered(self._whole)
+
+    def kept_parameters(self) -> tuple[Tensor, ...]:
+        """Wait for the parameters that are gathered for the step, and return them."""
+        if self._arriving is not None:
+            self._wait(self._arriving)
+            self._arriving = None
+        return self._parameters
+
+    def finish(self) -> None:
+        """End a step: free the parameters, unless this rank's stretch is a part of them."""
+        self._arriving = None
+        if not self.keeps_whole:
+            self._whole, self._parameters = None, ()
+
+    def start(self) -> _Arriving:
+        """Start to gather the parameters for a task."""
+        return self._gathered(self._with_own())
+
+    def arrived(self, arriving: _Arriving) -> tuple[Tensor, ...]:
+        """Wait for parameters, and return them."""
+        self._wait(arriving)
+        return self._views(arriving.whole)
+
+    def _with_own(self) -> Tensor:
+        whole = self._empty(self.bounds[-1])
+        whole[self.bounds[self.position] : self.bounds[self.position + 1]].copy_(self.own)
+        return whole
+
+    def _gathered(self, whole: Tensor) -> _Arriving:
+        with named(range_names.BUCKET_GATHER, self.unit.spec.index):
+            return _Arriving(whole, self._gather(whole))
+
+    def _gather(self, whole: Tensor) -> list[dist.Work]:
+        if isinstance(self.group, DryGroup):
+            self.group.note("all_gather", whole, *((size,) for size in self._sizes))
+            return []
+        pieces = [whole[start:stop] for start, stop in pairwise(self.bounds)]
+        own = pieces[self.position]
+        if len(set(self._sizes)) == 1:
+            return [gather_single(whole, own, group=self.group, async_op=True)]
+        if whole.is_cuda:
+            return [dist.all_gather(pieces, own, group=self.group, async_op=True)]
+        return [
+            dist.broadcast(piece, rank, group=self.group, async_op=True)
+            for rank, piece in zip(self.unit.spec.ranks, pieces, strict=True)
+            if piece.numel()
+        ]
+
+    def _wait(self, arriving: _Arriving) -> None:
+        for work in arriving.works:
+            self.wait_for(work, "the parameters")
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    # Sums of gradients
+
+    def take_gradients(self) -> Tensor:
+        """The gradients of this rank in one vector, zeros where there are none; the slots have none afterwards."""
+        taken = []
+        for slot in self.slots.values():
+            gradient, slot.grad = slot.grad, None
+            taken.append(self._empty(prod(slot.shape)).zero_() if gradient is None else gradient.reshape(-1))
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def scatter(self, total: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Start to sum a vector of the whole unit over its ranks; the first result is this rank's stretch of it."""
+        own = torch.empty_like(self.own)
+        if isinstance(self.group, DryGroup):
+            self.group.note("reduce_scatter", total, *((size,) for size in self._sizes))
+            return own, None
+        if total.is_cuda and len(set(self._sizes)) == 1:
+            return own, reduce_scatter_single(own, total, group=self.group, async_op=True)
+        pieces = [total[start:stop] for start, stop in pairwise(self.bounds)]
+        return own, dist.reduce_scatter(own, pieces, group=self.group, async_op=True)
+
+    def add_gradients(self, own: Tensor) -> None:
+        """Add the sums of this rank's stretch to the gradients of what it owns."""
+        offset = self.own.storage_offset()
+        for tensor, elements in self.owned.values():
+            gradient = own.as_strided(elements.shape, elements.stride(), elements.storage_offset() - offset)
+            if tensor.grad is None:
+                tensor.grad = gradient.detach()
+            else:
+                tensor.grad.add_(gradient)
+
+    def wait_for(self, work: dist.Work, what: str) -> None:
+        """Wait for communication; *what* is in the error if it fails."""
+        spec = self.unit.spec
+        of_all = f"{what} of bucket {spec.index} over ranks {list(spec.ranks)}"
+        self.failures.wait(work, of_all, spec.ranks, blocking=self.device.type != "cuda")
+
+    def alone(self) -> HeldUnit:
+        """The same without other ranks, and with no gradients."""
+        made = HeldUnit.__new__(HeldUnit)
+        made.__dict__.update(self.__dict__)
+        made.group = DryGroup("", self.unit.spec.ranks, [])
+        made.slots = {n: GradientSlot(slot.shape, slot.dtype, slot.device) for n, slot in self.slots.items()}
+        return made
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """The memory of a tensor."""
+    return x.untyped_storage()._cdata, x.storage_offset()
+
+
+class HeldTensors(dict[str, Tensor]):
+    """A rank's tensors by name, and the units that some are parts of, once these are made."""
+
+    units: Mapping[int, HeldUnit] | None = None
