@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from whale.graph.capture_checks import is_checkpointed, layer_of
+from whale.ir.strategy import Recompute
 from whale.runtime.derivative import OnTape
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, Source
 from whale.strategies.split_backward import communicates
 from whale.strategies.traced_call import writes
 
-__all__ = ["RECOMPUTES", "Recompute", "recomputed"]
-
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+__all__ = ["recomputed"]
 
 aten = torch.ops.aten
 
@@ -35,7 +33,7 @@ _PRODUCTS = {
 }  # fmt: skip
 """Operators that take most of the time of a layer: products and attention."""
 
-_Region = tuple[Literal["selective", "full"], str] | None
+_Region = tuple[Recompute, str] | None
 """A rule of a region, and the name of its layer."""
 
 

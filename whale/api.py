@@ -28,6 +28,7 @@ from whale.graph.copies import model_copy
 from whale.graph.precision import autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -37,7 +38,6 @@ from whale.runtime.initial_values import InitialValues, values_of_builder, value
 from whale.runtime.launch import World, describe, initialize
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
-from whale.strategies.recompute import RECOMPUTES, Recompute
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
 
@@ -61,7 +61,7 @@ def parallelize(
     sync_module_states: bool = False,
     batch: str = "global",
     precision: str | None = None,
-    recompute: Recompute = "none",
+    recompute: Recompute | None = None,
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -101,8 +101,9 @@ def parallelize(
             the step, as by a ``GradScaler`` (``model.loss_scaler``).
         recompute: what the backward computes again, instead of the forward keeping it: ``none``; ``selective``,
             everything in a layer but products, attention and what ranks exchange; ``full``, everything but the layer's
-            inputs and what ranks exchange. Layers are the modules of lists, such as ``layers.3``. What a model computes
-            in ``torch.utils.checkpoint`` is computed again whatever this says.
+            inputs and what ranks exchange. Layers are the modules of lists, such as ``layers.3``. It is for stages of
+            which neither the plan nor the annotation (``whale.stage(recompute=...)``) says it; by default these keep
+            everything. What a model computes in ``torch.utils.checkpoint`` is computed again whatever this says.
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -124,7 +125,8 @@ def parallelize(
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
     check_choice("batch", batch, ("global", "local", "parts"))
-    check_choice("recompute", recompute, RECOMPUTES)
+    if recompute is not None:
+        check_choice("recompute", recompute, RECOMPUTES)
     if precision is not None:
         check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
     check_type("seed", seed, (int, type(None)), "a whole number")
@@ -137,7 +139,7 @@ def parallelize(
         plan = None if automatic else Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
     if plan is not None:
-        plan.check_options(micro_batches=micro_batches, schedule=schedule)
+        plan.check_options(micro_batches=micro_batches, schedule=schedule, precision=precision, recompute=recompute)
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
         schedule=schedule if schedule is not None else plan.schedule if plan else "1f1b",
@@ -146,11 +148,11 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
-        recompute=recompute,
+        recompute=recompute or "none",
         local_rows=batch != "global",
     )
     launch = describe(device)
-    options = replace(options, precision=_precision(precision, launch.device))
+    options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
     if plan is not None:
         plan.check_world(launch.size)
     if described is None:

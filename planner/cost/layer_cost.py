@@ -15,7 +15,8 @@ from typing import Any
 
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, LayerKind, ModelProfile
-from whale.planner.cost.layers import LayerSeconds, Recompute, forward_flops, layer_seconds_by_rows, variant_of
+from whale.ir.strategy import Recompute
+from whale.planner.cost.layers import LayerSeconds, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
     Largest,
     StateBytes,

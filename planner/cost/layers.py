@@ -10,13 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.ir.strategy import Recompute
 from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.kernels import Array, as_run
 from whale.planner.cost.optimizers import costs_of
@@ -26,15 +27,12 @@ from whale.planner.cost.silicon import Silicon, silicon_of
 __all__ = [
     "Collective",
     "LayerSeconds",
-    "Recompute",
     "attention_is_fused",
     "forward_flops",
     "layer_seconds",
     "layer_seconds_by_rows",
     "variant_of",
 ]
-
-Recompute = Literal["none", "selective", "full"]
 
 MASTER_BYTES = {True: 34, False: 28}
 """Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and

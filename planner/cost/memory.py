@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Device, DeviceType
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
+from whale.ir.strategy import Recompute
 from whale.ir.units import bytes_text
 from whale.planner.cost.kernels import CAST_BYTES, element_bytes, num_scores
-from whale.planner.cost.layers import Recompute, variant_of
+from whale.planner.cost.layers import variant_of
 from whale.planner.cost.optimizers import costs_of
 from whale.planner.cost.precision import Precision
 from whale.planner.cost.silicon import silicon_of

@@ -66,6 +66,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "pipeline": (STAGES, {"micro_batches": 8}, "sgd"),
     "data parallel, layers computed again": ({"": replicate()}, {"recompute": "full"}, "sgd"),
     "pipeline, norms and activations computed again": (STAGES, {"micro_batches": 8, "recompute": "selective"}, "sgd"),
+    "pipeline, the first stage computed again": (
+        {"layers.0": stage(recompute="full"), "layers.1": stage()},
+        {"micro_batches": 8},
+        "sgd",
+    ),
     "pipeline with two stages a rank": (
         EVERY,
         {"micro_batches": 2, "schedule": "interleaved"},

@@ -25,8 +25,9 @@ from benchmarks.live_bytes import LiveBytes, living, peak_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two
 from tests.small_models import Block, decoder, tokens
+from whale.ir.plan import Plan
+from whale.ir.strategy import RECOMPUTES
 from whale.runtime.launch import World
-from whale.strategies.recompute import RECOMPUTES
 from whale.strategies.split_backward import communicates
 
 WORDS = 32
@@ -201,6 +202,52 @@ def test_ranks_communicate_as_often_under_every_rule(ranks: Two, name: str) -> N
         assert none[2] == selective[2] == full[2]
         assert (none[2] > 0) == (name == "split")
         assert none[3] > selective[3] > full[3]
+
+
+STAGED = """{"world_size": 4, "batch": 8, "micro_batches": 4, "schedule": "%s", "annotations": {
+    "layers.0": ["stage()", "replicate()"], "layers.1": ["stage()", "split()"]}, "stages": [
+    {"ranks": [0, 1], "axes": [{"name": "replicate", "size": 2, "role": "replicate"}]%s},
+    {"ranks": [2, 3], "axes": [{"name": "split", "size": 2, "role": "split"}]%s}]}"""
+
+
+def by_plan(world: World, schedule: str) -> list[tuple[float, bool, int, int]]:
+    """Results like those of `under_every_rule`, for plans of two stages of which none, one or both have a rule."""
+    found = []
+    reference: dict[str, Tensor] = {}
+    for rules in (("none", "none"), ("full", "none"), ("full", "selective")):
+        plan = Plan.parse(STAGED % (schedule, *(f', "recompute": "{rule}"' for rule in rules)))
+        made = whale.parallelize(decoder(layers=2), tokens(), device="cpu", plan=plan, timeout_seconds=20)
+        made.train_step(**tokens())
+        loss = made.train_step(**tokens()).item()
+        gradients = made.full_gradients()
+        reference = reference or gradients
+        found.append((loss, equal(gradients, reference), *calls(made)))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_each_stage_of_a_plan_has_its_own_rule(schedule: str) -> None:
+    with worlds_of_a_module() as worlds:
+        by_rank = worlds.run(4, by_plan, schedule)
+    for rank, (none, first, both) in enumerate(by_rank):
+        assert none[0] == first[0] == both[0]
+        assert first[1] and both[1]
+        assert none[2] == first[2] == both[2]
+        assert (first[3] < none[3]) == (rank < 2)
+        assert (both[3] < first[3]) == (rank >= 2)
+
+
+def annotated(world: World, options: dict[str, Any]) -> int:
+    """How much the forward of this rank's stage keeps, of which the first has a rule by its annotation."""
+    model = decoder(layers=2)
+    whale.annotate(model, {"layers.0": whale.stage(recompute="full"), "layers.1": whale.stage()})
+    return calls(whale.parallelize(model, tokens(), device="cpu", micro_batches=2, timeout_seconds=20, **options))[1]
+
+
+def test_an_annotation_says_the_rule_of_its_stage(ranks: Two) -> None:
+    by_annotation, everywhere = (ranks.run(annotated, options) for options in ({}, {"recompute": "full"}))
+    assert by_annotation[0] == everywhere[0]
+    assert by_annotation[1] > everywhere[1]
 
 
 def test_what_is_no_rule_is_refused() -> None:

@@ -8,6 +8,7 @@ loaded only where a model is given.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -271,11 +272,16 @@ class _Model:
         )
 
 
+_BETWEEN_STRATEGIES = re.compile(r",(?![^(]*\))")
+
+
 def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parse repeated ``KEY=STRATEGY``, with comma-separated strategies from outer to inner.
 
     >>> _texts(["layers.[0-3]=stage(),split(2)"])
     {'layers.[0-3]': ('stage()', 'split(2)')}
+    >>> _texts(["layers.0=stage(2),split(2, dim=1)"])
+    {'layers.0': ('stage(2)', 'split(2, dim=1)')}
     """
     found: dict[str, tuple[str, ...]] = {}
     for text in annotations:
@@ -283,7 +289,7 @@ def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
         if not equals or key in found:
             why = f"{key!r} is given twice" if equals else "write KEY=STRATEGY, such as layers.[0-3]=stage()"
             raise UsageError(f"--annotate {text!r}: {why}")
-        found[key] = tuple(part.strip() for part in strategies.split(","))
+        found[key] = tuple(part.strip() for part in _BETWEEN_STRATEGIES.split(strategies))
     return found
 
 
