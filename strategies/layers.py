@@ -28,6 +28,7 @@ from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.local_program import LocalProgram
+from whale.runtime.random import RNGPosition
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.layout import Layout, Placements
@@ -141,10 +142,20 @@ class LayeredModel:
                     found[value] = self.place(later.index, degree).stored[value]
         return found
 
-    def program(self, kind: int, degree: int, rows: int, experts: tuple[str, ...] = ()) -> LocalProgram:
-        """The program of the first device of the group for a kind of layer, for one of ``rows``."""
+    def program(
+        self,
+        kind: int,
+        degree: int,
+        rows: int,
+        experts: tuple[str, ...] = (),
+        *,
+        clock: RNGPosition | None = None,
+    ) -> LocalProgram:
+        """The program of the first device of the group for a kind of layer, for one of ``rows``; *clock* as in
+        `whale.strategies.lowering.lower`."""
         stage, micro_batch = self.place(kind, degree, experts), self.rows.index(rows)
-        return at_micro_batch(lower(self.captured, self.analysis, stage, 0, micro_batch), stage, 0, micro_batch)
+        program = lower(self.captured, self.analysis, stage, 0, micro_batch, clock=clock)
+        return at_micro_batch(program, stage, 0, micro_batch)
 
 
 def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRole, ...]:

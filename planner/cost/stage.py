@@ -359,7 +359,7 @@ class CostModel(LayerCosts):
         if self.runs:
             rows = group.whole_rows(int(rows))
         times = micro_batches if self._accumulates[kind] else 1
-        key = (kind, group.kind, rows, times, shards)
+        key = (kind, group.kind, rows, times, shards, self.stack.recompute)
         found = self.memo.layers.get(key)
         if found is None:
             found = self.memo.layers[key] = self._price(kind, group, rows / group.positions, times, shards)

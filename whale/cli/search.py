@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -25,6 +25,7 @@ from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, MOST, Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -58,6 +59,12 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--max-stages", type=AT_LEAST_1, metavar="N", help="Maximum number of stages.")
 @click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
 @click.option(
+    "--recompute",
+    type=click.Choice(("auto", *RECOMPUTES)),
+    default="auto",
+    help="What backwards compute again; auto: nothing if a plan fits, else the least that does, by stage [auto].",
+)
+@click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
 )
 @click.option(
@@ -87,6 +94,7 @@ def search(
     schedules: tuple[str, ...],
     max_stages: int | None,
     precision: str | None,
+    recompute: Recompute | Literal["auto"],
     optimizer: Any,
     annotations: tuple[str, ...],
     without_: tuple[str, ...],
@@ -130,6 +138,7 @@ def search(
         schedules=schedules or ("1f1b",),
         max_stages=max_stages,
         optimizer=optimizer,
+        recompute=recompute,
         thorough=thorough,
         seed=seed,
         top=top,
@@ -149,7 +158,8 @@ def search(
     model = None
     if spec is not None:
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
-        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations)
+        rules = recompute not in ("auto", "none")
+        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations, rules=rules)
         profile = model.profile
     assert profile is not None
     given = replace(
@@ -161,7 +171,8 @@ def search(
     given = settings_for(given, None if model is None else model.trial)  # what-if cases are searched without the model
     with Interruption() as interruption:
         said = _said_of_profile(profile) if model is None else model.assumptions
-        run = _Run(profile, given, interruption, said)
+        with_rules = None if model is None else model.trial.with_rules
+        run = _Run(profile, given, interruption, said, with_rules)
         try:
             _answer(run, cases, chosen, None if model is None else model.trial, output, record, as_json)
         except InfeasibleError:
@@ -245,6 +256,8 @@ class _Model:
         precision: str | None,
         optimizer: Any,
         annotations: Sequence[str],
+        *,
+        rules: bool,
     ) -> _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         from whale.commands.automatic import search_inputs
@@ -263,7 +276,7 @@ class _Model:
             optimizer=optimizer,
             precision="tf32" if precision == "tf32" else None,
         )
-        inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile)
+        inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile, rules=rules)
         return cls(
             profile=inputs.profile,
             trial=trial,
@@ -312,6 +325,7 @@ class _Run:
     settings: SearchSettings
     interruption: Interruption
     assumptions: tuple[str, ...]
+    with_rules: Callable[[ModelProfile], ModelProfile] | None = None
 
     def searched(self, case: _Case, trial: CandidateCompiler | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
@@ -329,6 +343,7 @@ class _Run:
                 stop=self.interruption.came,
                 known=known,
                 processes=available_cores(),
+                with_rules=self.with_rules,
             )
         note(f"{found.found.tried} plans were tried in {found.found.seconds:.2f} s")
         left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0

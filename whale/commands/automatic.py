@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import ScopePath
+from whale.ir.strategy import Recompute, ScopePath
 from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.search import Fixed, SearchSettings
 from whale.planner.search.constraints import fixed_by
@@ -51,6 +51,7 @@ def automatic_plan(
     options: Options,
     micro_batches: int | None,
     schedule: str | None,
+    recompute: Recompute | Literal["auto"],
     loss_fn: Callable[..., Any] | None,
 ) -> Plan:
     """The plan of rank 0 for *model*, on every rank; all of them call this.
@@ -63,6 +64,7 @@ def automatic_plan(
         options: in addition to the plan.
         micro_batches: of a step; None: the best number.
         schedule: one for devices that have one stage each; None: ``1f1b``.
+        recompute: what backwards compute again; ``auto``: in each stage the least that is needed.
         loss_fn: for a model that does not return its loss.
 
     Raises:
@@ -74,14 +76,19 @@ def automatic_plan(
     def made() -> str:
         name = type(model).__name__
         trial = CandidateCompiler(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
-        inputs = search_inputs(trial, batch, cluster, scopes=scopes, loss_fn=loss_fn)
+        inputs = search_inputs(
+            trial, batch, cluster, scopes=scopes, loss_fn=loss_fn, rules=recompute not in ("auto", "none")
+        )
         settings = SearchSettings(
             precision=precision_of(model),
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
+            recompute=recompute,
             fixed=inputs.fixed,
         )
-        found = search_plans(inputs.profile, cluster, batch=inputs.rows, settings=settings, trial=trial)
+        found = search_plans(
+            inputs.profile, cluster, batch=inputs.rows, settings=settings, trial=trial, with_rules=trial.with_rules
+        )
         return found.best.plan.dumps()
 
     return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
@@ -110,6 +117,7 @@ def search_inputs(
     scopes: Mapping[str, ScopePath],
     profile: ModelProfile | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    rules: bool = False,
 ) -> SearchInputs:
     """Profile a captured model for a search on *cluster*, unless a *profile* is given, and read its annotations.
 
@@ -120,6 +128,7 @@ def search_inputs(
         scopes: of annotated modules, which were taken off.
         profile: measured or made earlier, of this model.
         loss_fn: for a model that does not return its loss.
+        rules: whether the profile has what each rule of recompute costs.
 
     Raises:
         UsageError: the batch has no rows, or the profile is of another model.
@@ -137,6 +146,7 @@ def search_inputs(
             loss_fn=loss_fn,
             name=name,
             captured=trial.captured,
+            rules=rules,
         ).model_copy(update={"model_hash": hash_})
     elif profile.model_hash not in ("", hash_):
         raise UsageError(

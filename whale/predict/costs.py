@@ -55,7 +55,7 @@ class Costs:
         type_ = self.cluster.devices[rank].type
         key = (kind, type_.name, part)
         if key not in self._layers:
-            self._layers[key] = self._of_layers.seconds_of_part(
+            self._layers[key] = self._of_layers.under(part.recompute).seconds_of_part(
                 kind, type_, part.fraction, part.expert, part.rows, self.micro_batches
             )
         return self._layers[key]
