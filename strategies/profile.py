@@ -13,7 +13,7 @@ from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +22,7 @@ from whale.errors import CaptureError, InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves
 from whale.graph.capture_checks import is_checkpointed
 from whale.graph.chain import Layer
+from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import (
@@ -76,6 +77,7 @@ def profile_model(
     loss_fn: Callable[..., Any] | None = None,
     name: str | None = None,
     captured: Captured | None = None,
+    precision: str | None = None,
     rules: bool = False,
 ) -> ModelProfile:
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
@@ -83,16 +85,18 @@ def profile_model(
     A tensor degree over which the model cannot be split, or at which its costs follow no law, is left out; ``refused``
     of the profile says why. Where a layer has experts, they alone are split at *expert_degrees*, if that is possible.
     With *captured*, a capture of the training model as it is, the profile is of a run in the model's own number type.
+    With a *precision*, ``bf16`` or ``fp16``, it is of a run under ``torch.autocast``, as *captured* then is.
     With *rules* it has what each rule of recompute keeps and computes again; layers then take about twice as long.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
     """
-    models = _captured(model, batch, ROWS, loss_fn, captured)
+    capturing = _Capturing(model, batch, loss_fn, captured, precision)
+    models = capturing.at_rows(ROWS)
     first = models[ROWS[0]]
     costs = [_KindCosts(models, kind, rules=rules) for kind in range(len(first.chain.names))]
     degrees = sorted({1, *tensor_degrees})
-    refused = _measured(costs, degrees, lambda some: _in_multiples(model, batch, some, loss_fn, captured, first))
+    refused = _measured(costs, degrees, lambda some: _in_multiples(capturing, some, first))
     legal = [degree for degree in degrees if degree not in refused]
     layers = first.chain.layers
     outputs = {}
@@ -116,7 +120,7 @@ def profile_model(
     experts = [_experts(first, kind) for kind in range(len(kinds))]
     ways = sorted({*expert_degrees} - {1})
     if ways and any(experts):
-        more = _in_multiples(model, batch, ways, loss_fn, captured, first)
+        more = _in_multiples(capturing, ways, first)
         for position, modules in enumerate(experts):
             costs_at = {way: _KindCosts(own, position, rules=rules) for way, own in more.items()} if modules else {}
             split = [_with(v, between[position]) for v in _expert_variants(costs_at, modules, sent=sent[position])]
@@ -134,6 +138,7 @@ def profile_model(
         tied=_tied(model, first),
         refused=tuple(refused.items()),
         rules=RECOMPUTES if rules else ("none",),
+        autocast=precision or "",  # type: ignore[arg-type]
     )
 
 
@@ -206,24 +211,41 @@ def _measured(
     return refused
 
 
+class _Capturing(NamedTuple):
+    """A model to capture as a chain of layers, or captured already."""
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: Callable[..., Any] | None
+    captured: Captured | None
+    precision: str | None
+
+    def at_rows(self, rows: Sequence[int]) -> Mapping[int, LayeredModel]:
+        """The model with the stand-in for its number type; as it is where it cannot be converted, is captured, or
+        computes under ``torch.autocast``."""
+        how: dict[str, Any] = {"loss_fn": self.loss_fn}
+        if self.captured is not None or self.precision is not None:
+            how |= {"captured": self.captured, "precision": LOW_PRECISIONS.get(self.precision or "")}
+            return layered(self.model, self.batch, rows, **how)
+        try:
+            return layered(self.model, self.batch, rows, dtype=STAND_IN, **how)
+        except CaptureError:
+            return layered(self.model, self.batch, rows, **how)
+
+
 def _in_multiples(
-    model: nn.Module,
-    batch: Batch,
-    degrees: Sequence[int],
-    loss_fn: Callable[..., Any] | None,
-    captured: Captured | None,
-    layers: LayeredModel,
+    capturing: _Capturing, degrees: Sequence[int], layers: LayeredModel
 ) -> dict[int, Mapping[int, LayeredModel]]:
     """The model for each degree, for micro-batches of which a device has `ROWS` rows: the given *layers* if they are
     those of *captured*; otherwise captured again, all together, for rows that the batch lacks."""
     rows = {degree: [degree * count for count in ROWS] for degree in degrees}
     found: dict[int, Mapping[int, LayeredModel]] = {}
-    for degree, own in rows.items() if captured is not None else ():
+    for degree, own in rows.items() if capturing.captured is not None else ():
         if known := within(layers, own) or within(layers, own[:LEAST_ROWS]):
             found[degree] = known
     if missing := [degree for degree in degrees if degree not in found]:
         every = sorted({count for degree in missing for count in rows[degree]})
-        found |= dict.fromkeys(missing, _captured(model, batch, every, loss_fn, captured))
+        found |= dict.fromkeys(missing, capturing.at_rows(every))
     return {
         degree: {count: found[degree][count] for count in rows[degree] if count in found[degree]} for degree in degrees
     }
@@ -246,22 +268,6 @@ class _NoLaw(UsageError):
 def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:
     """The kind at the degrees that all kinds have."""
     return kind.model_copy(update={"variants": tuple(v for v in kind.variants if v.tensor_degree not in refused)})
-
-
-def _captured(
-    model: nn.Module,
-    batch: Batch,
-    rows: Sequence[int],
-    loss_fn: Callable[..., Any] | None,
-    captured: Captured | None,
-) -> Mapping[int, LayeredModel]:
-    """The model with the stand-in for its number type; as it is where it cannot be converted, or is captured."""
-    if captured is not None:
-        return layered(model, batch, rows, loss_fn=loss_fn, captured=captured)
-    try:
-        return layered(model, batch, rows, dtype=STAND_IN, loss_fn=loss_fn)
-    except CaptureError:
-        return layered(model, batch, rows, loss_fn=loss_fn)
 
 
 def _precision(model: nn.Module) -> str:

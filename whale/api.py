@@ -7,25 +7,26 @@ raised before any process group is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
-from whale.commands.automatic import automatic_plan
+from whale.commands.automatic import automatic_plan, with_least_recompute
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.compile import Options, compile_traced
-from whale.compile.trace import LOW_PRECISIONS, trace
+from whale.compile.trace import trace
 from whale.detection import detect, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.copies import model_copy
-from whale.graph.precision import autocast_around
+from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.strategy import RECOMPUTES, Recompute
@@ -61,7 +62,7 @@ def parallelize(
     sync_module_states: bool = False,
     batch: str = "global",
     precision: str | None = None,
-    recompute: Recompute | None = None,
+    recompute: Recompute | Literal["auto"] | None = None,
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -101,9 +102,11 @@ def parallelize(
             the step, as by a ``GradScaler`` (``model.loss_scaler``).
         recompute: what the backward computes again, instead of the forward keeping it: ``none``; ``selective``,
             everything in a layer but products, attention and what ranks exchange; ``full``, everything but the layer's
-            inputs and what ranks exchange. Layers are the modules of lists, such as ``layers.3``. It is for stages of
-            which neither the plan nor the annotation (``whale.stage(recompute=...)``) says it; by default these keep
-            everything. What a model computes in ``torch.utils.checkpoint`` is computed again whatever this says.
+            inputs and what ranks exchange; ``auto``, in each stage the least of these with which its devices, as in
+            the cluster or detected, hold it beside the states of AdamW. Layers are the modules of lists, such as
+            ``layers.3``. It is for stages of which neither the plan nor the annotation (``whale.stage(recompute=...)``)
+            says it; by default these keep everything, and ``plan="auto"`` decides it. What a model computes in
+            ``torch.utils.checkpoint`` is computed again whatever this says.
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -126,7 +129,7 @@ def parallelize(
     check_number("timeout_seconds", timeout_seconds, above=0)
     check_choice("batch", batch, ("global", "local", "parts"))
     if recompute is not None:
-        check_choice("recompute", recompute, RECOMPUTES)
+        check_choice("recompute", recompute, ("auto", *RECOMPUTES))
     if precision is not None:
         check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
     check_type("seed", seed, (int, type(None)), "a whole number")
@@ -148,7 +151,7 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
-        recompute=recompute or "none",
+        recompute="none" if recompute in (None, "auto") else recompute,
         local_rows=batch != "global",
     )
     launch = describe(device)
@@ -186,7 +189,7 @@ def parallelize(
     _check_devices(model, launch.device)
     template = _meta_copy(model)
     world: World | None = None
-    if launch.size > 1 and (automatic or described.names_hosts):
+    if launch.size > 1 and (automatic or recompute == "auto" or described.names_hosts):
         world = initialize(timeout_seconds, device_type=device)
     if world is not None and described.names_hosts:
         described = on_its_hosts(world, described, planned=plan is not None)
@@ -200,6 +203,7 @@ def parallelize(
             options=options,
             micro_batches=micro_batches,
             schedule=schedule,
+            recompute=recompute or "auto",
             loss_fn=loss_fn,
         )
         options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
@@ -216,6 +220,11 @@ def parallelize(
         promote=options.promote,
         precision=options.precision,
     )
+    if recompute == "auto" and not automatic:
+        world = world or initialize(timeout_seconds, device_type=device)
+        options = with_least_recompute(
+            world, traced, detect(world) if cluster is None else described, described, options
+        )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
@@ -355,13 +364,22 @@ def verify(
     """Run one step locally and one in parallel from the same weights, and compare the loss and every gradient.
 
     Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is 1e-9 in float64 and 1e-4
-    in float32. Models with dropout are compared in evaluation mode.
+    in float32; in low precision, of the options or the plan, it is 0.05, and the local step is under
+    ``torch.autocast`` too. Models with dropout are compared in evaluation mode.
     """
     from whale.graph.capture import _Loss
 
     leaves = batch_leaves(batch)
     local = model_copy(model, {}).eval()
-    loss = _Loss(local, list(leaves), loss_fn)(*[v.clone() if isinstance(v, Tensor) else v for v in leaves.values()])
+    given = [v.clone() if isinstance(v, Tensor) else v for v in leaves.values()]
+    plan = options.get("plan")
+    if isinstance(plan, (str, PathLike)) and plan != "auto":
+        plan = options["plan"] = Plan.load(plan)
+    precision = options.get("precision") or (plan.precision if isinstance(plan, Plan) else None)
+    dtype = LOW_PRECISIONS.get(precision or "")
+    device = next((p.device.type for p in local.parameters()), "cpu")
+    with torch.autocast(device, dtype) if dtype is not None else nullcontext():
+        loss = _Loss(local, list(leaves), loss_fn)(*given)
     loss.backward()
     expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}
     parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its own mode
@@ -381,6 +399,6 @@ def verify(
         loss_error=abs(found_loss.item() - loss.item()) / (abs(loss.item()) or 1.0),
         gradient_error=errors.get(worst, 0.0),
         worst=worst,
-        tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4,
+        tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4 if dtype is None else 0.05,
         gradients=errors,
     )

@@ -102,7 +102,7 @@ class LayerCosts:
                 wanted,
                 tensor_degree=degrees[0],
                 expert_degree=degrees[1],
-                precision=self.precision.name,
+                precision=self.precision,
                 fused_attention=self.stack.fuses(type_, self.precision),
                 eager=self.stack.eager,
                 recompute=self._recompute(kind),

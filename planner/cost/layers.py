@@ -103,7 +103,7 @@ def layer_seconds_by_rows(
     rows: Sequence[float],
     *,
     tensor_degree: int = 1,
-    precision: str = "bf16",
+    precision: str | Precision = "bf16",
     fused_attention: bool | None = None,
     eager: bool = True,
     recompute: Recompute = "none",
@@ -123,7 +123,7 @@ def layer_seconds_by_rows(
         device: on which one shard of the layer runs.
         rows: of the micro-batches.
         tensor_degree: devices over which its matrices are split.
-        precision: as in `whale.planner.cost.precision`.
+        precision: as in `whale.planner.cost.precision`, or its name.
         fused_attention: whether the core of the attention is one kernel; None: as `attention_is_fused` says.
         eager: whether kernels are those of PyTorch itself, one for each operator, as under FSDP; else a stack like
             Megatron's, which fuses pointwise operators and has the vendor's attention.
@@ -140,7 +140,7 @@ def layer_seconds_by_rows(
     Raises:
         UsageError: the profile has neither times nor kernels for this degree or device.
     """
-    number = precision_named(precision)
+    number = precision_named(precision) if isinstance(precision, str) else precision
     times = _nearest_times(kind, device, tensor_degree)
     found: list[LayerSeconds] = []
     if times is not None:

@@ -25,8 +25,12 @@ from benchmarks.live_bytes import LiveBytes, living, peak_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two
 from tests.small_models import Block, decoder, tokens
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import trace
+from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.strategy import RECOMPUTES
+from whale.predict.prediction import predicted_memory
 from whale.runtime.launch import World
 from whale.strategies.split_backward import communicates
 
@@ -248,6 +252,44 @@ def test_an_annotation_says_the_rule_of_its_stage(ranks: Two) -> None:
     by_annotation, everywhere = (ranks.run(annotated, options) for options in ({}, {"recompute": "full"}))
     assert by_annotation[0] == everywhere[0]
     assert by_annotation[1] > everywhere[1]
+
+
+def of_memory(memory_bytes: int) -> Cluster:
+    card = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=memory_bytes, memory_bandwidth=1e9)
+    return Cluster.homogeneous(2, card, intra=Link(bandwidth=1e9, latency=1e-5))
+
+
+def least(world: World, spare: int) -> tuple[list[str], bool]:
+    """The rules of the stages where devices lack all but *spare* bytes to keep everything, and whether the gradients
+    have the bits of those without a rule."""
+    batch = tokens(16, 24)
+
+    def staged() -> nn.Module:
+        model = decoder(layers=8)
+        whale.annotate(model, {"layers.[0-3]": whale.stage(), "layers.[4-7]": whale.stage()})
+        return model
+
+    traced = trace(staged().to("meta"), batch, device="cpu", training=True)
+    compilation = compile_traced(traced, of_memory(2**33), Options(micro_batches=4), device="cpu")
+    held = {"schedule": "1f1b", "optimizer": "adamw", "device": "cpu"}
+    memory = predicted_memory(compilation, of_memory(2**33), **held)  # type: ignore[arg-type]
+    cluster = of_memory(max(device.total for device in memory) + spare)
+    options: dict[str, Any] = {"device": "cpu", "micro_batches": 4, "timeout_seconds": 20}
+    reference = whale.parallelize(staged(), batch, **options)
+    made = whale.parallelize(staged(), batch, **options, cluster=cluster, recompute="auto")
+    for one in (reference, made):
+        one.train_step(**batch)
+    rules = [stage.recompute for stage in made._whale.engine.source.__self__.first.stages]
+    return rules, equal(made.full_gradients(), reference.full_gradients())
+
+
+def test_auto_computes_again_as_little_as_memory_allows(ranks: Two) -> None:
+    for rules, equal_bits in ranks.run(least, 0):
+        assert rules == ["none", "none"]
+        assert equal_bits
+    for rules, equal_bits in ranks.run(least, -1):
+        assert rules == ["selective", "none"]  # the first stage has two micro-batches in flight
+        assert equal_bits
 
 
 def test_what_is_no_rule_is_refused() -> None:

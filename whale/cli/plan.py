@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
+from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, said_of_model
 from whale.cli.clusters import load_cluster
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, PRECISION_HELP, note, verbosity_options
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.strategy import RECOMPUTES, Recompute
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.option("--schedule", default="1f1b", metavar="NAME", help="The pipeline schedule [1f1b].")
 @click.option("--stages", type=AT_LEAST_1, metavar="N", help="Number of stages, without annotations.")
 @click.option("--replicas", type=AT_LEAST_1, metavar="R", help="With --stages: data-parallel pipelines.")
-@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
+@click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option(
     "--recompute",
     type=click.Choice((*RECOMPUTES, "auto")),
@@ -120,7 +120,8 @@ def plan(
     rows = batch_rows(loaded.batch)
     if rows is None:
         raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
-    precision = in_precision(loaded, precision)
+    autocast = autocast_of(precision, profile)
+    precision = in_precision(loaded, precision or autocast)
     scopes = module_scopes(loaded.model)
     if profile is None:
         note(f"profiling {loaded.name}")
@@ -133,6 +134,7 @@ def plan(
             tensor_degrees=degrees,
             expert_degrees=degrees,
             name=loaded.name,
+            precision=autocast,
             rules=asked or recompute not in (None, "none"),
         )
     annotations = None
@@ -172,6 +174,7 @@ def plan(
         Options(
             micro_batches=micro_batches,
             schedule=schedule,
+            precision=autocast,
             recompute="none" if recompute in (None, "auto") else recompute,
         ),
         rows=rows,

@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from whale.cli.assumptions import assumptions_text, dtype_of, in_precision, is_given, said_of_model, said_of_optimizer
+from whale.cli.assumptions import (
+    assumptions_text,
+    autocast_of,
+    dtype_of,
+    in_precision,
+    is_given,
+    said_of_model,
+    said_of_optimizer,
+)
 from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, MOST, Numbers, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, MOST, PRECISION_HELP, Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.strategy import RECOMPUTES, Recompute
@@ -57,7 +65,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Micro-batches in a step [searched].")
 @click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="Allowed schedule; repeatable [1f1b].")
 @click.option("--max-stages", type=AT_LEAST_1, metavar="N", help="Maximum number of stages.")
-@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
+@click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option(
     "--recompute",
     type=click.Choice(("auto", *RECOMPUTES)),
@@ -127,7 +135,7 @@ def search(
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
         raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
-    if precision is not None:
+    if precision is not None and autocast_of(precision) is None:
         dtype_of(precision)  # refuses what no model runs in
     refuse_same({"-o": output, "--record": record}, {"--cluster": cluster_file, "--profile": profile_file})
     for path, option in ((output, "-o"), (record, "--record")):
@@ -162,6 +170,7 @@ def search(
         model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations, rules=rules)
         profile = model.profile
     assert profile is not None
+    autocast_of(precision, profile)
     given = replace(
         asked,
         precision=precision or _precision(profile),
@@ -262,8 +271,10 @@ class _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         from whale.commands.automatic import search_inputs
         from whale.commands.candidates import CandidateCompiler, scopes_by, take_scopes
+        from whale.compile.compile import Options
 
-        precision = in_precision(loaded, precision)
+        autocast = autocast_of(precision, profile)
+        precision = in_precision(loaded, precision or autocast)
         scopes = take_scopes(loaded.model)
         if scopes and annotations:
             raise UsageError(f"--annotate is for a model without annotations, but {loaded.name} has some; keep one")
@@ -274,6 +285,7 @@ class _Model:
             loaded.batch,
             name=loaded.name,
             optimizer=optimizer,
+            options=Options(precision=autocast),
             precision="tf32" if precision == "tf32" else None,
         )
         inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile, rules=rules)
@@ -314,7 +326,7 @@ def _said_of_profile(profile: ModelProfile) -> tuple[str, ...]:
 def _precision(profile: ModelProfile) -> str:
     from whale.planner.cost.precision import BY_DTYPE
 
-    return BY_DTYPE.get(profile.precision, "fp32")
+    return profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
 
 
 @dataclass(frozen=True)

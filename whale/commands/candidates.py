@@ -45,7 +45,7 @@ class CandidateCompiler:
         training: whether the step trains; determines dropout.
         loss_fn: for a model that does not return its loss.
         optimizer: its states must fit.
-        precision: in which its step is priced; None: that of its number type.
+        precision: in which its step is priced, if not under the autocast of *options*; None: its number type's.
 
     Raises:
         UsageError: its forward enters annotations.
@@ -66,9 +66,15 @@ class CandidateCompiler:
         self.model, self.optimizer, self.training = model, optimizer, training
         self.batch, self.loss_fn = batch, loss_fn
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
-        self.precision = precision or precision_of(model)
+        self.precision = self.options.precision or precision or precision_of(model)
         self.traced = trace(
-            model, batch, device="cpu", training=training, loss_fn=loss_fn, promote=self.options.promote
+            model,
+            batch,
+            device="cpu",
+            training=training,
+            loss_fn=loss_fn,
+            promote=self.options.promote,
+            precision=self.options.precision,
         )
         if self.traced.annotated.scopes.of:
             raise UsageError(
@@ -95,6 +101,7 @@ class CandidateCompiler:
             loss_fn=self.loss_fn,
             name=profile.name,
             captured=self.captured,
+            precision=self.options.precision,
             rules=True,
         )
         ruled = [

@@ -467,7 +467,7 @@ def plan_pipeline(
     settings = SearchSettings(micro_batches=micro_batches, schedules=(schedule,))
     settings.check(batch)
     _require_priced(settings)
-    precision = BY_DTYPE.get(profile.precision, "fp32")
+    precision = profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
     prices = CostModel.of(profile, cluster, precision=precision, batch=batch)
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"
@@ -545,7 +545,8 @@ class PlanWriter:
 
     def unwritten(self, candidate: Candidate) -> Plan:
         """The ranks and axes alone, for an annotated model."""
-        return plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
+        plan = plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
+        return self._in_precision(plan)
 
     def written(self, candidate: Candidate, *, by_speed: bool = False) -> Choice:
         """Not compiled."""
@@ -560,7 +561,14 @@ class PlanWriter:
             model=self._identity(),
             shares=shares,
         )
-        return Choice(candidate=candidate, plan=plan)
+        return Choice(candidate=candidate, plan=self._in_precision(plan))
+
+    def _in_precision(self, plan: Plan) -> Plan:
+        """The plan with the precision of ``torch.autocast`` under which the model was captured, if it was."""
+        if not self.profile.autocast:
+            return plan
+        said = plan.model_copy(update={"precision": self.profile.autocast})
+        return said if plan.prediction is None else said.with_prediction(plan.prediction, plan.workload)
 
     def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
         """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster. The reason

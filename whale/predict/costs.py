@@ -14,7 +14,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.cost.layer_cost import LayerCosts
 from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.optimizers import Optimizer
-from whale.planner.cost.precision import precision_named
+from whale.planner.cost.precision import Precision, executed
 from whale.planner.network.communication import CommunicationCost, collective
 from whale.planner.network.topology import Topology
 from whale.predict.layer_parts import Part
@@ -42,7 +42,12 @@ class Costs:
 
     @cached_property
     def _of_layers(self) -> LayerCosts:
-        return LayerCosts(profile=self.profile, precision=precision_named(self.precision), optimizer=self.optimizer)
+        return LayerCosts(profile=self.profile, precision=self.number, optimizer=self.optimizer)
+
+    @cached_property
+    def number(self) -> Precision:
+        """The precision of the run."""
+        return executed(self.precision, self.profile.autocast)
 
     @cached_property
     def topology(self) -> Topology:

@@ -16,7 +16,6 @@ from whale.ir.cluster import Cluster
 from whale.ir.workload import DeviceMemory, Prediction, Workload
 from whale.planner.cost.layers import forward_flops
 from whale.planner.cost.optimizers import Optimizer
-from whale.planner.cost.precision import precision_named
 from whale.planner.cost.step import step
 from whale.planner.simulation.recurrence import Timing
 from whale.planner.simulation.simulate import simulate_alike
@@ -65,7 +64,7 @@ def predict(
     prediction = step(
         Timing.of(timeline),
         devices=Counter(device.type for device in costs.cluster.devices),
-        precision=precision_named(costs.precision),
+        precision=costs.number,
         flops=3.0 * sum(compilation.rows) * sum(map(forward_flops, costs.profile.chain())),
         memory=memory,
         measured=measured,
