@@ -132,10 +132,8 @@ def _run_again(
     running, _ = noting_calls(program)
     given = running.derivative
     assert given is not None
-    forward, backward = (
-        _Interpreted(given.forward),
-        LocalGraph(_Interpreted(given.backward.code), given.backward.sources),
-    )  # type: ignore[arg-type]
+    forward = _Interpreted(given.forward)
+    backward = LocalGraph(_Interpreted(given.backward.code), given.backward.sources)  # type: ignore[arg-type]
     forward.begin = recorder.begin
     forward.received = [place for place, (kind, _) in enumerate(program.micro_batch.sources) if kind == "received"]
     running = replace(running, derivative=replace(given, forward=forward, backward=backward))  # type: ignore[arg-type]

@@ -542,7 +542,7 @@ class _KindCosts:
         for rule in again[0] if again else ():
             runs = [one[rule] for one in again]
             kept = self._amount([run.kept if sent else run.kept - run.sent for run in runs])
-            working = ()
+            working: tuple[Amount, ...] = ()
             if len({len(run.alive) for run in runs}) == 1:
                 moments = dict.fromkeys(zip(*(run.alive for run in runs), strict=True))
                 working = _most_of([_without_all(self._amount(same), [kept]) for same in moments])

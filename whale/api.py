@@ -151,7 +151,7 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
-        recompute="none" if recompute in (None, "auto") else recompute,
+        recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
     )
     launch = describe(device)

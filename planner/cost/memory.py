@@ -348,7 +348,7 @@ def run_kept_bytes(
 
 
 def _under(variant: LayerVariant, recompute: Recompute) -> RuleCosts | None:
-    """What a rule changes in a layer, if it does."""
+    """Memory of a layer under a rule that changes it; None if it does not."""
     return next((one for one in variant.rules if one.rule == recompute), None)
 
 

@@ -196,9 +196,9 @@ def search(
             if (one := last.run()) is not None:
                 found.append(one)
     if not found:
-        weighed = last.meshes.prices
-        if settings.recompute not in ("auto", "full") and with_rules is not None and profile.rules != RECOMPUTES:
-            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(settings.recompute)
+        weighed, given = last.meshes.prices, settings.recompute
+        if given != "auto" and given != "full" and with_rules is not None and profile.rules != RECOMPUTES:
+            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(given)
         raise InfeasibleError(last.shortage(weighed))
     return _with_least_recompute(prices, found, batch, settings.top)
 

@@ -279,7 +279,8 @@ def least(world: World, spare: int) -> tuple[list[str], bool]:
     made = whale.parallelize(staged(), batch, **options, cluster=cluster, recompute="auto")
     for one in (reference, made):
         one.train_step(**batch)
-    rules = [stage.recompute for stage in made._whale.engine.source.__self__.first.stages]
+    builder: Any = made._whale.engine.source
+    rules = [stage.recompute for stage in builder.__self__.first.stages]
     return rules, equal(made.full_gradients(), reference.full_gradients())
 
 

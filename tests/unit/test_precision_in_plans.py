@@ -106,7 +106,7 @@ def test_commands_say_the_precision_in_the_plan_and_of_whom_it_is(tmp_path: Path
         plans[precision] = Plan.parse(done.stdout)
     assert [plan.precision for plan in plans.values()] == ["bf16", None, None]
     state = [plan.prediction.memory[0].optimizer for plan in plans.values() if plan.prediction is not None]
-    assert state[0] == state[2] == 2 * state[1]
+    assert state[0] == state[2] == pytest.approx(2 * state[1], rel=1e-3)
     searched = run(tmp_path, "search", *GIVEN, *batch, "--precision", "bf16", "-o", str(tmp_path / "plan.json"))
     assert searched.exit_code == 0, searched.output
     assert Plan.load(tmp_path / "plan.json").precision == "bf16"

@@ -175,7 +175,7 @@ def plan(
             micro_batches=micro_batches,
             schedule=schedule,
             precision=autocast,
-            recompute="none" if recompute in (None, "auto") else recompute,
+            recompute="none" if recompute is None or recompute == "auto" else recompute,
         ),
         rows=rows,
         name=loaded.name,

@@ -154,8 +154,13 @@ def make_plan(
         return predict(found, replace(costs, micro_batches=plan.micro_batches), schedule=options.schedule)
 
     def memory_under(rules: Sequence[Recompute]) -> tuple[DeviceMemory, ...]:
-        held = {"schedule": options.schedule, "optimizer": costs.optimizer, "device": costs.device}
-        return predicted_memory(compiled(_under(start, rules)), costs.cluster, **held)
+        return predicted_memory(
+            compiled(_under(start, rules)),
+            costs.cluster,
+            schedule=options.schedule,
+            optimizer=costs.optimizer,
+            device=costs.device,
+        )
 
     refuse_tiny((costs.cluster.devices[rank] for stage in first.stages for rank in stage.mesh.ranks), start.world_size)
     even = predicted(start)
