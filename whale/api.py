@@ -220,7 +220,7 @@ def parallelize(
         promote=options.promote,
         precision=options.precision,
     )
-    if recompute == "auto" and not automatic:
+    if recompute == "auto" and (plan is None or not automatic):
         world = world or initialize(timeout_seconds, device_type=device)
         options = with_least_recompute(
             world, traced, detect(world) if cluster is None else described, described, options

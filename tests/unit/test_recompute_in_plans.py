@@ -16,11 +16,14 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import LayerVariant, ModelProfile
+from whale.ir.strategy import Recompute
+from whale.planner.cost.configuration import Configuration
+from whale.planner.cost.estimate import estimate
 from whale.planner.cost.layers import layer_seconds, run_again
 from whale.planner.cost.memory import run_kept_bytes
 from whale.planner.cost.precision import precision_named
 from whale.planner.cost.stage import CostModel
-from whale.planner.search import SearchSettings
+from whale.planner.search import SearchSettings, StageChoice, evaluate
 from whale.strategies.profile import profile_model
 
 CARD = DeviceType.of("card", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
@@ -130,3 +133,26 @@ def test_a_search_computes_again_only_what_memory_needs() -> None:
     assert [stage.recompute for stage in again.stages] == [one.recompute for one in narrow.best.candidate.stages]
     with pytest.raises(InfeasibleError, match="would fit with .*recompute '(selective|full)'"):
         deep_search(int(0.85 * smallest), recompute="none")
+
+
+@pytest.mark.parametrize("rule", ["none", "selective", "full"])
+def test_an_estimate_of_degrees_is_that_of_the_plan_that_they_name(rule: Recompute) -> None:
+    found = profiled(decoder(layers=4, heads=4, width=32).float(), rules=True)
+    machines = Cluster.homogeneous(4, CARD, intra=Link(bandwidth=1e9, latency=1e-5))
+    given = Configuration(batch=16, micro_batch=2, pipeline=2, data=2, recompute=rule, precision="fp32", stack="whale")
+    estimated = estimate(found, machines, given)
+    stages = [
+        StageChoice(
+            first=layers.start,
+            last=layers.stop,
+            ranks=(2 * index, 2 * index + 1),
+            data=2,
+            tensor=1,
+            rows=(2, 2),
+            recompute=rule,
+        )
+        for index, layers in enumerate(estimated.cuts)
+    ]
+    planned = evaluate(found, machines, stages, micro_batches=4).prediction
+    assert estimated.prediction.step_seconds == pytest.approx(planned.step_seconds)
+    assert [one.activations for one in estimated.prediction.memory] == [one.activations for one in planned.memory]

@@ -328,10 +328,7 @@ class Plan(FileRecord):
     def digest(self) -> str:
         """A hash of all decisions, without the prediction."""
         decided = self.model_dump(mode="json", exclude={"assumptions", "prediction", "workload", "predicted"})
-        for record in (decided, *decided["stages"]):
-            for name in [name for name in _LATER if record.get(name, "") is None]:
-                del record[name]
-        return hash_of(decided)
+        return hash_of(_without_later(decided))
 
     @property
     def prediction_is_current(self) -> bool:
@@ -429,6 +426,16 @@ class Plan(FileRecord):
                 f"the plan's stages are on ranks {planned}, but the model's are on {found}; annotate the model as it "
                 "was when the plan was made, or make a new plan"
             )
+
+
+def _without_later(data: Any) -> Any:
+    """Plain data without fields of `_LATER` that say nothing."""
+    if isinstance(data, list):
+        return [_without_later(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    said = {name: item for name, item in data.items() if item is not None or name not in _LATER}
+    return {name: _without_later(item) for name, item in said.items()}
 
 
 def hash_of(data: object) -> str:
