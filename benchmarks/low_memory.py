@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import whale
-from whale.strategies.recompute import Recompute
+from whale.ir.strategy import Recompute
 
 LAYERS, ROWS, LENGTH = 8, 8, 128
 

@@ -17,7 +17,7 @@ from whale.runtime.local_program import Derivative, LocalGraph, LocalProgram
 from whale.runtime.stage import part
 from whale.strategies.differentiation import differentiated
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.recompute import Recompute, recomputed
+from whale.strategies.recompute import recomputed
 from whale.strategies.split_backward import split
 from whale.strategies.traced_call import dense, fake_like, run_without_data
 
@@ -32,16 +32,14 @@ def with_derivatives(
     device: torch.device,
     *,
     in_parts: bool,
-    recompute: Recompute = "none",
     layouts: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[LocalProgram]:
     """The programs of a stage's micro-batches with their derivatives; equal ones share theirs.
 
     Args:
-        captured, stage, rank, programs: of which they are.
+        captured, stage, rank, programs: of which they are; the stage says what their backwards compute again.
         device: of the rank's tensors.
         in_parts: whether the schedule splits backwards.
-        recompute: what their backwards compute again.
         layouts: strides of parameters and buffers by name, where they are not contiguous.
     """
     known: dict[int, Derivative] = {}
@@ -51,7 +49,8 @@ def with_derivatives(
             continue
         code = id(program.micro_batch.code)
         if program.nothing is None and code not in known:
-            whole = recomputed(derivative_of(captured, stage, rank, program, micro_batch, device, layouts), recompute)
+            kept = derivative_of(captured, stage, rank, program, micro_batch, device, layouts)
+            whole = recomputed(kept, stage.recompute)
             known[code] = split(whole) if in_parts else whole
         found[id(program)] = replace(program, derivative=known.get(code))
     return [found[id(program)] for program in programs]

@@ -46,6 +46,7 @@ __all__ = [
     "like_ranks",
     "noting_calls",
     "stage_calls",
+    "stage_without_data",
     "tensors_in",
 ]
 
@@ -362,6 +363,26 @@ def forward_without_data(
     """Run the stage as the executor does; return the roots of its backward and their gradients. With *gradients*
     parameters already have gradients, as in all micro-batches except the first; *on_gradient* is called with the name
     of each whose gradient the backward has made."""
+    local, received = stage_without_data(
+        captured, stage, rank, program, micro_batch, gradients=gradients, on_gradient=on_gradient
+    )
+    outputs = local.forward(0, received)
+    flows = [needs_grad(value) for value in stage.sent] + [True] * (stage.loss is not None)
+    roots = [x for x, flow in zip(outputs, flows, strict=True) if flow and x.requires_grad]
+    return roots, [torch.ones_like(x) for x in roots]
+
+
+def stage_without_data(
+    captured: Captured,
+    stage: PlacedStage,
+    rank: int,
+    program: LocalProgram,
+    micro_batch: int,
+    *,
+    gradients: bool = False,
+    on_gradient: Callable[[str], None] | None = None,
+) -> tuple[LocalStage, tuple[Tensor, ...]]:
+    """A stage of one micro-batch on tensors without data, and those that it receives; see `forward_without_data`."""
     at = stage.mesh.coordinates(rank)
     tensors: dict[tuple[str, str], Tensor] = {}
     batch: dict[str, Tensor] = {}
@@ -403,10 +424,7 @@ def forward_without_data(
         shape = stage.layout.local_shape(value, stage.stored[value], (micro_batch, *at))
         x = torch.empty(shape, dtype=value_tensor(value).dtype, device="meta")
         received.append(x.requires_grad_(needs_grad(value)))
-    outputs = local.forward(0, tuple(received))
-    flows = [needs_grad(value) for value in sent] + [True] * (stage.loss is not None)
-    roots = [x for x, flow in zip(outputs, flows, strict=True) if flow and x.requires_grad]
-    return roots, [torch.ones_like(x) for x in roots]
+    return local, tuple(received)
 
 
 def _of_rank(calls: TaskCalls, stage: PlacedStage, actor: int, rank: int) -> TaskCalls:

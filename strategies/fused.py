@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 
 from whale.runtime.experts import product_of_groups
 from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
+from whale.runtime.random import SeededAttention
 
-__all__ = ["FUSED", "Listener", "Traffic", "accelerated", "fused"]
+__all__ = ["FUSED", "FusedCall", "Listener", "Traffic", "accelerated", "fused"]
 
 aten = torch.ops.aten
 
@@ -220,29 +221,50 @@ def accelerated(program: LocalProgram) -> LocalProgram:
 
 
 def fused(program: LocalProgram) -> LocalProgram:
-    """The same with modules in place of operators, so that its derivative can be made."""
+    """The same with modules in place of operators, so that its derivative can be made. Attention that is seeded is the
+    kernel too, which draws by itself."""
     code = program.micro_batch.code
     graph, root = fx.Graph(), copy.copy(code.root)
     root._modules = dict(code.root._modules)
     graph.output(graph.graph_copy(code.graph, {}))
     for number, node in enumerate(graph.nodes):
-        if node.op == "call_function" and node.target in FUSED:
+        target = node.target
+        if node.op == "call_module" and isinstance(seeded := root.get_submodule(str(target)), SeededAttention):
+            target, node.args = seeded.target, node.args[1:]
+        if target in FUSED:
             name = f"fused_{number}"
-            root.add_module(name, _Fused(FUSED[node.target]))
+            root.add_module(name, FusedCall(target, draws=_drops(target, node)))
             node.op, node.target = "call_module", name
     return replace(program, micro_batch=LocalGraph(LocalCode(root, graph), program.micro_batch.sources))
 
 
-class _Fused(nn.Module):
-    """A fused kernel without a listener."""
+def _drops(target: Any, node: fx.Node) -> bool:
+    """Whether a kernel draws numbers, to drop elements or weights of an attention."""
+    if target is aten.scaled_dot_product_attention.default:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    return target is aten.dropout.default
 
-    def __init__(self, kernel: Callable[..., Any]) -> None:
+
+class FusedCall(nn.Module):
+    """A fused kernel without a listener.
+
+    Args:
+        target: the operator that it computes.
+        draws: whether it draws random numbers.
+    """
+
+    def __init__(self, target: Any, *, draws: bool) -> None:
         super().__init__()
-        self.kernel = kernel
+        self.target, self.draws = target, draws
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether operators in its place do not show what it keeps."""
+        return self.target is not aten.dropout.default
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        return self.kernel(_Nobody(), *args, **kwargs)
+        return FUSED[self.target](_Nobody(), *args, **kwargs)
 
 
 class _Accelerated:

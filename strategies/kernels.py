@@ -8,7 +8,7 @@ decomposed form of the meta device. It knows no prices.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,13 +22,22 @@ from torch.utils.flop_counter import flop_registry
 
 from whale.graph.capture import Captured
 from whale.ir.check import CollectiveCall
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.runtime.collectives import Bridge
 from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
-from whale.strategies.dry_run import WithoutData, forward_without_data, noting_calls, tensors_in
-from whale.strategies.fused import FUSED, Traffic
+from whale.strategies.derivatives import derivative_of
+from whale.strategies.dry_run import (
+    WithoutData,
+    forward_without_data,
+    noting_calls,
+    stage_without_data,
+    tensors_in,
+)
+from whale.strategies.fused import FUSED, Traffic, fused
 from whale.strategies.lowering import PlacedStage
+from whale.strategies.recompute import computed_again, recomputed
 
-__all__ = ["KernelRun", "Kept", "Trace", "trace"]
+__all__ = ["Again", "KernelRun", "Kept", "Trace", "trace", "trace_again"]
 
 aten = torch.ops.aten
 
@@ -75,6 +84,90 @@ class Trace:
     backward_calls: tuple[CollectiveCall, ...] = ()
     kept: list[Kept] = field(default_factory=list)
     alive: list[Traffic] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """Record of one run of a layer whose backward computes values again.
+
+    ``kept`` is the size of what its forward keeps, and ``sent`` that of what goes to another layer among it; ``alive``
+    is as in `Trace`; ``sources`` are the operators of which something runs again, each with whether that is a product
+    or an attention.
+    """
+
+    kept: Traffic
+    sent: Traffic
+    alive: list[Traffic]
+    sources: frozenset[tuple[fx.Node, bool]]
+
+
+def trace_again(
+    captured: Captured,
+    stage: PlacedStage,
+    program: LocalProgram,
+    micro_batch: int,
+    dtype: torch.dtype,
+    *,
+    rules: Iterable[Recompute] = RECOMPUTES,
+) -> dict[Recompute, Again]:
+    """Run the derivative of a layer's program with fused kernels, without data, under each of the *rules* that changes
+    what it keeps.
+
+    *dtype* is the stand-in for the run's dtype.
+    """
+    program = fused(program)
+    whole = derivative_of(captured, stage, 0, program, micro_batch, torch.device("cpu"))
+    found: dict[Recompute, Again] = {}
+    for rule in rules:
+        changed = recomputed(whole, rule)
+        if changed is not whole:
+            found[rule] = _run_again(captured, stage, replace(program, derivative=changed), micro_batch, dtype)
+    return found
+
+
+def _run_again(
+    captured: Captured, stage: PlacedStage, program: LocalProgram, micro_batch: int, dtype: torch.dtype
+) -> Again:
+    recorder = _Recorder(stage, dtype)
+    running, _ = noting_calls(program)
+    given = running.derivative
+    assert given is not None
+    forward = _Interpreted(given.forward)
+    backward = LocalGraph(_Interpreted(given.backward.code), given.backward.sources)  # type: ignore[arg-type]
+    forward.begin = recorder.begin
+    forward.received = [place for place, (kind, _) in enumerate(program.micro_batch.sources) if kind == "received"]
+    running = replace(running, derivative=replace(given, forward=forward, backward=backward))  # type: ignore[arg-type]
+    with recorder, torch.no_grad():
+        local, received = stage_without_data(captured, stage, 0, running, micro_batch, gradients=True)
+        outputs, kept = local.forward_to_train(0, received)
+        del received  # only what the backward reads is kept
+        shapes = [(x.shape, x.dtype, recorder.number(x), recorder.size(x)) for x in outputs]
+        del outputs
+        size = recorder.now
+        sent = sum((own for _, _, number, own in shapes if recorder.is_alive(number)), Traffic())
+        local.backward(0, kept, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, *_ in shapes])
+    return Again(kept=size, sent=sent, alive=recorder.alive, sources=frozenset(computed_again(given)))
+
+
+class _Interpreted:
+    """Code that is run node by node, and frees what no later node reads.
+
+    ``begin`` is called before a forward runs, with those of its arguments that it has ``received``.
+    """
+
+    def __init__(self, code: LocalCode) -> None:
+        self.root, self.graph = code.root, code.graph
+        self.begin: Callable[[Sequence[Tensor]], None] = lambda received: None
+        self.received: list[int] = []
+
+    def __call__(self, *args: Any) -> Any:
+        """Run a forward."""
+        self.begin([args[place] for place in self.received])
+        return self.function(self.root, list(args))
+
+    def function(self, root: nn.Module, args: list[Any]) -> Any:
+        """Run it with the arguments of a list, which it empties."""
+        return fx.Interpreter(root, graph=self.graph).boxed_run(args)
 
 
 def trace(captured: Captured, stage: PlacedStage, program: LocalProgram, micro_batch: int, dtype: torch.dtype) -> Trace:
@@ -146,13 +239,22 @@ class _Recorder(WithoutData):
         """Count a tensor as alive until its storage is freed, unless it existed before."""
         number = self.number(x)
         if number not in self._counted and number > self._before:
-            self._counted[number] = self._size(x)
+            self._counted[number] = self.size(x)
             self._now += self._counted[number]
             self.alive.append(self._now)
 
+    @property
+    def now(self) -> Traffic:
+        """The size of what is alive because of the layer."""
+        return self._now
+
+    def is_alive(self, number: int) -> bool:
+        """Whether the storage of a number is alive."""
+        return number in self._counted
+
     def begin(self, received: Sequence[Tensor]) -> None:
         """Forget everything that exists before the layer, except what it receives."""
-        self._counted = {self.number(x): self._size(x) for x in received}
+        self._counted = {self.number(x): self.size(x) for x in received}
         self._now, self._before = sum(self._counted.values(), Traffic()), self._count
         self.alive = [self._now]
 
@@ -229,8 +331,8 @@ class _Recorder(WithoutData):
             seen.add(key)
         return total
 
-    def _size(self, x: Tensor) -> Traffic:
-        """The number of a tensor's storage."""
+    def size(self, x: Tensor) -> Traffic:
+        """The size of a tensor's storage."""
         return self._traffic(x.untyped_storage().nbytes() // x.element_size(), x)
 
     def _traffic(self, count: int, x: Tensor) -> Traffic:
@@ -253,7 +355,7 @@ class _Recorder(WithoutData):
 
     def save(self, x: Tensor) -> Tensor:
         """Hook that autograd calls for every saved tensor."""
-        self.saved.setdefault(self.number(x), (self._size(x), self.node))
+        self.saved.setdefault(self.number(x), (self.size(x), self.node))
         return x
 
     def kept(self, sent: set[int]) -> list[Kept]:
@@ -329,8 +431,8 @@ class _Interpreter(fx.Interpreter):
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fused = FUSED.get(target)
-        return fused(self.recorder, *args, **kwargs) if fused else super().call_function(target, args, kwargs)
+        kernel = FUSED.get(target)
+        return kernel(self.recorder, *args, **kwargs) if kernel else super().call_function(target, args, kwargs)
 
 
 def _source(node: fx.Node | None) -> fx.Node | None:

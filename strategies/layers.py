@@ -28,6 +28,7 @@ from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.local_program import LocalProgram
+from whale.runtime.random import RNGPosition
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.layout import Layout, Placements
@@ -141,10 +142,20 @@ class LayeredModel:
                     found[value] = self.place(later.index, degree).stored[value]
         return found
 
-    def program(self, kind: int, degree: int, rows: int, experts: tuple[str, ...] = ()) -> LocalProgram:
-        """The program of the first device of the group for a kind of layer, for one of ``rows``."""
+    def program(
+        self,
+        kind: int,
+        degree: int,
+        rows: int,
+        experts: tuple[str, ...] = (),
+        *,
+        clock: RNGPosition | None = None,
+    ) -> LocalProgram:
+        """The program of the first device of the group for a kind of layer, for one of ``rows``; *clock* as in
+        `whale.strategies.lowering.lower`."""
         stage, micro_batch = self.place(kind, degree, experts), self.rows.index(rows)
-        return at_micro_batch(lower(self.captured, self.analysis, stage, 0, micro_batch), stage, 0, micro_batch)
+        program = lower(self.captured, self.analysis, stage, 0, micro_batch, clock=clock)
+        return at_micro_batch(program, stage, 0, micro_batch)
 
 
 def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRole, ...]:
@@ -208,13 +219,14 @@ def layered(
     dtype: torch.dtype | None = None,
     loss_fn: Callable[..., Any] | None = None,
     captured: Captured | None = None,
+    precision: torch.dtype | None = None,
 ) -> dict[int, LayeredModel]:
     """The model as a chain of layers, for micro-batches of the given rows.
 
     If rows do not depend on each other, except in statistics of batch norms, the model is captured once, with all the
     rows together; otherwise once for each number of rows. *dtype* replaces the dtype of parameters and of floating
     batch entries, as ``model.to`` does. *captured* is a capture of the unmodified training model: if its batch has the
-    rows, it replaces another capture.
+    rows, it replaces another capture. *precision* is the dtype of ``torch.autocast`` under which it computes.
 
     Raises the errors of the capture; see `whale.errors`.
     """
@@ -223,14 +235,14 @@ def layered(
             together = _chained(copy_of(captured), model, _filled(held, rows))
         else:
             blank = _blank(model, dtype)
-            together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn)
+            together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn, precision)
         return dict.fromkeys(rows, together)
     except _Coupled:
         pass
     model = _blank(model, dtype)
     found: dict[int, LayeredModel] = {}
     for count in sorted(rows, reverse=True):
-        found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn)
+        found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn, precision)
         found[count].like = next(iter(found.values())) if len(found) > 1 else None
     return {count: found[count] for count in rows}
 
@@ -258,11 +270,16 @@ class _Coupled(UsageError):
 
 
 def _layered(
-    model: nn.Module, batch: Batch, rows: tuple[int, ...], dtype: torch.dtype | None, loss_fn: Callable[..., Any] | None
+    model: nn.Module,
+    batch: Batch,
+    rows: tuple[int, ...],
+    dtype: torch.dtype | None,
+    loss_fn: Callable[..., Any] | None,
+    precision: torch.dtype | None,
 ) -> LayeredModel:
     batch = converted(batch, dtype)
     with default_dtype(dtype):
-        captured = capture(model, batch, loss_fn=loss_fn)
+        captured = capture(model, batch, loss_fn=loss_fn, precision=precision)
     recognize_masks(captured)
     if ungroup(captured.graph):
         mark_gradients(captured, model)

@@ -23,6 +23,7 @@ from whale.graph.capture import Captured
 from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
+from whale.ir.strategy import Recompute
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.draws import DRAWS, SeededDraw
@@ -52,8 +53,9 @@ class PlacedStage:
     placements in which values leave the micro-batch graph; ``returned`` are the tensors of the model's output, each
     with its number. ``omitted`` operators are not computed; only their floating operands are derived
     (:mod:`whale.strategies.folding`). ``summed`` are sums over rows that ranks exchange before a step
-    (:mod:`whale.strategies.row_sums`). ``origin`` identifies the search that found the placements: stages with the same
-    one differ only in their index, their ranks and what is omitted.
+    (:mod:`whale.strategies.row_sums`). ``recompute`` says what its backward computes again
+    (:mod:`whale.strategies.recompute`). ``origin`` identifies the search that found the placements: stages with the
+    same one differ only in their index, their ranks, what is omitted and what is computed again.
     """
 
     index: int
@@ -70,6 +72,7 @@ class PlacedStage:
     returned: tuple[tuple[int, Value, Placements], ...] = ()
     omitted: frozenset[fx.Node] = frozenset()
     summed: tuple[Value, ...] = ()
+    recompute: Recompute = "none"
     origin: object = field(default_factory=object, compare=False)
 
 

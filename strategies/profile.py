@@ -13,22 +13,37 @@ from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from whale.errors import CaptureError, InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves
+from whale.graph.capture_checks import is_checkpointed
 from whale.graph.chain import Layer
+from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
-from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
+from whale.ir.profile import (
+    Affine,
+    Amount,
+    Communication,
+    Kernel,
+    LayerKind,
+    LayerVariant,
+    ModelProfile,
+    RuleCosts,
+    Saved,
+)
+from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
-from whale.strategies.kernels import Kept, KernelRun, Trace, trace
+from whale.strategies.kernels import Again, Kept, KernelRun, Trace, trace, trace_again
 from whale.strategies.layers import NOTHING_SPLIT, LayeredModel, default_dtype, layered, within
 from whale.strategies.lowering import PlacedStage
+from whale.strategies.recompute import has_regions
 from whale.strategies.regions import (
     PRODUCTS,
     attention_cores,
@@ -62,21 +77,26 @@ def profile_model(
     loss_fn: Callable[..., Any] | None = None,
     name: str | None = None,
     captured: Captured | None = None,
+    precision: str | None = None,
+    rules: bool = False,
 ) -> ModelProfile:
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
 
     A tensor degree over which the model cannot be split, or at which its costs follow no law, is left out; ``refused``
     of the profile says why. Where a layer has experts, they alone are split at *expert_degrees*, if that is possible.
     With *captured*, a capture of the training model as it is, the profile is of a run in the model's own number type.
+    With a *precision*, ``bf16`` or ``fp16``, it is of a run under ``torch.autocast``, as *captured* then is.
+    With *rules* it has what each rule of recompute keeps and computes again; layers then take about twice as long.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
     """
-    models = _captured(model, batch, ROWS, loss_fn, captured)
+    capturing = _Capturing(model, batch, loss_fn, captured, precision)
+    models = capturing.at_rows(ROWS)
     first = models[ROWS[0]]
-    costs = [_KindCosts(models, kind) for kind in range(len(first.chain.names))]
+    costs = [_KindCosts(models, kind, rules=rules) for kind in range(len(first.chain.names))]
     degrees = sorted({1, *tensor_degrees})
-    refused = _measured(costs, degrees, lambda some: _in_multiples(model, batch, some, loss_fn, captured, first))
+    refused = _measured(costs, degrees, lambda some: _in_multiples(capturing, some, first))
     legal = [degree for degree in degrees if degree not in refused]
     layers = first.chain.layers
     outputs = {}
@@ -100,9 +120,9 @@ def profile_model(
     experts = [_experts(first, kind) for kind in range(len(kinds))]
     ways = sorted({*expert_degrees} - {1})
     if ways and any(experts):
-        more = _in_multiples(model, batch, ways, loss_fn, captured, first)
+        more = _in_multiples(capturing, ways, first)
         for position, modules in enumerate(experts):
-            costs_at = {way: _KindCosts(own, position, ROWS) for way, own in more.items()} if modules else {}
+            costs_at = {way: _KindCosts(own, position, rules=rules) for way, own in more.items()} if modules else {}
             split = [_with(v, between[position]) for v in _expert_variants(costs_at, modules, sent=sent[position])]
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     return ModelProfile(
@@ -117,6 +137,8 @@ def profile_model(
         row_bytes=_row_bytes(batch),
         tied=_tied(model, first),
         refused=tuple(refused.items()),
+        rules=RECOMPUTES if rules else ("none",),
+        autocast=precision or "",  # type: ignore[arg-type]
     )
 
 
@@ -184,29 +206,46 @@ def _measured(
     wanted = [degree for degree, kinds in divided.items() if kinds and degree not in refused]
     for degree, models in in_multiples(wanted).items() if wanted else ():
         for kind in divided[degree]:
-            kind.divided[degree] = _KindCosts(models, kind.kind, list(models))
+            kind.divided[degree] = _KindCosts(models, kind.kind, list(models), rules=kind.rules)
             kind.divided[degree].measure(degree, divisible=True)
     return refused
 
 
+class _Capturing(NamedTuple):
+    """A model to capture as a chain of layers, or captured already."""
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: Callable[..., Any] | None
+    captured: Captured | None
+    precision: str | None
+
+    def at_rows(self, rows: Sequence[int]) -> Mapping[int, LayeredModel]:
+        """The model with the stand-in for its number type; as it is where it cannot be converted, is captured, or
+        computes under ``torch.autocast``."""
+        how: dict[str, Any] = {"loss_fn": self.loss_fn}
+        if self.captured is not None or self.precision is not None:
+            how |= {"captured": self.captured, "precision": LOW_PRECISIONS.get(self.precision or "")}
+            return layered(self.model, self.batch, rows, **how)
+        try:
+            return layered(self.model, self.batch, rows, dtype=STAND_IN, **how)
+        except CaptureError:
+            return layered(self.model, self.batch, rows, **how)
+
+
 def _in_multiples(
-    model: nn.Module,
-    batch: Batch,
-    degrees: Sequence[int],
-    loss_fn: Callable[..., Any] | None,
-    captured: Captured | None,
-    layers: LayeredModel,
+    capturing: _Capturing, degrees: Sequence[int], layers: LayeredModel
 ) -> dict[int, Mapping[int, LayeredModel]]:
     """The model for each degree, for micro-batches of which a device has `ROWS` rows: the given *layers* if they are
     those of *captured*; otherwise captured again, all together, for rows that the batch lacks."""
     rows = {degree: [degree * count for count in ROWS] for degree in degrees}
     found: dict[int, Mapping[int, LayeredModel]] = {}
-    for degree, own in rows.items() if captured is not None else ():
+    for degree, own in rows.items() if capturing.captured is not None else ():
         if known := within(layers, own) or within(layers, own[:LEAST_ROWS]):
             found[degree] = known
     if missing := [degree for degree in degrees if degree not in found]:
         every = sorted({count for degree in missing for count in rows[degree]})
-        found |= dict.fromkeys(missing, _captured(model, batch, every, loss_fn, captured))
+        found |= dict.fromkeys(missing, capturing.at_rows(every))
     return {
         degree: {count: found[degree][count] for count in rows[degree] if count in found[degree]} for degree in degrees
     }
@@ -229,22 +268,6 @@ class _NoLaw(UsageError):
 def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:
     """The kind at the degrees that all kinds have."""
     return kind.model_copy(update={"variants": tuple(v for v in kind.variants if v.tensor_degree not in refused)})
-
-
-def _captured(
-    model: nn.Module,
-    batch: Batch,
-    rows: Sequence[int],
-    loss_fn: Callable[..., Any] | None,
-    captured: Captured | None,
-) -> Mapping[int, LayeredModel]:
-    """The model with the stand-in for its number type; as it is where it cannot be converted, or is captured."""
-    if captured is not None:
-        return layered(model, batch, rows, loss_fn=loss_fn, captured=captured)
-    try:
-        return layered(model, batch, rows, dtype=STAND_IN, loss_fn=loss_fn)
-    except CaptureError:
-        return layered(model, batch, rows, loss_fn=loss_fn)
 
 
 def _precision(model: nn.Module) -> str:
@@ -312,14 +335,18 @@ class _KindCosts:
         models: by rows of a micro-batch, those that are traced.
         kind: of layer.
         counted: the same in the rows of the laws; in an expert group, the rows of one device.
+        rules: whether it is also run with backwards that compute values again.
     """
 
-    def __init__(self, models: Mapping[int, LayeredModel], kind: int, counted: Sequence[int] = ROWS) -> None:
-        self.models, self.kind, self.counted = models, kind, counted
+    def __init__(
+        self, models: Mapping[int, LayeredModel], kind: int, counted: Sequence[int] = ROWS, *, rules: bool = False
+    ) -> None:
+        self.models, self.kind, self.counted, self.rules = models, kind, counted, rules
         first = next(iter(models.values()))
         self.name = first.chain.names[kind]
         self.dtype = _main_dtype(first)
         self.traces: dict[tuple[int, tuple[str, ...]], list[Trace]] = {}
+        self.again: dict[tuple[int, tuple[str, ...]], list[Mapping[Recompute, Again]]] = {}
         self.divided: dict[int, _KindCosts] = {}
 
     def measure(self, degree: int, experts: tuple[str, ...] = (), *, divisible: bool = False) -> bool:
@@ -332,6 +359,10 @@ class _KindCosts:
             return False
         with default_dtype(self.dtype):  # as captured: tensors that a model creates while running depend on it
             self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in self.models]
+            nodes = first.chain.partition.stages[self.kind].nodes
+            if has_regions(nodes) if self.rules else any(map(is_checkpointed, nodes)):
+                few = list(self.models)[:LEAST_ROWS]
+                self.again[degree, experts] = [self._trace_again(rows, degree, experts) for rows in few]
         return True
 
     def _trace(self, rows: int, degree: int, experts: tuple[str, ...]) -> Trace:
@@ -342,6 +373,17 @@ class _KindCosts:
             model.program(self.kind, degree, rows, experts),
             model.rows.index(rows),
             self.dtype,
+        )
+
+    def _trace_again(self, rows: int, degree: int, experts: tuple[str, ...]) -> Mapping[Recompute, Again]:
+        model = self.models[rows]
+        return trace_again(
+            model.captured,
+            model.place(self.kind, degree, experts),
+            model.program(self.kind, degree, rows, experts, clock=RNGPosition(0)),
+            model.rows.index(rows),
+            self.dtype,
+            rules=RECOMPUTES if self.rules else ("none",),
         )
 
     def between_replicas(self) -> _Both:
@@ -382,7 +424,12 @@ class _KindCosts:
         first = next(iter(self.models.values()))
         stage, traces = first.place(self.kind, degree, experts), self.traces[degree, experts]
         exchanges = () if experts else self._exchanges([t.forward for t in traces], stage)
-        regions = _Regions(attention_cores(first.captured.graph), expert_operators(stage.nodes))
+        again = self.again.get((degree, experts), [])
+        regions = _Regions(
+            attention_cores(first.captured.graph),
+            expert_operators(stage.nodes),
+            {rule: one.sources for rule, one in again[0].items()} if again else {},
+        )
         sizes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
         group: Literal["tensor", "expert"] = "expert" if experts else "tensor"
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
@@ -390,7 +437,7 @@ class _KindCosts:
             tensor_degree=1 if experts else degree,
             expert_degree=degree if experts else 1,
             forward=self._kernels([t.forward for t in traces], regions),
-            backward=self._kernels([t.backward for t in traces], regions),
+            backward=self._kernels([t.backward for t in traces], regions, forward=False),
             forward_communications=self._communications([t.forward_calls for t in traces], group) + exchanges,
             backward_communications=self._communications([t.backward_calls for t in traces], group) + exchanges[::-1],
             saved=saved,
@@ -400,6 +447,7 @@ class _KindCosts:
             buffers=frozen,
             largest=max(sizes, default=0),
             sizes=sizes,
+            rules=self._under_rules(again, sent=sent),
             sent_share=_sent_share(first.place(self.kind, 1), stage),
         )
 
@@ -425,7 +473,9 @@ class _KindCosts:
     def _amount(self, sizes: Sequence[Traffic]) -> Amount:
         return Amount(elements=self._law([s.elements for s in sizes]), bytes=self._law([s.bytes for s in sizes]))
 
-    def _kernels(self, runs: Sequence[Sequence[KernelRun]], regions: _Regions) -> tuple[Kernel, ...]:
+    def _kernels(
+        self, runs: Sequence[Sequence[KernelRun]], regions: _Regions, *, forward: bool = True
+    ) -> tuple[Kernel, ...]:
         return tuple(
             Kernel(
                 name=same[0].name,
@@ -438,6 +488,7 @@ class _KindCosts:
                 expert=same[0].source in regions.experts,
                 causal=same[0].causal,
                 attention=same[0].source in regions.cores,
+                again=regions.runs_again(same[0]) if forward else "never",
             )
             for same in self._rows_alike(runs, "kernels")
         )
@@ -485,6 +536,19 @@ class _KindCosts:
             )
         return tuple(found)
 
+    def _under_rules(self, again: Sequence[Mapping[Recompute, Again]], *, sent: bool) -> tuple[RuleCosts, ...]:
+        """Memory under each rule; *sent* as in `variant`."""
+        found = []
+        for rule in again[0] if again else ():
+            runs = [one[rule] for one in again]
+            kept = self._amount([run.kept if sent else run.kept - run.sent for run in runs])
+            working: tuple[Amount, ...] = ()
+            if len({len(run.alive) for run in runs}) == 1:
+                moments = dict.fromkeys(zip(*(run.alive for run in runs), strict=True))
+                working = _most_of([_without_all(self._amount(same), [kept]) for same in moments])
+            found.append(RuleCosts(rule=rule, kept=kept, working=working))
+        return tuple(found)
+
     def _working(self, runs: Sequence[Sequence[Traffic]], saved: Sequence[Saved]) -> tuple[Amount, ...]:
         """Live memory besides saved activations, at each moment; none if the moments depend on the number of rows."""
         if len({len(run) for run in runs}) > 1:
@@ -530,10 +594,22 @@ def _most_of(amounts: Sequence[Amount]) -> tuple[Amount, ...]:
 
 
 class _Regions:
-    """The kernels of an attention's core, and those of experts."""
+    """The kernels of an attention's core, those of experts, and under each rule those that run again: their operators,
+    each with whether these are products."""
 
-    def __init__(self, cores: frozenset[fx.Node], experts: frozenset[fx.Node]) -> None:
-        self.cores, self.experts = cores, experts
+    def __init__(
+        self,
+        cores: frozenset[fx.Node],
+        experts: frozenset[fx.Node],
+        again: Mapping[Recompute, frozenset[tuple[fx.Node, bool]]],
+    ) -> None:
+        self.cores, self.experts, self.again = cores, experts, again
+
+    def runs_again(self, kernel: KernelRun) -> Literal["never", "always", "selective", "full"]:
+        """The mildest rule under which a kernel of the forward runs again."""
+        key = kernel.source, kernel.kind != "memory"
+        rule = next((rule for rule, sources in self.again.items() if key in sources), None)
+        return "never" if rule is None else "always" if rule == "none" else rule
 
     def in_core(self, kept: Kept) -> bool:
         """Whether only the core's own backward reads a tensor; its inputs and its output are saved for others too."""

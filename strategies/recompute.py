@@ -9,22 +9,23 @@ with the same bits.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from whale.graph.capture_checks import is_checkpointed, layer_of
+from whale.ir.strategy import Recompute
 from whale.runtime.derivative import OnTape
+from whale.runtime.experts import product_of_groups
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, Source
+from whale.strategies.fused import FusedCall
 from whale.strategies.split_backward import communicates
-from whale.strategies.traced_call import writes
+from whale.strategies.traced_call import Call, makes_alias, writes
 
-__all__ = ["RECOMPUTES", "Recompute", "recomputed"]
-
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+__all__ = ["computed_again", "has_regions", "recomputed"]
 
 aten = torch.ops.aten
 
@@ -32,10 +33,11 @@ _PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.scaled_dot_product_attention.default, product_of_groups,
 }  # fmt: skip
 """Operators that take most of the time of a layer: products and attention."""
 
-_Region = tuple[Literal["selective", "full"], str] | None
+_Region = tuple[Recompute, str] | None
 """A rule of a region, and the name of its layer."""
 
 
@@ -48,6 +50,22 @@ def recomputed(derivative: Derivative, rule: Recompute) -> Derivative:
             what enters a layer. In regions of ``torch.utils.checkpoint`` it is ``full``.
     """
     return _Recomputing(derivative, rule).run()
+
+
+def has_regions(nodes: Iterable[fx.Node]) -> bool:
+    """Whether any of these operators of a model lies in a layer or a checkpoint, inside of which a rule acts."""
+    return any(is_checkpointed(node) or layer_of(node) for node in nodes)
+
+
+def computed_again(derivative: Derivative) -> Iterator[tuple[fx.Node, bool]]:
+    """The operators of the model of which a backward computes something again, and whether that is a product or an
+    attention."""
+    for node in derivative.backward.code.graph.nodes:
+        source = node.meta.get("source")
+        if not node.meta.get("again") or node.target is operator.getitem or makes_alias(node):
+            continue
+        if isinstance(source, fx.Node):
+            yield source, _operator(node, derivative.backward.code.root) in _PRODUCTS
 
 
 class _Recomputing:
@@ -124,7 +142,7 @@ class _Recomputing:
         region = self._region(node)
         if node.op == "placeholder" or region is None or self._leaves(node) or not self._can_be_computed_again(node):
             return False
-        return region[0] == "full" or _maker(node).target not in _PRODUCTS
+        return region[0] == "full" or _operator(_maker(node), self.root) not in _PRODUCTS
 
     def _leaves(self, node: fx.Node) -> bool:
         """Whether a value enters another region, or is a result of the graph."""
@@ -138,7 +156,10 @@ class _Recomputing:
             return False
         if maker.op == "call_module":
             module = self.root.get_submodule(str(maker.target))
-            return not communicates(maker, self.root) and not isinstance(module, OnTape)
+            if isinstance(module, OnTape):
+                fused = _fused(module)
+                return fused is not None and not fused.draws
+            return not communicates(maker, self.root)
         return not _draws(maker)
 
     def _again(self, node: fx.Node) -> fx.Node:
@@ -158,6 +179,7 @@ class _Recomputing:
     def _copy(self, node: fx.Node) -> fx.Node:
         inputs = {used: self._input(used, node) for used in node.all_input_nodes}
         found = self.backward.node_copy(node, inputs.__getitem__)
+        found.meta["again"] = True
         if node.op == "call_module":
             found.target = f"again_{self.count}"
             self.count += 1
@@ -180,6 +202,21 @@ class _Recomputing:
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[node] for node in results))
         return LocalCode(self.root, graph)
+
+
+def _fused(module: nn.Module) -> FusedCall | None:
+    """The kernel of an accelerator that a module stands for, in a dry run."""
+    call = module.call if isinstance(module, OnTape) else None
+    inner = call.module if isinstance(call, Call) else None
+    return inner if isinstance(inner, FusedCall) else None
+
+
+def _operator(node: fx.Node, root: nn.Module) -> Any:
+    """The operator that a node calls, by itself or as a kernel of an accelerator."""
+    if node.op != "call_module":
+        return node.target
+    fused = _fused(root.get_submodule(str(node.target)))
+    return None if fused is None else fused.target
 
 
 def _draws(node: fx.Node) -> bool:

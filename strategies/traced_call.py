@@ -26,6 +26,7 @@ from whale.graph.row_wise import by_target
 from whale.runtime.local_program import LocalCode
 from whale.runtime.random import SeededCall
 from whale.runtime.recording import recorded, recording
+from whale.strategies.fused import FusedCall
 
 __all__ = [
     "Call",
@@ -205,6 +206,8 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
         None if it cannot be traced.
     """
     if call.target in by_target:  # a script's own backward may do anything, such as print
+        return None
+    if isinstance(call.module, FusedCall) and call.module.is_opaque:
         return None
     primals = [Kind.of(x).fake() for x in tensors]
     tangents = [Kind.of(x).fake() for x in gradients if x is not None]

@@ -25,6 +25,7 @@ from whale.errors import AnnotationError
 from whale.ir.module_pattern import ModulePattern, explain_no_match, most_specific
 from whale.ir.strategy import (
     DeviceSelection,
+    Recompute,
     Scope,
     ScopePath,
     Strategy,
@@ -122,10 +123,17 @@ def split(n: int | None = None, *, dim: int | None = None) -> Annotation:
 
 
 @known_arguments(AnnotationError)
-def stage(n: int | None = None) -> Annotation:
+def stage(n: int | None = None, *, recompute: Recompute | None = None) -> Annotation:
     """Pipeline parallelism: the region is one stage on *n* devices of its own; None takes as many as its regions need,
-    or 1."""
-    return Annotation(strategy=Strategy(kind="stage", degree=n))
+    or 1.
+
+    *recompute* says what the stage's backward computes again, as that of ``parallelize`` does for stages that do not
+    say it.
+
+    >>> print(stage(), stage(2, recompute="full"))
+    stage() stage(2, recompute='full')
+    """
+    return Annotation(strategy=Strategy(kind="stage", degree=n, recompute=recompute))
 
 
 @known_arguments(AnnotationError)

@@ -7,28 +7,30 @@ raised before any process group is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
-from whale.commands.automatic import automatic_plan
+from whale.commands.automatic import automatic_plan, with_least_recompute
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.compile import Options, compile_traced
-from whale.compile.trace import LOW_PRECISIONS, trace
+from whale.compile.trace import trace
 from whale.detection import detect, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.copies import model_copy
-from whale.graph.precision import autocast_around
+from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.state import StateSharding
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -38,7 +40,6 @@ from whale.runtime.initial_values import InitialValues, values_of_builder, value
 from whale.runtime.launch import World, describe, initialize
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
-from whale.strategies.recompute import RECOMPUTES, Recompute
 
 __all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
 
@@ -62,7 +63,7 @@ def parallelize(
     sync_module_states: bool = False,
     batch: str = "global",
     precision: str | None = None,
-    recompute: Recompute = "none",
+    recompute: Recompute | Literal["auto"] | None = None,
     zero: int = 0,
     state_shares: Sequence[float] | None = None,
     state_align: str = "row",
@@ -105,8 +106,11 @@ def parallelize(
             the step, as by a ``GradScaler`` (``model.loss_scaler``).
         recompute: what the backward computes again, instead of the forward keeping it: ``none``; ``selective``,
             everything in a layer but products, attention and what ranks exchange; ``full``, everything but the layer's
-            inputs and what ranks exchange. Layers are the modules of lists, such as ``layers.3``. What a model computes
-            in ``torch.utils.checkpoint`` is computed again whatever this says.
+            inputs and what ranks exchange; ``auto``, in each stage the least of these with which its devices, as in
+            the cluster or detected, hold it beside the states of AdamW. Layers are the modules of lists, such as
+            ``layers.3``. It is for stages of which neither the plan nor the annotation (``whale.stage(recompute=...)``)
+            says it; by default these keep everything, and ``plan="auto"`` decides it. What a model computes in
+            ``torch.utils.checkpoint`` is computed again whatever this says.
         zero: divide the state of parameters among the ranks that sum their gradients, replicas of a stage (ZeRO):
             1: optimizer states, and the gradients that they read; 2: gradients in every micro-batch, too; 3: also the
             parameters, which are gathered for each task. A rank's parameters are then the rows that it owns, under the
@@ -136,7 +140,8 @@ def parallelize(
     check_choice("prefer", prefer, get_args(Preference))
     check_number("timeout_seconds", timeout_seconds, above=0)
     check_choice("batch", batch, ("global", "local", "parts"))
-    check_choice("recompute", recompute, RECOMPUTES)
+    if recompute is not None:
+        check_choice("recompute", recompute, ("auto", *RECOMPUTES))
     if precision is not None:
         check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
     check_type("seed", seed, (int, type(None)), "a whole number")
@@ -149,7 +154,7 @@ def parallelize(
         plan = None if automatic else Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
     if plan is not None:
-        plan.check_options(micro_batches=micro_batches, schedule=schedule)
+        plan.check_options(micro_batches=micro_batches, schedule=schedule, precision=precision, recompute=recompute)
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
         schedule=schedule if schedule is not None else plan.schedule if plan else "1f1b",
@@ -158,12 +163,12 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
-        recompute=recompute,
+        recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
         state=_state(zero, state_shares, state_align),
     )
     launch = describe(device)
-    options = replace(options, precision=_precision(precision, launch.device))
+    options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
     if plan is not None:
         plan.check_world(launch.size)
     if described is None:
@@ -197,7 +202,7 @@ def parallelize(
     _check_devices(model, launch.device)
     template = _meta_copy(model)
     world: World | None = None
-    if launch.size > 1 and (automatic or described.names_hosts):
+    if launch.size > 1 and (automatic or recompute == "auto" or described.names_hosts):
         world = initialize(timeout_seconds, device_type=device)
     if world is not None and described.names_hosts:
         described = on_its_hosts(world, described, planned=plan is not None)
@@ -211,6 +216,7 @@ def parallelize(
             options=options,
             micro_batches=micro_batches,
             schedule=schedule,
+            recompute=recompute or "auto",
             loss_fn=loss_fn,
         )
         options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
@@ -230,6 +236,11 @@ def parallelize(
     if options.state is not None and not traced.captured.has_loss:
         raise UsageError(
             "zero divides what a step trains: give parallelize an example batch with which there is a loss"
+        )
+    if recompute == "auto" and (plan is None or not automatic):
+        world = world or initialize(timeout_seconds, device_type=device)
+        options = with_least_recompute(
+            world, traced, detect(world) if cluster is None else described, described, options
         )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
@@ -380,13 +391,22 @@ def verify(
     """Run one step locally and one in parallel from the same weights, and compare the loss and every gradient.
 
     Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is 1e-9 in float64 and 1e-4
-    in float32. Models with dropout are compared in evaluation mode.
+    in float32; in low precision, of the options or the plan, it is 0.05, and the local step is under
+    ``torch.autocast`` too. Models with dropout are compared in evaluation mode.
     """
     from whale.graph.capture import _Loss
 
     leaves = batch_leaves(batch)
     local = model_copy(model, {}).eval()
-    loss = _Loss(local, list(leaves), loss_fn)(*[v.clone() if isinstance(v, Tensor) else v for v in leaves.values()])
+    given = [v.clone() if isinstance(v, Tensor) else v for v in leaves.values()]
+    plan = options.get("plan")
+    if isinstance(plan, (str, PathLike)) and plan != "auto":
+        plan = options["plan"] = Plan.load(plan)
+    precision = options.get("precision") or (plan.precision if isinstance(plan, Plan) else None)
+    dtype = LOW_PRECISIONS.get(precision or "")
+    device = next((p.device.type for p in local.parameters()), "cpu")
+    with torch.autocast(device, dtype) if dtype is not None else nullcontext():
+        loss = _Loss(local, list(leaves), loss_fn)(*given)
     loss.backward()
     expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}
     parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its own mode
@@ -406,6 +426,6 @@ def verify(
         loss_error=abs(found_loss.item() - loss.item()) / (abs(loss.item()) or 1.0),
         gradient_error=errors.get(worst, 0.0),
         worst=worst,
-        tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4,
+        tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4 if dtype is None else 0.05,
         gradients=errors,
     )

@@ -17,6 +17,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import Affine, ModelProfile
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
@@ -66,6 +67,7 @@ def pipeline_by_speed(
     precision: str,
     schedule: str = "1f1b",
     stack: Stack = WHALE,
+    recompute: Recompute = "none",
 ) -> tuple[range, ...]:
     """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
 
@@ -78,6 +80,8 @@ def pipeline_by_speed(
         replicas: of every stage; layers are divided as if all had equal rows in all micro-batches.
         precision: a name in `whale.planner.cost.precision`.
         schedule: a name in `whale.planner.schedules.orders`.
+        stack: that runs it.
+        recompute: what backwards of all stages compute again.
 
     Raises:
         UsageError: the numbers do not fit the cluster or the batch.
@@ -99,13 +103,14 @@ def pipeline_by_speed(
         data=replicas,
         precision=precision,
         schedule=schedule,
+        recompute=recompute,
         balance="speed",
     )
     layout = Layout.of(configuration, cluster)
     stages = Stages.of(profile, layout, stack=stack)
     parts = [part for part in range(2, rows + 1) if rows % part == 0]
     more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
-    return cuts_by_speed(stages, [more])
+    return cuts_by_speed(stages, [more, _more_recompute(stages)])
 
 
 def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
@@ -275,7 +280,7 @@ def _relieved(
     """The configuration after the smallest change of each ladder that fits by *attempt*, otherwise after the
     largest."""
     layout = stages.layout
-    for ladder in ladders if ladders is not None else _options(layout):
+    for ladder in ladders if ladders is not None else _options(stages):
         for step, (change, fields) in enumerate(ladder):
             changed = Layout.of(replace(layout.configuration, **fields), layout.cluster)
             other = stages.changed(changed)
@@ -284,15 +289,23 @@ def _relieved(
                 break
 
 
-def _options(layout: Layout) -> list[Ladder]:
+def _more_recompute(stages: Stages) -> Ladder:
+    """The rules that keep less than the given one, as far as they have costs."""
+    given, profile = stages.layout.configuration.recompute, stages.profile
+    known = profile.rules if stages.prices.runs else ("full",)
+    rules = RECOMPUTES[RECOMPUTES.index(given) + 1 :]
+    return [(f"--recompute {rule}", {"recompute": rule}) for rule in rules if rule in known]
+
+
+def _options(stages: Stages) -> list[Ladder]:
     """Smaller micro-batches, more recomputation, more shared state: as options of ``whale estimate``."""
+    layout = stages.layout
     given = layout.configuration
     halves = [given.micro_batch >> times for times in range(1, given.micro_batch.bit_length())]
-    recomputed = [] if given.recompute == "full" else ["full"]
     shared = list(range(given.zero + 1, 4)) if layout.data > 1 else []
     return [
         [(f"--micro-batch {rows}", {"micro_batch": rows}) for rows in halves],
-        [(f"--recompute {what}", {"recompute": what}) for what in recomputed],
+        _more_recompute(stages),
         [(f"--zero {zero}", {"zero": zero}) for zero in shared],
     ]
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+from whale.ir.strategy import Recompute
+
 __all__ = ["ChainStage"]
 
 
@@ -23,6 +25,7 @@ class ChainStage:
         rows: of a micro-batch, for each replica; a replica may have none.
         expert: degree; the ranks of an expert group divide the rows of a replica, and only their experts are split.
         context: degree; the ranks of a context group divide the tokens of each row.
+        recompute: what its backward computes again, as Whale runs it.
     """
 
     first: int
@@ -33,6 +36,7 @@ class ChainStage:
     rows: tuple[float, ...]
     expert: int = 1
     context: int = 1
+    recompute: Recompute = "none"
 
     @property
     def size(self) -> int:

@@ -16,6 +16,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.ir.strategy import Recompute
 from whale.planner.cost.precision import precision_named
 
 __all__ = ["Configuration", "Layout", "blocks_of", "even_cuts", "require_parts"]
@@ -57,7 +58,7 @@ class Configuration:
     expert: int = 1
     virtual_stages: int = 1
     schedule: str = "1f1b"
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     zero: int = 0
     sequence_parallel: bool | None = False
     precision: str = "bf16"

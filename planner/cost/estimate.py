@@ -83,6 +83,8 @@ def _with_sequence_parallelism(configuration: Configuration, cluster: Cluster) -
     """The configuration with what it leaves open decided, and that in words."""
     if configuration.sequence_parallel is not None:
         return configuration, ()
+    if configuration.stack == "whale":
+        return replace(configuration, sequence_parallel=False), ()
     precision, given = precision_named(configuration.precision), configuration.attention
     fused = given == "fused" or (
         given == "auto" and all(attention_is_fused(device.type, precision) for device in cluster.devices)

@@ -144,6 +144,7 @@ class KernelsAsRun:
         self._dims = [_Sizes([kernel.dims[axis] for kernel in products]) for axis in range(4)]
         self._is_grouped = _flags(kernel.kind == "grouped_matmul" for kernel in products)
         self._in_core = _flags(kernel.attention for kernel in products)
+        self._is_uncast = _flags(not any(kernel.read.bytes) for kernel in products)
         self._attentions = _places(kind == "attention" for kind in kinds)
         self._heads = _Sizes([kernel.dims[3] if len(kernel.dims) == 4 else Affine(128, 0) for kernel in attentions])
         self._is_causal = _flags(kernel.causal for kernel in attentions)
@@ -206,7 +207,10 @@ class KernelsAsRun:
         vector = silicon.vector * (silicon.converted if precision.element_bytes < 4 else 1.0)
         vector *= 1.0 if backward else silicon.transposed
         outside, inside = (rate * (vector if dtype in _VECTOR else silicon.matmul) for rate, dtype in rates)
-        found = matmul_seconds(batch, m, n, k, np.where(self._in_core, inside, outside), silicon.multiprocessors)
+        speeds = np.where(self._in_core, inside, outside)
+        if precision.autocast:
+            speeds = np.where(self._is_uncast, device.speed("float32") * vector, speeds)
+        found = matmul_seconds(batch, m, n, k, speeds, silicon.multiprocessors)
         if "float8" in (dtype for _, dtype in rates):
             is_cast = np.where(self._in_core, rates[1][1] == "float8", rates[0][1] == "float8")
             casts = CAST_BYTES * batch * (m + n) * k / (device.memory_bandwidth * silicon.bandwidth)

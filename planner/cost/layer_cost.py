@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
+from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, LayerKind, ModelProfile
-from whale.planner.cost.layers import LayerSeconds, Recompute, forward_flops, layer_seconds_by_rows, variant_of
+from whale.ir.strategy import Recompute
+from whale.planner.cost.layers import LayerSeconds, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
     Largest,
     StateBytes,
@@ -89,7 +92,7 @@ class LayerCosts:
             micro_batches: of the step.
             shards: devices that share the optimizer's states.
         """
-        key = (kind, type_, degrees, shards)
+        key = (kind, type_, degrees, shards, self.stack.recompute)
         known = self.memo.seconds
         if (*key, rows) not in known:
             wanted = _usual_rows(rows)
@@ -99,7 +102,7 @@ class LayerCosts:
                 wanted,
                 tensor_degree=degrees[0],
                 expert_degree=degrees[1],
-                precision=self.precision.name,
+                precision=self.precision,
                 fused_attention=self.stack.fuses(type_, self.precision),
                 eager=self.stack.eager,
                 recompute=self._recompute(kind),
@@ -170,8 +173,33 @@ class LayerCosts:
         return self._counts[kind] > 1
 
     def _recompute(self, kind: int) -> Recompute:
-        """Only blocks are computed again."""
-        return self.stack.recompute if self.repeats(kind) else "none"
+        """The rule for a kind of layer: in other stacks only blocks are computed again; of those that Whale runs the
+        profile says what a rule changes."""
+        return self.stack.recompute if self.runs or self.repeats(kind) else "none"
+
+    def under(self, rule: Recompute) -> Self:
+        """The same prices under another rule of what Whale's backward computes again.
+
+        Raises:
+            UsageError: the profile does not say what that costs.
+        """
+        if rule == self.stack.recompute or not self.runs:
+            return self
+        known = self._under
+        if rule not in known:
+            if rule not in self.profile.rules and any(kind.variants for kind in self.profile.kinds):
+                raise UsageError(
+                    f"the profile of {self.profile.name} does not say what recompute {rule!r} keeps and computes "
+                    "again; make it again with whale profile, or give --model"
+                )
+            known[rule] = copy(self)
+            known[rule].__dict__["stack"] = replace(self.stack, recompute=rule)
+        return known[rule]
+
+    @cached_property
+    def _under(self) -> dict[Recompute, Self]:
+        """The prices under each rule that was asked for; they share all that they know."""
+        return {self.stack.recompute: self}
 
     @cached_property
     def _counts(self) -> Counter[int]:
@@ -216,13 +244,13 @@ class LayerCosts:
         return self._amounts(kind, type_, degrees)[1](rows)
 
     def _amounts(self, kind: int, type_: DeviceType, degrees: Degrees) -> tuple[Affine, Largest]:
-        key = (kind, type_, degrees)
+        key = (kind, type_, degrees, self.stack.recompute)
         if key not in self.memo.amounts:
             given, precision = self.profile.kinds[kind], self.precision
             how: dict[str, Any] = {"tensor_degree": degrees[0], "precision": precision}
             if self.runs:
                 one_by_one = costs_of(self.optimizer).one_by_one if type_.is_processor else 0
-                how["expert_degree"] = degrees[1]
+                how |= {"expert_degree": degrees[1], "recompute": self._recompute(kind)}
                 found = run_kept_bytes(given, **how), run_working_bytes(given, **how, one_by_one=one_by_one)
             else:
                 how |= {

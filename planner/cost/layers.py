@@ -10,13 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.kernels import Array, as_run
 from whale.planner.cost.optimizers import costs_of
@@ -26,15 +27,13 @@ from whale.planner.cost.silicon import Silicon, silicon_of
 __all__ = [
     "Collective",
     "LayerSeconds",
-    "Recompute",
     "attention_is_fused",
     "forward_flops",
     "layer_seconds",
     "layer_seconds_by_rows",
+    "run_again",
     "variant_of",
 ]
-
-Recompute = Literal["none", "selective", "full"]
 
 MASTER_BYTES = {True: 34, False: 28}
 """Bytes that a fused Adam moves for each parameter: with float32 master weights (gradient 4, weight, moments read and
@@ -104,7 +103,7 @@ def layer_seconds_by_rows(
     rows: Sequence[float],
     *,
     tensor_degree: int = 1,
-    precision: str = "bf16",
+    precision: str | Precision = "bf16",
     fused_attention: bool | None = None,
     eager: bool = True,
     recompute: Recompute = "none",
@@ -124,7 +123,7 @@ def layer_seconds_by_rows(
         device: on which one shard of the layer runs.
         rows: of the micro-batches.
         tensor_degree: devices over which its matrices are split.
-        precision: as in `whale.planner.cost.precision`.
+        precision: as in `whale.planner.cost.precision`, or its name.
         fused_attention: whether the core of the attention is one kernel; None: as `attention_is_fused` says.
         eager: whether kernels are those of PyTorch itself, one for each operator, as under FSDP; else a stack like
             Megatron's, which fuses pointwise operators and has the vendor's attention.
@@ -132,8 +131,8 @@ def layer_seconds_by_rows(
         sequence_parallel: whether the tensor group also divides what is not split.
         expert_degree: devices over which experts are divided, each with its own *rows* of all else: as the profile has
             it, or if it does not, with the weights of the experts divided.
-        optimizer: as `whale.planner.cost.optimizers` knows it, run by torch in the number type of the run; None: a
-            fused Adam that may have master weights.
+        optimizer: as `whale.planner.cost.optimizers` knows it, run by torch in the number type of the run, as in
+            Whale's executor; None: a fused Adam that may have master weights, in other stacks.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
         accumulate: whether gradients are added up over micro-batches on the device (not where they are scattered).
         calibration: constants of kernels and launches.
@@ -141,11 +140,12 @@ def layer_seconds_by_rows(
     Raises:
         UsageError: the profile has neither times nor kernels for this degree or device.
     """
-    number = precision_named(precision)
+    number = precision_named(precision) if isinstance(precision, str) else precision
     times = _nearest_times(kind, device, tensor_degree)
     found: list[LayerSeconds] = []
     if times is not None:
-        found = [_measured_seconds(times, tensor_degree, one, recompute, accumulate) for one in rows]
+        again = _share_again(kind, device, number, recompute, runs=optimizer is not None)
+        found = [_measured_seconds(times, tensor_degree, one, again, accumulate) for one in rows]
         if times.includes_communication or not kind.variants:
             return found
     fused = attention_is_fused(device, number, eager=eager) if fused_attention is None else fused_attention
@@ -170,11 +170,13 @@ def layer_seconds_by_rows(
             sequence_parallel=sequence_parallel,
             expert_degree=degree,
             calibration=calibration,
+            runs=optimizer is not None,
         )
         added, later = (parameters * each if accumulate else 0.0 for each in (added_bytes, later_bytes))
         return priced.seconds(recompute, added, later, parameters / optimizer_shards * moved)
 
     variant = variant_of(kind, tensor_degree, expert_degree)
+    gathers_again = recompute == "full" and optimizer is None  # Whale keeps what ranks exchange
     if times is None:
         if kind.measured and not variant.forward and not variant.backward:
             raise UsageError(_unmeasured(kind, device))
@@ -186,7 +188,7 @@ def layer_seconds_by_rows(
             one,
             forward_collectives=_collectives(variant.forward_communications, count, number),
             backward_collectives=_collectives(
-                (*(variant.forward_communications if recompute == "full" else ()), *variant.backward_communications),
+                (*(variant.forward_communications if gathers_again else ()), *variant.backward_communications),
                 count,
                 number,
             ),
@@ -208,6 +210,7 @@ class _Priced:
     sequence_parallel: bool
     expert_degree: int
     calibration: Calibration
+    runs: bool
 
     def seconds(
         self, recompute: Recompute, added_bytes: float, later_bytes: float, updated_bytes: float
@@ -225,10 +228,10 @@ class _Priced:
         if variant.tensor_degree > 4:
             forward_host *= constants.lockstep_slowdown
             backward_host *= constants.lockstep_slowdown
-        if recompute == "full":
+        if recompute == "full" and not self.runs:
             backward, backward_host = backward + forward, backward_host + forward_host
-        elif recompute == "selective":
-            again, again_host, _ = self._of(self._recomputed())
+        elif kernels := self._recomputed(recompute):
+            again, again_host, _ = self._of(kernels)
             backward, backward_host = backward + again, backward_host + again_host
         return [
             LayerSeconds(
@@ -265,13 +268,23 @@ class _Priced:
         """How the device runs kernels."""
         return silicon_of(self.device, eager=eager, laws=self.calibration.laws, designs=self.calibration.designs)
 
-    def _recomputed(self) -> tuple[Kernel, ...]:
-        """Kernels that selective recomputation repeats."""
+    def _recomputed(self, recompute: Recompute) -> tuple[Kernel, ...]:
+        """Kernels of the forward that a rule repeats."""
+        if self.runs:
+            return run_again(self.variant, recompute)
+        if recompute == "none":
+            return ()
         forward = self.variant.forward
         chosen = [kernel for kernel in forward if (kernel.kind == "memory" if self.fused else _in_core(kernel))]
         if self.eager and self.fused:
             chosen += [kernel for kernel in forward if kernel.kind == "matmul"][1::2]
         return tuple(chosen)
+
+
+def run_again(variant: LayerVariant, recompute: Recompute) -> tuple[Kernel, ...]:
+    """The kernels of a layer's forward that Whale's backward runs again under a rule."""
+    rules = ("always", *RECOMPUTES[1 : RECOMPUTES.index(recompute) + 1])
+    return tuple(kernel for kernel in variant.forward if kernel.again in rules)
 
 
 def _in_all(spent: Array) -> Array:
@@ -355,18 +368,41 @@ def _nearest_times(kind: LayerKind, device: DeviceType, tensor_degree: int) -> M
     return min(known, key=lambda t: (abs(t.tensor_degree - tensor_degree), t.tensor_degree), default=None)
 
 
+def _share_again(
+    kind: LayerKind, device: DeviceType, precision: Precision, recompute: Recompute, *, runs: bool
+) -> float:
+    """The part of a measured forward that a backward computes again under a rule: by the times of its kernels, beyond
+    what it computed again when it was measured."""
+    if recompute == "none":
+        return 0.0
+    if not runs or not kind.variants:
+        return float(recompute == "full")
+    variant, silicon = kind.variants[0], silicon_of(device)
+
+    def seconds(kernels: tuple[Kernel, ...]) -> float:
+        as_they_run = as_run(kernels, fused=True, backward=False, fused_softmax=False, eager=True)
+        one = as_they_run.seconds(device, silicon, np.ones(1), precision=precision)
+        return float((as_they_run.num * one).sum())
+
+    whole = seconds(variant.forward)
+    more = seconds(run_again(variant, recompute)) - seconds(run_again(variant, "none"))
+    return more / whole if whole else 0.0
+
+
 def _measured_seconds(
-    times: MeasuredTimes, tensor_degree: int, rows: float, recompute: Recompute, accumulate: bool
+    times: MeasuredTimes, tensor_degree: int, rows: float, again: float, accumulate: bool
 ) -> LayerSeconds:
-    """From measured times; at other degrees work is taken as divided."""
+    """From measured times, with a part of the forward *again* in the backward; at other degrees work is taken as
+    divided."""
     share = times.tensor_degree / tensor_degree
     forward = _at(times, _never_falling(times.forward), rows) * share
-    backward = _at(times, _never_falling(times.backward), rows) * share + (forward if recompute == "full" else 0.0)
+    first_pass = _at(times, _never_falling(times.backward), rows) * share
+    backward = first_pass + again * forward
     accumulated = accumulate and bool(times.accumulation)
     return LayerSeconds(
         forward=forward,
         backward=backward,
-        weights=backward / 2,
+        weights=first_pass / 2,
         update=_at(times, times.update, rows) * share,
         accumulation=_at(times, times.accumulation, rows) * share if accumulated else 0.0,
         measured=True,

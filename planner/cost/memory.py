@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from whale.errors import InfeasibleError
+from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Device, DeviceType
-from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, Saved
+from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, RuleCosts, Saved
+from whale.ir.strategy import Recompute
 from whale.ir.units import bytes_text
 from whale.planner.cost.kernels import CAST_BYTES, element_bytes, num_scores
-from whale.planner.cost.layers import Recompute, variant_of
+from whale.planner.cost.layers import variant_of
 from whale.planner.cost.optimizers import costs_of
 from whale.planner.cost.precision import Precision
 from whale.planner.cost.silicon import silicon_of
@@ -317,13 +318,38 @@ def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precis
     )
 
 
-def run_kept_bytes(kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision) -> Affine:
-    """Saved activations of one micro-batch in a layer, by its rows: everything that autograd saves."""
+def run_kept_bytes(
+    kind: LayerKind,
+    *,
+    tensor_degree: int = 1,
+    expert_degree: int = 1,
+    precision: Precision,
+    recompute: Recompute = "none",
+) -> Affine:
+    """Saved activations of one micro-batch in a layer, by its rows: everything that autograd saves, or what a rule
+    keeps.
+
+    Raises:
+        UsageError: the profile does not say it.
+    """
     if not kind.variants:
-        return _bytes(kind.activations or Amount(), precision.element_bytes)
-    saved = variant_of(kind, tensor_degree, expert_degree).saved
-    sizes = [_bytes(value.size, precision.element_bytes) for value in saved]
+        if recompute == "selective":
+            raise UsageError(
+                f"the profile has no kernels of layer {kind.name!r}, so it does not say what recompute 'selective' "
+                "keeps of it; use 'full', or --model"
+            )
+        kept = kind.output if recompute == "full" else kind.activations or Amount()
+        return _bytes(kept, precision.element_bytes)
+    variant = variant_of(kind, tensor_degree, expert_degree)
+    if (ruled := _under(variant, recompute)) is not None:
+        return _bytes(ruled.kept, precision.element_bytes)
+    sizes = [_bytes(value.size, precision.element_bytes) for value in variant.saved]
     return Affine(sum(size.fixed for size in sizes), sum(size.per_row for size in sizes))
+
+
+def _under(variant: LayerVariant, recompute: Recompute) -> RuleCosts | None:
+    """Memory of a layer under a rule that changes it; None if it does not."""
+    return next((one for one in variant.rules if one.rule == recompute), None)
 
 
 def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
@@ -333,20 +359,31 @@ def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
 
 
 def run_working_bytes(
-    kind: LayerKind, *, tensor_degree: int = 1, expert_degree: int = 1, precision: Precision, one_by_one: int = 0
+    kind: LayerKind,
+    *,
+    tensor_degree: int = 1,
+    expert_degree: int = 1,
+    precision: Precision,
+    one_by_one: int = 0,
+    recompute: Recompute = "none",
 ) -> Largest:
     """Temporary bytes of a layer while it runs, forward or backward, by its rows, including the gradient of a weight
-    before it is accumulated; or those of the optimizer, if it needs *one_by_one* tensors of the size of a parameter.
+    before it is accumulated, and what it computes again; or those of the optimizer, if it needs *one_by_one* tensors of
+    the size of a parameter.
 
     Profiles that do not say it have an estimate.
     """
     nothing = Affine(0.0, 0.0)
     if not kind.variants:
-        return Largest((nothing,))
+        again = _bytes(kind.activations or Amount(), precision.element_bytes)
+        return Largest((nothing, again) if recompute == "full" else (nothing,))
     variant, size = variant_of(kind, tensor_degree, expert_degree), precision.element_bytes
-    found = tuple(_bytes(amount, size) for amount in variant.working)
+    ruled = _under(variant, recompute)
+    found = tuple(_bytes(amount, size) for amount in (variant.working if ruled is None else ruled.working))
     if not found:
         found = working_bytes(kind, tensor_degree=tensor_degree, precision=precision, fused_attention=True).amounts
-    kept = run_kept_bytes(kind, tensor_degree=tensor_degree, expert_degree=expert_degree, precision=precision)
+    kept = run_kept_bytes(
+        kind, tensor_degree=tensor_degree, expert_degree=expert_degree, precision=precision, recompute=recompute
+    )
     stepping = Affine(one_by_one * variant.largest * size - kept.fixed, -kept.per_row)  # what is kept is gone by then
     return Largest((nothing, *found, stepping))

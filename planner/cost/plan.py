@@ -133,7 +133,8 @@ class PlanCost:
         found_costs = []
         for stage, own_kinds in zip(stages, kinds, strict=True):
             shards = len(stage.data_group) if prices.stack.zero else 1
-            costs = [prices.stage(stage.layers, kind.group, kind.rows, micro_batches, shards) for kind in own_kinds]
+            ruled = prices.under(stage.recompute)
+            costs = [ruled.stage(stage.layers, kind.group, kind.rows, micro_batches, shards) for kind in own_kinds]
             if prices.stack.zero >= 2 and shards > 1:
                 pipelined = len(stages) > 1
                 costs = [
@@ -346,6 +347,7 @@ class PlanCost:
         """The part of a stage's last backward after which its sums begin, taken as one, and how both slow each
         other."""
         prices, stage = self.prices, self.stages[index]
+        ruled = prices.under(stage.recompute)
         largest = max(sums, key=lambda one: one.seconds)
         message = prices.message_bytes(largest.bytes, largest.num_alike, stage.layers)
         beside = prices.beside(largest.group, largest.num_alike, message)
@@ -363,7 +365,7 @@ class PlanCost:
                 if set(readers) & set(members):
                     dense -= shared / stage.tensor if place in seen or self._is_apart(readers) else 0.0
                     seen.add(place)
-            spent = prices.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
+            spent = ruled.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
             spent += between_replicas(prices, members, kind.group, kind.rows, stage.data_group)[1]
             each = (max(0.0, dense), experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
@@ -415,7 +417,7 @@ class PlanCost:
     def _summing_tied(self, layers: Sequence[int], stage: ChainStage, kind: _Kind, kept: int) -> float:
         """Bytes beside *kept* while a device sums the gradients of the readers of a tied parameter, as autograd does:
         that of the last reader waits for that of the first, and then there is the sum too; activations are freed."""
-        prices, most = self.prices, 0.0
+        prices, most = self.prices.under(stage.recompute), 0.0
         if not prices.runs:
             return 0.0
         for readers, shared in prices.profile.tied:

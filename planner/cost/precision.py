@@ -5,13 +5,14 @@ Data only; the costs are elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 
-__all__ = ["BY_DTYPE", "PRECISIONS", "Precision", "precision_named"]
+__all__ = ["AUTOCAST", "BY_DTYPE", "PRECISIONS", "Precision", "executed", "precision_named"]
 
 KernelKind = Literal["products", "attention", "convolutions"]
 
@@ -27,6 +28,8 @@ class Precision:
         attention: the same for attention, which float8 leaves in bfloat16.
         convolutions: the same for convolutions.
         mixed: whether float32 master weights stand beside the weights.
+        autocast: whether it is that of a model under ``torch.autocast``, as Whale runs ``parallelize(precision=)``:
+            elements are float32, as parameters, gradients and states are, and what is cast has other bytes.
     """
 
     name: str
@@ -35,6 +38,21 @@ class Precision:
     attention: tuple[str, ...]
     convolutions: tuple[str, ...]
     mixed: bool
+    autocast: bool = False
+
+    def refuse_without(self, device_types: Iterable[DeviceType]) -> None:
+        """Refuse accelerators that have float16 and no bfloat16, as before NVIDIA's Ampere, for a run in bfloat16:
+        they emulate it, more slowly than float32.
+
+        Raises:
+            UsageError: names them, and what to use.
+        """
+        if self.products[0] != "bfloat16":
+            return
+        for type_ in device_types:
+            known = dict(type_.rates)
+            if "float16" in known and "bfloat16" not in known and not type_.is_processor:
+                raise UsageError(f"{type_.name} has no bfloat16; use fp16, or leave such devices out")
 
     def rate(self, device: DeviceType, kernel: KernelKind = "products") -> tuple[float, str]:
         """FLOP/s at the device's peak for one kind of kernel, and the number type that gives it."""
@@ -81,12 +99,34 @@ PRECISIONS = {
 (``torch.backends.cudnn.allow_tf32`` is True). ``tf32`` is float32 with both allowed, as after
 ``torch.set_float32_matmul_precision("high")``, and in NVIDIA's containers."""
 
+AUTOCAST = {name: replace(PRECISIONS[name], element_bytes=4, mixed=False, autocast=True) for name in ("bf16", "fp16")}
+"""Precisions of ``torch.autocast``, by name."""
+
 BY_DTYPE = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Names of precisions by a model's dtype. (Without mixed precision: a model runs in its own dtype.)"""
 
 
 ALIASES = {**BY_DTYPE, "float8": "fp8", "tfloat32": "tf32"}
 """Other names of precisions."""
+
+
+def executed(name: str, autocast: str) -> Precision:
+    """The precision of a run by Whale: a model's own, or that of ``torch.autocast`` under which its profile was
+    captured.
+
+    Raises:
+        UsageError: there is none of that name, or the profile is of another.
+
+    >>> executed("bf16", "").element_bytes, executed("bf16", "bf16").element_bytes
+    (2, 4)
+    """
+    number = precision_named(name)
+    if autocast and number.name != autocast:
+        raise UsageError(
+            f"the profile was captured under torch.autocast in {autocast}, but the precision is {name}; make a profile "
+            "for that one"
+        )
+    return AUTOCAST[autocast] if autocast else number
 
 
 def precision_named(name: str) -> Precision:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whale.ir.cluster import DeviceType
+from whale.ir.strategy import Recompute
 from whale.planner.cost.calibration import CALIBRATION, Calibration
-from whale.planner.cost.layers import Recompute, attention_is_fused
+from whale.planner.cost.layers import attention_is_fused
 from whale.planner.cost.precision import Precision
 
 __all__ = ["WHALE", "Attention", "Stack"]

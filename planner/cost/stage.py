@@ -23,7 +23,7 @@ from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.cost.overlap import Beside
-from whale.planner.cost.precision import precision_named
+from whale.planner.cost.precision import executed, precision_named
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
 from whale.planner.network.communication import collective, send
@@ -182,8 +182,15 @@ class CostModel(LayerCosts):
         batch: int = 0,
         known: Memo | None = None,
     ) -> CostModel:
-        """Return the prices, with what is *known*."""
+        """Return the prices, with what is *known*.
+
+        Raises:
+            UsageError: a device does not have the precision, or the profile is of another.
+        """
         number = precision_named(precision)
+        if stack.name == "whale":
+            number = executed(precision, profile.autocast)
+            number.refuse_without({device.type for device in cluster.devices})
         memo = (known or Memo()).begin(profile, number, stack, optimizer)
         return cls(
             profile=profile,
@@ -359,7 +366,7 @@ class CostModel(LayerCosts):
         if self.runs:
             rows = group.whole_rows(int(rows))
         times = micro_batches if self._accumulates[kind] else 1
-        key = (kind, group.kind, rows, times, shards)
+        key = (kind, group.kind, rows, times, shards, self.stack.recompute)
         found = self.memo.layers.get(key)
         if found is None:
             found = self.memo.layers[key] = self._price(kind, group, rows / group.positions, times, shards)

@@ -7,7 +7,7 @@ balancing layers and rows over mixed devices. It decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 
@@ -24,12 +24,12 @@ __all__ = ["Stages", "stack_of"]
 
 def stack_of(configuration: Configuration, data: int, calibration: Calibration = CALIBRATION) -> Stack:
     """Return the stack of a configuration with a number of replicas: if it has none, ZeRO 2 and 3 over several devices
-    are FSDP, all else is Megatron."""
+    are FSDP, all else is Megatron. In Whale's each stage has its own rule of recompute."""
     shared = configuration.zero >= 2 and data * configuration.context > 1
     return Stack(
         name=configuration.stack or ("fsdp" if shared else "megatron"),
         attention=configuration.attention,
-        recompute=configuration.recompute,
+        recompute="none" if configuration.stack == "whale" else configuration.recompute,
         sequence_parallel=bool(configuration.sequence_parallel),
         zero=configuration.zero,
         interleaved=configuration.virtual_stages > 1,
@@ -59,7 +59,7 @@ class Stages:
             batch=given.batch,
             known=known,
         )
-        return cls(prices=prices, layout=layout)
+        return cls(prices=prices.under(given.recompute), layout=layout)
 
     @property
     def profile(self) -> ModelProfile:
@@ -69,8 +69,10 @@ class Stages:
     def changed(self, layout: Layout) -> Stages:
         """Return the stages of another layout of the same devices."""
         given = self.prices.stack
-        stack = given if self.prices.runs else stack_of(layout.configuration, layout.data, given.calibration)
-        known = self.prices.memo if stack == self.prices.stack else None
+        if self.prices.runs:
+            return Stages.of(self.profile, layout, stack=replace(given, recompute="none"), known=self.prices.memo)
+        stack = stack_of(layout.configuration, layout.data, given.calibration)
+        known = self.prices.memo if stack == given else None
         return Stages.of(self.profile, layout, stack=stack, known=known)
 
     @cached_property
@@ -105,6 +107,7 @@ class Stages:
                 rows=shares,
                 expert=given.expert,
                 context=given.context,
+                recompute=given.recompute,
             )
             for index, layers in enumerate(cuts)
         ]

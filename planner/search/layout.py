@@ -45,6 +45,7 @@ def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
                 tensor=mesh.tensor,
                 rows=tuple(rows[index] for index in used),
                 expert=mesh.expert,
+                recompute=meshes.prices.stack.recompute,
             )
         )
     return score(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule, batch=batch)

@@ -6,9 +6,11 @@ It knows no prices and no algorithm.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from whale.errors import UsageError
 from whale.ir.micro_batches import rows_of_micro_batch
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -200,6 +202,8 @@ class SearchSettings:
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
+        recompute: what backwards compute again in all stages; ``auto``: nothing where a plan fits so, else in each
+            stage the least with which it does.
         thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
@@ -212,6 +216,7 @@ class SearchSettings:
     time_limit: float = 10.0
     top: int = 5
     fixed: Fixed | None = None
+    recompute: Recompute | Literal["auto"] = "auto"
     thorough: bool = False
 
     @property
@@ -250,5 +255,7 @@ class SearchSettings:
         if self.micro_batches is not None:
             rows_of_micro_batch(batch, self.micro_batches)
         costs_of(self.optimizer)
+        if self.recompute not in ("auto", *RECOMPUTES):
+            raise UsageError(f"recompute is {self.recompute!r}; use one of auto, {', '.join(RECOMPUTES)}")
         if not self.time_limit > 0:
             raise UsageError(f"the time limit is {self.time_limit} seconds, but must be positive")

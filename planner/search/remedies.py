@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from whale.ir.cluster import DeviceType
+from whale.ir.strategy import RECOMPUTES
 from whale.ir.units import bytes_text
 from whale.planner.advice import advised
 from whale.planner.cost.stage import CostModel
@@ -41,12 +42,13 @@ Look = Callable[[CostModel, int, SearchSettings], int | None]
 
 def shortage(meshes: CostTable, nearest: PartialPlan, batch: int, weighed: Iterable[tuple[bool, str]]) -> str:
     """Error text for the *nearest* plan, with the *weighed* changes and whether each would fit."""
-    memory = laid_out(meshes, nearest, batch).prediction.memory
+    memory, rule = laid_out(meshes, nearest, batch).prediction.memory, meshes.prices.stack.recompute
+    ruled = "" if rule == "none" else f" with recompute {rule!r}"
     worst = max(memory, key=lambda one: one.total / one.capacity)
     state = worst.parameters + worst.gradients + worst.optimizer
     problem = (
-        f"no plan fits in memory. The one that comes nearest, {nearest.label}, needs {bytes_text(worst.total)} on "
-        f"{worst.device}, which has {bytes_text(worst.capacity)}, "
+        f"no plan fits in memory{ruled}. The one that comes nearest, {nearest.label}, needs "
+        f"{bytes_text(worst.total)} on {worst.device}, which has {bytes_text(worst.capacity)}, "
         f"{bytes_text(max(0, worst.total - worst.capacity))} too little: "
         f"{bytes_text(state)} are weights, gradients and optimizer states, {bytes_text(worst.activations)} "
         f"activations, {bytes_text(worst.framework)} driver and libraries"
@@ -84,6 +86,11 @@ def remedies(
         micro_batches = look(prices, batch, replace(settings, micro_batches=None))
         if micro_batches is not None:
             yield True, f"{micro_batches} micro-batches"
+    given = RECOMPUTES.index(prices.stack.recompute)
+    for rule in RECOMPUTES[given + 1 :] if settings.recompute != "auto" else ():
+        if rule in prices.profile.rules and fits(prices.under(rule), batch):
+            yield True, f"recompute {rule!r}"
+            break
     batches = [batch // parts for parts in (2, 4, 8) if batch % parts == 0]
     smaller = _least(batches, lambda given: fits(prices, given))
     if smaller is not None or (batches and time.monotonic() < until):

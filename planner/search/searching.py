@@ -5,7 +5,9 @@ or several types; a mesh of data x (tensor or expert) on them, each stage its ow
 slice; the same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every
 device holds its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is
 fixed stays.
-The space excludes what no executor runs: different pipelines in parallel, sharded states (ZeRO), recomputation.
+The space excludes what no executor runs: different pipelines in parallel, sharded states (ZeRO). Recompute is part of
+it where nothing fits without: then plans are searched under each rule for all stages, and each stage of those that are
+found gets the least with which it still fits.
 
 Method, for clusters of any size:
 
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -44,10 +47,13 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.planner.balance.least_recompute import least_recompute
 from whale.planner.cost.memory import framework_bytes, refuse_tiny
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.effort import QUICK, THOROUGH, Effort
+from whale.planner.search.evaluate import score
 from whale.planner.search.families import EvenPace, Family, Outlook, fit_divisions, outlooks
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import (
@@ -105,6 +111,9 @@ SURELY_SLOWER = 1.15
 """Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
 much faster."""
 
+LEAST_TIME = 0.25
+"""Part of the time limit that a search has at least under each rule of recompute, where nothing fits without."""
+
 SECONDS_BETWEEN_PROGRESS = 0.1
 
 MOST_POINTS = 400
@@ -121,6 +130,7 @@ def search(
     stop: Callable[[], bool] | None = None,
     known: Memo | None = None,
     prices: CostModel | None = None,
+    with_rules: Callable[[], ModelProfile] | None = None,
 ) -> Found:
     """Find the fastest plans for a step of *batch* rows.
 
@@ -135,6 +145,8 @@ def search(
         stop: is asked often; once it says so the best so far is the answer.
         known: prices of an earlier search for the same model, which this one adds to.
         prices: to be paid in place of Whale's own, of the same profile and cluster.
+        with_rules: returns the profile with what each rule of recompute costs; asked if that is not known, and nothing
+            fits without.
 
     Raises:
         InfeasibleError: nothing fits: what is missing, and what would help.
@@ -159,16 +171,70 @@ def search(
             f"the profile of {profile.name} knows no tensor degree below {prices.tensor_degrees[0]}, but the cluster "
             f"has {len(cluster.devices)} devices; profile degree 1 too"
         )
+    pools, began = pools_of(cluster), time.monotonic()
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
-    found = _Search(
-        meshes=meshes,
-        batch=batch,
-        settings=settings,
-        tell=progress,
-        stopped=stop or (lambda: False),
+
+    def under(prices: CostModel) -> _Search:
+        left = max(settings.time_limit - (time.monotonic() - began), LEAST_TIME * settings.time_limit)
+        return _Search(
+            meshes=CostTable(prices=prices, pools=pools, chain=chain),
+            batch=batch,
+            settings=replace(settings, time_limit=left),
+            tell=progress,
+            stopped=stop or (lambda: False),
+        )
+
+    last = under(prices.under("none" if settings.recompute == "auto" else settings.recompute))
+    if (first := last.run()) is not None:
+        return first
+    found = []
+    if settings.recompute == "auto":
+        if with_rules is not None and profile.rules != RECOMPUTES:
+            prices = replace(prices, profile=with_rules(), memo=Memo())
+        for rule in (rule for rule in RECOMPUTES[1:] if rule in prices.profile.rules):
+            last = under(prices.under(rule))
+            if (one := last.run()) is not None:
+                found.append(one)
+    if not found:
+        weighed, given = last.meshes.prices, settings.recompute
+        if given != "auto" and given != "full" and with_rules is not None and profile.rules != RECOMPUTES:
+            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(given)
+        raise InfeasibleError(last.shortage(weighed))
+    return _with_least_recompute(prices, found, batch, settings.top)
+
+
+def _with_least_recompute(prices: CostModel, found: Sequence[Found], batch: int, top: int) -> Found:
+    """Results under several rules as one, with the least recompute in each stage."""
+    candidates: dict[object, Candidate] = {}
+    for candidate in (one for each in found for one in each.candidates):
+        least = _least(prices, candidate, batch)
+        candidates.setdefault((least.stages, least.micro_batches, least.schedule), least)
+    ordered = sorted(candidates.values(), key=_step_seconds)
+    dropped: Counter[tuple[str, str]] = Counter()
+    for one in (one for each in found for one in each.dropped):
+        dropped[one.family, one.reason] += one.count
+    return Found(
+        candidates=tuple(_best_of(ordered, top)),
+        near=tuple(sorted((one for each in found for one in each.near), key=_step_seconds)),
+        bound_seconds=min(each.bound_seconds for each in found),
+        dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in dropped.items()),
+        points=tuple(one for each in found for one in each.points),
+        tried=sum(each.tried for each in found),
+        seconds=sum(each.seconds for each in found),
     )
-    return found.run()
+
+
+def _least(prices: CostModel, candidate: Candidate, batch: int) -> Candidate:
+    """A candidate with the least recompute in each stage with which it fits."""
+
+    def under(rules: Sequence[Recompute]) -> Candidate:
+        stages = [replace(own, recompute=rule) for own, rule in zip(candidate.stages, rules, strict=True)]
+        count, schedule = candidate.micro_batches, candidate.schedule
+        return score(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
+
+    rules = least_recompute([stage.ranks for stage in candidate.stages], lambda rules: under(rules).prediction.memory)
+    least = under(rules)
+    return least if least.prediction.fits else candidate
 
 
 class _Lacking(NamedTuple):
@@ -223,9 +289,10 @@ class _Search:
         """How much is tried."""
         return THOROUGH if self.settings.thorough else QUICK
 
-    def run(self) -> Found:
+    def run(self) -> Found | None:
+        """The best plans; None if nothing fits."""
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self.bound = least_seconds(self.meshes.prices, self.batch)
+        self.bound = least_seconds(self.meshes.prices.under("none"), self.batch)
         self._drafts(micro_batches, max_stages)
         if not self.best and len(self.meshes.pools) > 1:
             self.meshes = replace(self.meshes, by_memory=True)
@@ -246,7 +313,7 @@ class _Search:
                 f"there was no time to find a plan that fits: the time limit ended the search {spent}; give it more"
             )
         if not candidates:
-            raise InfeasibleError(self._shortage())
+            return None
         candidates.sort(key=_step_seconds)
         self.bound = min(self.bound, candidates[0].prediction.step_seconds)
         self._tell()
@@ -551,8 +618,8 @@ class _Search:
 
     # Nothing fits
 
-    def _shortage(self) -> str:
-        """Error text for the nearest plan, with changes that would fit."""
+    def shortage(self, prices: CostModel) -> str:
+        """Error text for the nearest plan, with changes that would fit at these *prices*."""
         for given, count, schedule, _ in sorted(self.lacking, key=lambda one: -one.held)[:MOST_MISSING]:
             sequence = given.all_devices() if isinstance(given, Family) else given
             starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
@@ -564,7 +631,7 @@ class _Search:
         if all(framework_bytes(device.type, len(devices)) > device.memory_bytes for device in devices):
             refuse_tiny(devices, len(devices))
         left = self.settings.time_limit - (time.monotonic() - self.began)
-        weighed = remedies(self.meshes.prices, self.batch, self.settings, look=self._look, seconds=left)
+        weighed = remedies(prices, self.batch, self.settings, look=self._look, seconds=left)
         return shortage(self.meshes, self.nearest.draft, self.batch, weighed)
 
     def _contradiction(self) -> str:

@@ -50,13 +50,17 @@ def plan_of(
         micro_batches=candidate.micro_batches,
         schedule=candidate.schedule,
         annotations=dict(annotations),
-        stages=tuple(_plan_stage(stage, own, ragged) for stage, own in zip(candidate.stages, uneven, strict=True)),
+        stages=tuple(
+            _plan_stage(stage, own, ragged, ruled=any(one.recompute != "none" for one in candidate.stages))
+            for stage, own in zip(candidate.stages, uneven, strict=True)
+        ),
     )
     return plan.with_prediction(candidate.prediction, candidate.workload)
 
 
-def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool) -> PlanStage:
-    """With its rows where they are not equal, or say how large a micro-batch is that does not divide the batch."""
+def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool, *, ruled: bool) -> PlanStage:
+    """With its rows where they are not equal, or say how large a micro-batch is that does not divide the batch; with
+    its rule of recompute where any stage has one."""
     axes = []
     if stage.data > 1:
         rows = stage.rows if ragged or len(set(stage.rows)) > 1 else ()
@@ -65,7 +69,7 @@ def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool) -> 
         axes.append(PlanAxis(name=SHARDS, size=stage.tensor, role=SHARDS, shares=shares))
     if stage.expert > 1:
         axes.append(PlanAxis(name=SHARDS, size=stage.expert, role=SHARDS))
-    return PlanStage(ranks=stage.ranks, axes=tuple(axes))
+    return PlanStage(ranks=stage.ranks, axes=tuple(axes), recompute=stage.recompute if ruled else None)
 
 
 def split_shares(stage: StageChoice, cluster: Cluster, dtype: str) -> tuple[float, ...]:

@@ -33,14 +33,15 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
-def build() -> Any:
-    return decoder(layers=2, heads=4, width=64)
+def build(options: dict[str, Any]) -> Any:
+    model = decoder(layers=2, heads=4, width=64)
+    return model.float() if "precision" in options else model
 
 
 def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optimizer) -> int:
     """The peak of a step that is not the first."""
     others = frozenset(living())
-    model, batch = build(), tokens(16, 24)
+    model, batch = build(options), tokens(16, 24)
     whale.annotate(model, layout)
     module = whale.parallelize(model, batch, device="cpu", **options)
     del model
@@ -66,6 +67,28 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "pipeline": (STAGES, {"micro_batches": 8}, "sgd"),
     "data parallel, layers computed again": ({"": replicate()}, {"recompute": "full"}, "sgd"),
     "pipeline, norms and activations computed again": (STAGES, {"micro_batches": 8, "recompute": "selective"}, "sgd"),
+    "pipeline, the first stage computed again": (
+        {"layers.0": stage(recompute="full"), "layers.1": stage()},
+        {"micro_batches": 8},
+        "sgd",
+    ),
+    "tensor parallel, layers computed again": ({"": split()}, {"micro_batches": 2, "recompute": "full"}, "adamw"),
+    "zero bubble, each stage with its rule": (
+        {"layers.0": stage(recompute="selective"), "layers.1": stage(recompute="full")},
+        {"micro_batches": 4, "schedule": "zero_bubble"},
+        "sgd",
+    ),
+    "data parallel in bfloat16": ({"": replicate()}, {"precision": "bf16"}, "adamw"),
+    "pipeline in bfloat16, layers computed again": (
+        STAGES,
+        {"micro_batches": 4, "precision": "bf16", "recompute": "full"},
+        "adamw",
+    ),
+    "pipeline with two stages a rank, one of them computed again": (
+        EVERY | {"layers.0": stage(recompute="full")},
+        {"micro_batches": 2, "schedule": "interleaved"},
+        "adamw",
+    ),
     "pipeline with two stages a rank": (
         EVERY,
         {"micro_batches": 2, "schedule": "interleaved"},
@@ -78,7 +101,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
 def test_predicted_bytes_are_the_counted_ones(
     worlds: Worlds, layout: Any, options: dict[str, Any], optimizer: Optimizer
 ) -> None:
-    model = build().to("meta")
+    model = build(options).to("meta")
     whale.annotate(model, layout)
     plan: Plan | None = options.get("plan")
     schedule = options.get("schedule", "1f1b")
@@ -87,6 +110,7 @@ def test_predicted_bytes_are_the_counted_ones(
         schedule=schedule,
         plan=plan,
         recompute=options.get("recompute", "none"),
+        precision=options.get("precision"),
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)

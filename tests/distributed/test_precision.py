@@ -25,8 +25,8 @@ import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two, refusal
 from tests.small_models import decoder, tokens
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.runtime.launch import World
-from whale.strategies.recompute import RECOMPUTES, Recompute
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,

@@ -25,8 +25,13 @@ from benchmarks.live_bytes import LiveBytes, living, peak_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two
 from tests.small_models import Block, decoder, tokens
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import trace
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.plan import Plan
+from whale.ir.strategy import RECOMPUTES
+from whale.predict.prediction import predicted_memory
 from whale.runtime.launch import World
-from whale.strategies.recompute import RECOMPUTES
 from whale.strategies.split_backward import communicates
 
 WORDS = 32
@@ -201,6 +206,91 @@ def test_ranks_communicate_as_often_under_every_rule(ranks: Two, name: str) -> N
         assert none[2] == selective[2] == full[2]
         assert (none[2] > 0) == (name == "split")
         assert none[3] > selective[3] > full[3]
+
+
+STAGED = """{"world_size": 4, "batch": 8, "micro_batches": 4, "schedule": "%s", "annotations": {
+    "layers.0": ["stage()", "replicate()"], "layers.1": ["stage()", "split()"]}, "stages": [
+    {"ranks": [0, 1], "axes": [{"name": "replicate", "size": 2, "role": "replicate"}]%s},
+    {"ranks": [2, 3], "axes": [{"name": "split", "size": 2, "role": "split"}]%s}]}"""
+
+
+def by_plan(world: World, schedule: str) -> list[tuple[float, bool, int, int]]:
+    """Results like those of `under_every_rule`, for plans of two stages of which none, one or both have a rule."""
+    found = []
+    reference: dict[str, Tensor] = {}
+    for rules in (("none", "none"), ("full", "none"), ("full", "selective")):
+        plan = Plan.parse(STAGED % (schedule, *(f', "recompute": "{rule}"' for rule in rules)))
+        made = whale.parallelize(decoder(layers=2), tokens(), device="cpu", plan=plan, timeout_seconds=20)
+        made.train_step(**tokens())
+        loss = made.train_step(**tokens()).item()
+        gradients = made.full_gradients()
+        reference = reference or gradients
+        found.append((loss, equal(gradients, reference), *calls(made)))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_each_stage_of_a_plan_has_its_own_rule(schedule: str) -> None:
+    with worlds_of_a_module() as worlds:
+        by_rank = worlds.run(4, by_plan, schedule)
+    for rank, (none, first, both) in enumerate(by_rank):
+        assert none[0] == first[0] == both[0]
+        assert first[1] and both[1]
+        assert none[2] == first[2] == both[2]
+        assert (first[3] < none[3]) == (rank < 2)
+        assert (both[3] < first[3]) == (rank >= 2)
+
+
+def annotated(world: World, options: dict[str, Any]) -> int:
+    """How much the forward of this rank's stage keeps, of which the first has a rule by its annotation."""
+    model = decoder(layers=2)
+    whale.annotate(model, {"layers.0": whale.stage(recompute="full"), "layers.1": whale.stage()})
+    return calls(whale.parallelize(model, tokens(), device="cpu", micro_batches=2, timeout_seconds=20, **options))[1]
+
+
+def test_an_annotation_says_the_rule_of_its_stage(ranks: Two) -> None:
+    by_annotation, everywhere = (ranks.run(annotated, options) for options in ({}, {"recompute": "full"}))
+    assert by_annotation[0] == everywhere[0]
+    assert by_annotation[1] > everywhere[1]
+
+
+def of_memory(memory_bytes: int) -> Cluster:
+    card = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=memory_bytes, memory_bandwidth=1e9)
+    return Cluster.homogeneous(2, card, intra=Link(bandwidth=1e9, latency=1e-5))
+
+
+def least(world: World, spare: int) -> tuple[list[str], bool]:
+    """The rules of the stages where devices lack all but *spare* bytes to keep everything, and whether the gradients
+    have the bits of those without a rule."""
+    batch = tokens(16, 24)
+
+    def staged() -> nn.Module:
+        model = decoder(layers=8)
+        whale.annotate(model, {"layers.[0-3]": whale.stage(), "layers.[4-7]": whale.stage()})
+        return model
+
+    traced = trace(staged().to("meta"), batch, device="cpu", training=True)
+    compilation = compile_traced(traced, of_memory(2**33), Options(micro_batches=4), device="cpu")
+    held = {"schedule": "1f1b", "optimizer": "adamw", "device": "cpu"}
+    memory = predicted_memory(compilation, of_memory(2**33), **held)  # type: ignore[arg-type]
+    cluster = of_memory(max(device.total for device in memory) + spare)
+    options: dict[str, Any] = {"device": "cpu", "micro_batches": 4, "timeout_seconds": 20}
+    reference = whale.parallelize(staged(), batch, **options)
+    made = whale.parallelize(staged(), batch, **options, cluster=cluster, recompute="auto")
+    for one in (reference, made):
+        one.train_step(**batch)
+    builder: Any = made._whale.engine.source
+    rules = [stage.recompute for stage in builder.__self__.first.stages]
+    return rules, equal(made.full_gradients(), reference.full_gradients())
+
+
+def test_auto_computes_again_as_little_as_memory_allows(ranks: Two) -> None:
+    for rules, equal_bits in ranks.run(least, 0):
+        assert rules == ["none", "none"]
+        assert equal_bits
+    for rules, equal_bits in ranks.run(least, -1):
+        assert rules == ["selective", "none"]  # the first stage has two micro-batches in flight
+        assert equal_bits
 
 
 def test_what_is_no_rule_is_refused() -> None:

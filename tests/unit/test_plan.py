@@ -123,6 +123,36 @@ def types(*names: str) -> Cluster:
     )
 
 
+def test_a_plan_says_its_precision_and_what_each_stage_computes_again() -> None:
+    plain = Plan.parse(TEXT)
+    text = TEXT.replace('"schedule": "1f1b",', '"schedule": "1f1b", "precision": "bf16",')
+    text = text.replace('{"ranks": ["0-3"]', '{"recompute": "full", "ranks": ["0-3"]')
+    plan = Plan.parse(text)
+    assert (plan.precision, [stage.recompute for stage in plan.stages]) == ("bf16", ["full", None])
+    assert Plan.parse(plan.dumps()) == plan
+    assert plan.digest() != plain.digest()
+    with pytest.raises(InputFileError, match=r"stages\.0\.recompute.*'selective'"):
+        Plan.parse(text.replace('"full"', '"some"'))
+    with pytest.raises(InputFileError, match=r"precision.*'bf16'"):
+        Plan.parse(text.replace('"bf16"', '"int4"'))
+
+
+def test_the_digest_of_a_plan_is_that_of_before_there_were_rules() -> None:
+    assert Plan.parse(TEXT).digest() == "sha256:cd5d46cddfa2dc94"
+
+
+def test_arguments_that_contradict_a_rule_or_the_precision_are_refused() -> None:
+    text = TEXT.replace('"schedule": "1f1b",', '"schedule": "1f1b", "precision": "bf16",')
+    plan = Plan.parse(text.replace('{"ranks": ["0-3"]', '{"recompute": "full", "ranks": ["0-3"]'))
+    as_planned = {"micro_batches": None, "schedule": None}
+    plan.check_options(**as_planned, precision="bf16", recompute="full")
+    plan.check_options(**as_planned, recompute="auto")
+    with pytest.raises(PlanMismatchError, match=r"stages\.0\.recompute is 'full', but recompute='none'"):
+        plan.check_options(**as_planned, recompute="none")
+    with pytest.raises(PlanMismatchError, match="precision is 'bf16', but precision='fp32'"):
+        plan.check_options(**as_planned, precision="fp32")
+
+
 def test_other_machines_than_the_plan_names_are_refused() -> None:
     plan = Plan(world_size=2, cluster=ClusterIdentity.of(types("fast", "slow")))
     plan.check_cluster(types("fast", "slow"))

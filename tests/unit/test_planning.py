@@ -372,3 +372,52 @@ def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device:
                 assert {other for call in (*calls.forward, *calls.backward) for other in call.ranks} <= stages[index]
     # The first, the last and the others, for each number of rows and place along the axis.
     assert len(known.runs) <= 2 * 3 * 2
+
+
+DEEP = {"layers": 8, "heads": 4, "width": 32}
+HALVES = {"layers.[0-3]": stage(), "layers.[4-7]": stage()}
+
+
+def deep(memory_bytes: int, *, least: bool, layout: Any = HALVES, **options: Any) -> Planned:
+    """The plan of a deep decoder in two stages, whose first holds twice as many micro-batches as the second."""
+    model, batch = decoder(**DEEP).float().to("meta"), tokens(16, 32)
+    whale.annotate(model, layout)
+    profile = profile_model(model, batch, tensor_degrees=(1,), rules=True)
+    costs = Costs(profile=profile, cluster=cluster(1, 1, memory_bytes=memory_bytes), precision="fp32", micro_batches=4)
+    return make_plan(model, batch, costs, Options(micro_batches=4, **options), rows=16, name="deep", least=least)
+
+
+def fullest(found: Planned) -> int:
+    return max(device.total for device in found.predicted.prediction.memory)
+
+
+def test_stages_compute_again_as_little_as_their_memory_allows() -> None:
+    by_rule = {rule: deep(2**33, least=False, recompute=rule) for rule in ("none", "selective", "full")}
+    sizes = {rule: fullest(found) for rule, found in by_rule.items()}
+    seconds = [found.predicted.prediction.step_seconds for found in by_rule.values()]
+    assert sizes["none"] > sizes["selective"] > sizes["full"]
+    assert seconds == sorted(seconds)
+    assert deep(sizes["none"], least=True).plan.stages == by_rule["none"].plan.stages
+    tight = deep(sizes["none"] - 1, least=True)
+    assert [one.recompute for one in tight.plan.stages] == ["selective", "none"]
+    assert "recompute 'selective' in stage 0" in tight.reasons[0]
+    assert seconds[0] < tight.predicted.prediction.step_seconds < seconds[1]
+    least = deep(sizes["full"], least=True)
+    assert least.plan.stages[0].recompute == "full"
+    assert Plan.parse(least.plan.dumps()) == least.plan
+
+
+def test_recompute_is_advised_where_a_plan_would_fit_with_it() -> None:
+    size = fullest(deep(2**33, least=False, recompute="selective"))
+    with pytest.raises(InfeasibleError, match="would fit with .*--recompute selective"):
+        deep(size, least=False)
+    with pytest.raises(InfeasibleError) as refused:
+        deep(size // 4, least=True)
+    assert "recompute" not in str(refused.value)
+
+
+def test_the_rule_of_an_annotation_stays() -> None:
+    size = fullest(deep(2**33, least=False)) - 1
+    layout = {"layers.[0-3]": stage(recompute="none"), "layers.[4-7]": stage()}
+    with pytest.raises(InfeasibleError):
+        deep(size, least=True, layout=layout)

@@ -98,7 +98,9 @@ GIVEN = ("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--b
 
 def test_a_batch_of_very_many_rows_takes_no_longer(folder: Path) -> None:
     """Nothing is tried row by row: 10^10 + 1 rows have no divisor in reach, so that micro-batches are ragged."""
-    done = run("--profile", PROFILE, "--cluster", "a100.toml", "--batch", str(10**10 + 1), "--precision", "bf16", "-q")
+    done = run(
+        "--profile", PROFILE, "--cluster", "a100.toml", "--batch", str(10**10 + 1), "--precision", "bfloat16", "-q"
+    )
     assert done.exit_code in (0, 4), done.output
 
 
@@ -208,10 +210,13 @@ def test_annotated_stages_are_kept(folder: Path) -> None:
         ((*GIVEN, "--batch", "8,4-2"), "Invalid value for '--batch': '8,4-2': the range 4-2 goes down; write 2-4"),
         ((*GIVEN, "--batch", "0"), "Invalid value for '--batch': '0': 0 is less than 1"),
         ((*GIVEN, "--batch", "0-2"), "Invalid value for '--batch': '0-2': 0 is less than 1"),
-        ((*GIVEN, "--precision", "fp8"), "--precision fp8: a model runs in fp64, fp32, fp16, bf16, tf32"),
+        (
+            (*GIVEN, "--precision", "fp8"),
+            "--precision fp8: a step runs in bf16 or fp16 over parameters in float32, and a model itself in float64",
+        ),
         (
             ("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "fp8"),
-            "--precision fp8: a model",
+            "--precision fp8: a step",
         ),
         ((*GIVEN, "--batch", str(2**41)), "a number is more than 1,099,511,627,776"),
         ((*GIVEN, "--batch", "9" * 5000), "a number is more than 1,099,511,627,776"),
@@ -230,7 +235,7 @@ def test_a_wrong_option_is_named_and_ends_with_two(folder: Path, arguments: tupl
 def test_a_profile_alone_needs_no_torch(folder: Path) -> None:
     code = "import sys; from whale.cli.app import app; app(sys.argv[1:], standalone_mode=False)"
     code += "; print('torch' in sys.modules)"
-    given = ["search", "--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "bf16", "-q"]
+    given = ["search", "--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "bfloat16", "-q"]
     done = in_a_process(code, given)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("False")
@@ -263,7 +268,7 @@ import whale.commands.searching
 from whale.cli.app import app
 app(sys.argv[1:])
 """
-    given = ["search", "--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "bf16"]
+    given = ["search", "--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8", "--precision", "bfloat16"]
     done = in_a_process(program, [*given, "-o", "plan.json"])
     assert done.returncode == code == 128 + getattr(signal, name), done.stderr
     assert "the best so far" in done.stderr
@@ -299,7 +304,9 @@ def test_micro_batches_of_a_batch_that_cannot_be_cut_are_refused_before_the_sear
 
 def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
     cases = ("--without", "node1", "--with", "2xT4", "--json", "-q")
-    done = run("--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8,16", "--precision", "bf16", "--json", "-q")
+    done = run(
+        "--profile", PROFILE, "--cluster", "a100.toml", "--batch", "8,16", "--precision", "bfloat16", "--json", "-q"
+    )
     assert done.exit_code == 0, done.stderr
     assert [(case["change"], case["batch"]) for case in json.loads(done.stdout)["cases"]] == [
         ("as it is", 8),

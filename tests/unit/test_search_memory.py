@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +18,11 @@ from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.commands.automatic import expert_degrees, tensor_degrees
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.searching import PlanWriter
+from whale.commands.searching import Choice, PlanWriter
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
+from whale.ir.strategy import Recompute
 from whale.ir.workload import DeviceMemory
 from whale.planner.catalog import device_types
 from whale.planner.cost.memory import FRAMEWORK_BYTES
@@ -95,14 +98,46 @@ def test_bytes_of_the_search_are_those_of_the_compiled_plan(
     trial = CandidateCompiler(loaded.model, loaded.batch, name=name, optimizer=optimizer)
     profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4), captured=trial.captured)
     precision = BY_DTYPE[str(dtype).removeprefix("torch.")]
-    for layout in layouts:
+    compare(trial, profile, [stages(layout, profile) for layout in layouts], precision)
+
+
+RULES: list[tuple[Recompute, ...]] = [("full",) * 4, ("selective",) * 4, ("full", "none", "selective", "none")]
+
+
+@pytest.mark.parametrize(("name", "settings"), [("gpt", {"dropout": 0.0}), ("gpt", {}), ("llama", {"kv_heads": 2})])
+def test_bytes_and_seconds_of_recompute_are_those_of_the_compiled_plan(name: str, settings: dict[str, Any]) -> None:
+    """In stages that have rules of their own, and one of all ranks."""
+    loaded = load_model(f"examples/models/{name}.py:{name}", SIZES | settings, device="meta")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name=name)
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=trial.captured, rules=True)
+    for layout in ("data", "pipeline of data", "pipeline"):
+        plain = stages(layout, profile)
+        ruled = [[replace(one, recompute=rule) for one, rule in zip(plain, rules, strict=False)] for rules in RULES]
+        found = compare(trial, profile, [plain, *ruled], "fp32", seconds=True)
+        kept = [sum(device.activations for device in choice.prediction.memory) for choice in found]
+        steps = [choice.prediction.step_seconds for choice in found]
+        assert kept[0] > kept[2] > kept[1]  # nothing, selective, full
+        assert steps[0] < steps[2] < steps[1]
+
+
+def compare(
+    trial: CandidateCompiler,
+    profile: ModelProfile,
+    plans: Sequence[Sequence[StageChoice]],
+    precision: str,
+    *,
+    seconds: bool = False,
+) -> list[Choice]:
+    """Compare what the search counts for some plans with what the compiled ones hold, and take."""
+    found = []
+    for layout in plans:
         candidate = evaluate(
             profile,
             CLUSTER,
-            stages(layout, profile),
+            layout,
             micro_batches=MICRO_BATCHES,
             precision=precision,
-            optimizer=optimizer,
+            optimizer=trial.optimizer,
         )
         choice = PlanWriter(profile, CLUSTER, BATCH, trial).compiled(candidate, trial)
         assert choice.compiled, choice.reason
@@ -110,6 +145,11 @@ def test_bytes_of_the_search_are_those_of_the_compiled_plan(
         for device in candidate.prediction.memory:
             wanted = held(compiled[device.rank])
             assert BELOW <= (held(device) + BATCH * profile.row_bytes) / wanted <= ABOVE, (layout, device)
+        if seconds:
+            searched = candidate.prediction.step_seconds
+            assert searched == pytest.approx(choice.prediction.step_seconds, rel=0.06), layout
+        found.append(choice)
+    return found
 
 
 @pytest.mark.parametrize(("optimizer", "num_bytes"), [("adamw", 8), ("sgd_momentum", 6), ("sgd", 4), ("none", 4)])

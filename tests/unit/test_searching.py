@@ -124,7 +124,9 @@ def test_what_does_not_fit_at_all_is_refused_with_what_it_lacks() -> None:
 def test_pictures_take_the_precision_that_is_asked_for() -> None:
     sizes = {"layers": 14, "size": 32, "classes": 4}
     loaded = load_model("examples/models/resnet.py:resnet", sizes, batch_size=2, device="meta")
-    assert in_precision(loaded, "fp16") == "fp16"
+    assert in_precision(loaded, "bf16") == "bf16"  # as autocast casts, on pictures in float32
+    assert str(next(iter(loaded.batch.values())).dtype) == "torch.float32"
+    assert in_precision(loaded, "float16") == "fp16"
     assert [str(x.dtype) for x in loaded.batch.values()] == ["torch.float16", "torch.int64"]
 
 

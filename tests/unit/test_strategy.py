@@ -13,6 +13,7 @@ from whale.ir.strategy import (
     cut_at_stage,
     decode_scopes,
     encode_scopes,
+    parse_strategy,
     region_of,
 )
 
@@ -23,6 +24,18 @@ def strategy(kind: str, degree: int | None = None) -> Strategy:
 
 def scope(kind: str, region: str, degree: int | None = None) -> Scope:
     return Scope(strategy=strategy(kind, degree), region=region)
+
+
+def test_only_a_stage_has_a_rule() -> None:
+    ruled = Strategy(kind="stage", degree=2, recompute="full")
+    assert parse_strategy(str(ruled)) == ruled
+    assert parse_strategy("stage(recompute=selective)") == Strategy(kind="stage", recompute="selective")
+    path = (Scope(strategy=ruled, region="a"),)
+    assert decode_scopes(encode_scopes(path)) == path
+    with pytest.raises(AnnotationError, match=r"split\(recompute='full'\).*only a stage"):
+        Strategy(kind="split", recompute="full")
+    with pytest.raises(AnnotationError, match="unknown rule.*'selective'"):
+        parse_strategy("stage(recompute=some)")
 
 
 @pytest.mark.parametrize("degree", [0, -1, True, 2.0, "2"])

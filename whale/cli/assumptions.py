@@ -4,13 +4,25 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from whale.cli.model_loader import LoadedModel
 from whale.errors import UsageError
 
-__all__ = ["assumptions_text", "dtype_of", "in_precision", "is_given", "said_of_model", "said_of_optimizer"]
+if TYPE_CHECKING:
+    from whale.ir.profile import ModelProfile
+
+__all__ = [
+    "assumptions_text",
+    "autocast_of",
+    "dtype_of",
+    "in_precision",
+    "is_given",
+    "said_of_model",
+    "said_of_optimizer",
+]
 
 
 def is_given(option: str) -> bool:
@@ -20,11 +32,14 @@ def is_given(option: str) -> bool:
 
 
 def in_precision(loaded: LoadedModel, precision: str | None) -> str:
-    """Put model and batch in a number type, by its name or dtype; None leaves them. Returns the name of what it has.
+    """Put model and batch in a number type, by its name or dtype. Those of ``torch.autocast`` leave them, as None does.
+    Returns the name of what it runs in.
 
     Raises:
         UsageError: models do not run in that one.
     """
+    if autocast_of(precision) is not None:
+        return str(precision)
     import torch
 
     from whale.compile.trace import precision_of
@@ -35,6 +50,28 @@ def in_precision(loaded: LoadedModel, precision: str | None) -> str:
         loaded.model.to(dtype)
         loaded.batch = converted(loaded.batch, dtype)
     return "tf32" if precision == "tf32" else precision_of(loaded.model)
+
+
+def autocast_of(precision: str | None, profile: ModelProfile | None = None) -> str | None:
+    """The precision of ``torch.autocast`` that is asked for, if it is one, or under which a given profile was captured.
+
+    Raises:
+        UsageError: the profile is not of the one that is asked for.
+    """
+    from whale.planner.cost.precision import AUTOCAST, PRECISIONS
+
+    asked = precision if precision in AUTOCAST else None
+    captured = None if profile is None else profile.autocast or None
+    if precision is None:
+        return captured
+    if profile is not None and profile.layers and asked != captured:
+        under = f"under torch.autocast in {captured}" if captured else "without torch.autocast"
+        instead = f"; {PRECISIONS[precision].products[0]} is the number type of a model itself" if asked else ""
+        raise UsageError(
+            f"--precision {precision}: the profile was captured {under}; make one with 'whale profile model "
+            f"--precision {precision}'{instead}"
+        )
+    return asked
 
 
 def dtype_of(precision: str) -> str:
@@ -48,7 +85,10 @@ def dtype_of(precision: str) -> str:
     types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
     dtype = precision if precision in BY_DTYPE else types.get(precision)
     if dtype is None:
-        raise UsageError(f"--precision {precision}: a model runs in {', '.join(types)}")
+        raise UsageError(
+            f"--precision {precision}: a step runs in bf16 or fp16 over parameters in float32, and a model itself in "
+            f"{', '.join(dict.fromkeys((*BY_DTYPE, 'fp64', 'fp32', 'tf32')))}"
+        )
     return dtype
 
 

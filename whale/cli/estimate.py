@@ -73,27 +73,31 @@ def estimate(
     Ranks go tensor innermost, then context, data, pipeline outermost, through the devices in the order of the file:
     tp x cp x dp x pp devices, experts inside of dp.
 
-    Some of this is predicted as other stacks run it. Whale does not run --zero, --cp, --sequence-parallel and
-    --precision fp8; it runs --recompute, and fp16 or bf16 with weights in float32 beside them, by kernels that are not
-    priced yet. The output says so where one of these is chosen.
+    Some of this is predicted as other stacks run it: --zero, --cp, --sequence-parallel and --precision fp8, which Whale
+    does not run, and of a --profile what that says nothing of: --recompute, or bf16 and fp16 under torch.autocast. The
+    output says so where one of these is chosen.
     """
     from whale.cli.clusters import load_cluster
     from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import estimate as predict
 
     configuration = Configuration(**degrees)
-    beyond = of_other_stacks(configuration)
+    as_whale = configuration.stack in (None, "whale") and not of_other_stacks(configuration)
+    profile, said = _profile(spec, settings, profile_file, configuration, as_whale=as_whale)
+    beyond = of_other_stacks(configuration, profile)
     if beyond and configuration.stack == "whale":
         raise UsageError(f"--stack whale: only other stacks are priced for {beyond[0]}; leave --stack out")
     if not beyond and configuration.stack is None:
         configuration = replace(configuration, stack="whale")
-    profile, said = _profile(spec, settings, profile_file, configuration.tensor)
+    if beyond and as_whale:
+        note("for what Whale does, make the profile with 'whale profile model', and with its --precision bf16 or fp16")
     cluster = load_cluster(cluster_file, profile)
     found = predict(profile, cluster, configuration)
     if configuration.balance == "speed" and configuration.layers_per_stage is not None:
         note("--balance speed balances the rows of replicas only, because --layers-per-stage is given")
     said = (*said, *_defaults(configuration), *found.assumptions)
-    click.echo(json.dumps(as_data(found, said), indent=2) if as_json else as_text(found, said))
+    beyond = [] if configuration.stack == "whale" else beyond
+    click.echo(json.dumps(as_data(found, said, beyond), indent=2) if as_json else as_text(found, said, beyond))
 
 
 def _defaults(given: Configuration) -> list[str]:
@@ -109,10 +113,12 @@ def _defaults(given: Configuration) -> list[str]:
     return [*said, "the state of adamw in memory; whale estimate knows no other"]
 
 
-def of_other_stacks(given: Configuration) -> list[str]:
-    """Parts of a configuration that are predicted as other stacks run them."""
+def of_other_stacks(given: Configuration, profile: ModelProfile | None = None) -> list[str]:
+    """Parts of a configuration that are predicted as other stacks run them: that Whale does not run, or of which a
+    *profile* does not say what they cost."""
     from whale.planner.cost.precision import precision_named
 
+    low = precision_named(given.precision).mixed and given.precision != "fp8"
     shared = ("", "optimizer states", "gradients and optimizer states", "weights, gradients and optimizer states")
     every = (
         (
@@ -121,27 +127,26 @@ def of_other_stacks(given: Configuration) -> list[str]:
             "not priced)",
         ),
         (
-            given.recompute != "none",
-            f"--recompute {given.recompute}: activations computed again in the backward (Whale runs "
-            "parallelize(recompute=), which is not priced)",
+            profile is not None and given.recompute not in profile.rules,
+            f"--recompute {given.recompute}: activations computed again in the backward",
         ),
         (given.context > 1, f"--cp {given.context}: parts of a row on {given.context} devices by ring attention"),
         (bool(given.sequence_parallel), "--sequence-parallel: norms and dropouts divided by the tensor group"),
         (given.precision == "fp8", "--precision fp8: products in float8"),
         (
-            precision_named(given.precision).mixed and given.precision != "fp8",
-            f"--precision {given.precision}: weights in float32 beside those in {given.precision} (Whale runs "
-            "parallelize(precision=), which is not priced)",
+            profile is not None and low and given.precision != profile.autocast,
+            f"--precision {given.precision}: weights in float32 beside those in {given.precision}",
         ),
     )
     return [what for chosen, what in every if chosen]
 
 
 def _profile(
-    spec: str | None, settings: tuple[str, ...], file: Path | None, tensor: int
+    spec: str | None, settings: tuple[str, ...], file: Path | None, given: Configuration, *, as_whale: bool
 ) -> tuple[ModelProfile, tuple[str, ...]]:
-    """The profile, and what was assumed of the model."""
+    """The profile, of a model *as_whale* runs it or as other stacks do, and what was assumed of the model."""
     from whale.ir.profile import ModelProfile
+    from whale.planner.cost.precision import AUTOCAST
 
     if (spec is None) == (file is None):
         raise UsageError("give either --model, to capture a model, or --profile, to use a profile")
@@ -153,15 +158,22 @@ def _profile(
     from whale.strategies.profile import profile_model
 
     note(f"capturing {loaded.name}")
-    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=sorted({1, tensor}), name=loaded.name)
+    profile = profile_model(
+        loaded.model,
+        loaded.batch,
+        tensor_degrees=sorted({1, given.tensor}),
+        name=loaded.name,
+        precision=given.precision if as_whale and given.precision in AUTOCAST else None,
+        rules=as_whale and given.recompute != "none",
+    )
     refused = dict(profile.refused)
-    if tensor in refused:
-        raise UsageError(f"--tp {tensor}: {refused[tensor]}")
+    if given.tensor in refused:
+        raise UsageError(f"--tp {given.tensor}: {refused[given.tensor]}")
     return profile, loaded.assumptions
 
 
-def as_data(found: Estimate, said: Sequence[str]) -> dict[str, Any]:
-    """The estimate as JSON has it."""
+def as_data(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> dict[str, Any]:
+    """The estimate as JSON has it; *beyond* is predicted as other stacks run it."""
     prediction = found.prediction
     fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
     given = found.layout.configuration
@@ -184,7 +196,7 @@ def as_data(found: Estimate, said: Sequence[str]) -> dict[str, Any]:
         "rows": list(found.rows),
         "stages": [len(layers) for layers in found.cuts],
         "assumptions": list(said),
-        "of_other_stacks": of_other_stacks(given),
+        "of_other_stacks": list(beyond),
     }
 
 
@@ -195,8 +207,9 @@ def _parts(device: Any) -> dict[str, int]:
     return {part: getattr(device, part) for part in _PARTS}
 
 
-def as_text(found: Estimate, said: Sequence[str]) -> str:
-    """The estimate for a reader: the step, where it goes, the fullest device, and what to know of these numbers."""
+def as_text(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> str:
+    """The estimate for a reader: the step, where it goes, the fullest device, and what to know of these numbers;
+    *beyond* is predicted as other stacks run it."""
     prediction = found.prediction
     seconds, (low, high) = prediction.step_seconds, prediction.step_seconds_interval
     fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
@@ -216,7 +229,6 @@ def as_text(found: Estimate, said: Sequence[str]) -> str:
     for part, size in _parts(fullest).items():
         if size:
             lines.append(f"  {part:<14} {bytes_text(size):>11}  {size / fullest.capacity:6.1%}")
-    beyond = of_other_stacks(found.layout.configuration)
     if beyond:
         lines += ["", "predicted as other stacks run it:", *(f"  {what}" for what in beyond)]
     if said:

@@ -13,6 +13,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 MOST = 2**40
 """Limit on numbers of rows and other counts, as in plans; more than any machine has, and products fit in 64 bits."""
 
+PRECISION_HELP = "bf16, fp16: of parallelize(precision=); fp32, tf32, fp64, bfloat16, float16: the model's [as it is]."
+
 AT_LEAST_1 = click.IntRange(1, MOST)
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
+from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, said_of_model
 from whale.cli.clusters import load_cluster
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, PRECISION_HELP, note, verbosity_options
 from whale.cli.plan_text import command, stage_table, step_lines
-from whale.errors import UsageError
+from whale.errors import InfeasibleError, UsageError
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -41,7 +42,12 @@ if TYPE_CHECKING:
 @click.option("--schedule", default="1f1b", metavar="NAME", help="The pipeline schedule [1f1b].")
 @click.option("--stages", type=AT_LEAST_1, metavar="N", help="Number of stages, without annotations.")
 @click.option("--replicas", type=AT_LEAST_1, metavar="R", help="With --stages: data-parallel pipelines.")
-@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
+@click.option("--precision", metavar="NAME", help=PRECISION_HELP)
+@click.option(
+    "--recompute",
+    type=click.Choice((*RECOMPUTES, "auto")),
+    help="What backwards compute again; auto: the least that fits, stage by stage [as annotated, else none].",
+)
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
 )
@@ -60,6 +66,7 @@ def plan(
     stages: int | None,
     replicas: int | None,
     precision: str | None,
+    recompute: Recompute | Literal["auto"] | None,
     optimizer: Any,
     output: Path | None,
     as_json: bool,
@@ -96,7 +103,7 @@ def plan(
         for given, option in ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer")):
             if given:
                 raise UsageError(f"{option} is for --model")
-        choice = _of_profile(profile, cluster, batch_size, micro_batches, schedule, stages or 1, replicas)
+        choice = _of_profile(profile, cluster, batch_size, micro_batches, schedule, stages or 1, replicas, recompute)
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
@@ -113,29 +120,44 @@ def plan(
     rows = batch_rows(loaded.batch)
     if rows is None:
         raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
-    precision = in_precision(loaded, precision)
+    autocast = autocast_of(precision, profile)
+    precision = in_precision(loaded, precision or autocast)
     scopes = module_scopes(loaded.model)
     if profile is None:
         note(f"profiling {loaded.name}")
         split = any(scope.strategy.shards_operators for path in scopes.values() for scope in path)
         degrees = [degree for degree in (1, 2, 4, 8) if degree == 1 or (split and degree <= len(cluster.devices))]
+        asked = any(scope.strategy.recompute is not None for path in scopes.values() for scope in path)
         profile = profile_model(
-            loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name
+            loaded.model,
+            loaded.batch,
+            tensor_degrees=degrees,
+            expert_degrees=degrees,
+            name=loaded.name,
+            precision=autocast,
+            rules=asked or recompute not in (None, "none"),
         )
     annotations = None
     if stages is not None:
         if scopes:
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
-        cuts = pipeline_by_speed(
-            profile,
-            cluster,
-            batch=rows,
-            micro_batches=micro_batches,
-            num_stages=stages,
-            replicas=replicas or max(1, len(cluster.devices) // stages),
-            precision=precision,
-            schedule=schedule,
-        )
+        for rule in ("none", "full") if recompute == "auto" else (recompute or "none",):
+            try:
+                cuts = pipeline_by_speed(
+                    profile,
+                    cluster,
+                    batch=rows,
+                    micro_batches=micro_batches,
+                    num_stages=stages,
+                    replicas=replicas or max(1, len(cluster.devices) // stages),
+                    precision=precision,
+                    schedule=schedule,
+                    recompute=rule,
+                )
+                break
+            except InfeasibleError:
+                if recompute != "auto" or rule == "full":
+                    raise
         annotations = stage_annotations(profile, cuts)
     note(f"compiling {loaded.name} for {len(cluster.devices)} devices")
     found = make_plan(
@@ -149,10 +171,16 @@ def plan(
             device="cuda" if _accelerated(cluster) else "cpu",
             optimizer=optimizer,
         ),
-        Options(micro_batches=micro_batches, schedule=schedule),
+        Options(
+            micro_batches=micro_batches,
+            schedule=schedule,
+            precision=autocast,
+            recompute="none" if recompute is None or recompute == "auto" else recompute,
+        ),
         rows=rows,
         name=loaded.name,
         annotations=annotations,
+        least=recompute == "auto",
     )
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:
@@ -170,12 +198,15 @@ def _of_profile(
     schedule: str,
     stages: int,
     replicas: int | None,
+    recompute: Recompute | Literal["auto"] | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
     from whale.commands.searching import plan_pipeline
 
     if batch is None:
         raise UsageError("--profile without --model has no example batch: say --batch")
+    if recompute == "auto":
+        raise UsageError("--recompute auto counts the bytes of a model: give --model, or one of none, selective, full")
     return plan_pipeline(
         profile,
         cluster,
@@ -184,6 +215,7 @@ def _of_profile(
         num_stages=stages,
         replicas=replicas or max(1, len(cluster.devices) // stages),
         schedule=schedule,
+        recompute=recompute or "none",
     )
 
 

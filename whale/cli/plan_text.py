@@ -18,10 +18,11 @@ __all__ = ["command", "fullest", "memory_text", "stage_table", "step_lines"]
 
 
 def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
-    """A row for each stage: its ranks, devices, mesh, time and fullest device."""
+    """A row for each stage: its ranks, devices, mesh, rule of recompute if any has one, time and fullest device."""
     from whale.planner.simulation.gantt import milliseconds
 
     memory = {device.rank: device for device in prediction.memory}
+    ruled = any(stage.recompute not in (None, "none") for stage in plan.stages)
     rows = []
     for index, (stage, work) in enumerate(zip(plan.stages, workload.stages, strict=True)):
         axes = [f"{axis.name} {axis.size}{_shares(axis.shares)}" for axis in stage.axes or ()]
@@ -33,11 +34,13 @@ def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster:
                 _ranks(stage.ranks),
                 ", ".join(types),
                 "; ".join(axes) or "one device",
+                *([stage.recompute or "none"] if ruled else []),
                 milliseconds(max(tasks)),
                 memory_text(fullest([memory[rank] for rank in stage.ranks if rank in memory])),
             ]
         )
-    return text_table("", ["stage", "ranks", "devices", "mesh", "a micro-batch", "fullest device"], rows)
+    again = ["recompute"] if ruled else []
+    return text_table("", ["stage", "ranks", "devices", "mesh", *again, "a micro-batch", "fullest device"], rows)
 
 
 def step_lines(plan: Plan, prediction: Prediction) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.files import write_profile
-from whale.cli.options import AT_LEAST_1, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, PRECISION_HELP, note, verbosity_options
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def profile(ctx: click.Context, as_json: bool, schema: bool, **given: Any) -> No
 @profile.command("model")
 @click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @_model_options
-@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
+@click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile to this file.")
 @click.option("--kernels", is_flag=True, help="List the kernels of every layer too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile instead of a table.")
@@ -103,16 +103,25 @@ def model_(
     as_json: bool,
 ) -> None:
     """Show what a model computes, saves and communicates, layer by layer. It measures and allocates nothing."""
-    from whale.cli.assumptions import assumptions_text, in_precision, said_of_model
+    from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, said_of_model
     from whale.cli.model_loader import load_model, parse_settings
     from whale.cli.profile_text import format_profile
     from whale.graph.capture import batch_rows
     from whale.strategies.profile import profile_model
 
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
+    autocast = autocast_of(precision)
     precision = in_precision(loaded, precision)
     degrees = degrees or (1, 2, 4, 8)
-    made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name)
+    made = profile_model(
+        loaded.model,
+        loaded.batch,
+        tensor_degrees=degrees,
+        expert_degrees=degrees,
+        name=loaded.name,
+        precision=autocast,
+        rules=True,
+    )
     if output is not None:
         write_profile(made, output)
     if as_json:

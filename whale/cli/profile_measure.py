@@ -98,7 +98,9 @@ def _start(output: Path | None, loaded: LoadedModel | None, degrees: tuple[int, 
         if set(degrees) <= known:
             return found
         degrees = tuple(sorted(known.union(degrees)))
-    made = profile_model(loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name)
+    made = profile_model(
+        loaded.model, loaded.batch, tensor_degrees=degrees, expert_degrees=degrees, name=loaded.name, rules=True
+    )
     if found is None:
         return made
     if found.kinds and found.model_hash != made.model_hash:

@@ -8,22 +8,32 @@ loaded only where a model is given.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from whale.cli.assumptions import assumptions_text, dtype_of, in_precision, is_given, said_of_model, said_of_optimizer
+from whale.cli.assumptions import (
+    assumptions_text,
+    autocast_of,
+    dtype_of,
+    in_precision,
+    is_given,
+    said_of_model,
+    said_of_optimizer,
+)
 from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, MOST, Numbers, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, MOST, PRECISION_HELP, Numbers, note, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -55,7 +65,13 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Micro-batches in a step [searched].")
 @click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="Allowed schedule; repeatable [1f1b].")
 @click.option("--max-stages", type=AT_LEAST_1, metavar="N", help="Maximum number of stages.")
-@click.option("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or fp64 [the model's].")
+@click.option("--precision", metavar="NAME", help=PRECISION_HELP)
+@click.option(
+    "--recompute",
+    type=click.Choice(("auto", *RECOMPUTES)),
+    default="auto",
+    help="What backwards compute again; auto: nothing if a plan fits, else the least that does, by stage [auto].",
+)
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
 )
@@ -86,6 +102,7 @@ def search(
     schedules: tuple[str, ...],
     max_stages: int | None,
     precision: str | None,
+    recompute: Recompute | Literal["auto"],
     optimizer: Any,
     annotations: tuple[str, ...],
     without_: tuple[str, ...],
@@ -118,7 +135,7 @@ def search(
         raise UsageError("whale search needs --model, to capture a model, or --profile, to use a profile, or both")
     if spec is None and (settings or annotations):
         raise UsageError(f"{'--set' if settings else '--annotate'} is for --model")
-    if precision is not None:
+    if precision is not None and autocast_of(precision) is None:
         dtype_of(precision)  # refuses what no model runs in
     refuse_same({"-o": output, "--record": record}, {"--cluster": cluster_file, "--profile": profile_file})
     for path, option in ((output, "-o"), (record, "--record")):
@@ -129,6 +146,7 @@ def search(
         schedules=schedules or ("1f1b",),
         max_stages=max_stages,
         optimizer=optimizer,
+        recompute=recompute,
         thorough=thorough,
         seed=seed,
         top=top,
@@ -148,9 +166,11 @@ def search(
     model = None
     if spec is not None:
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
-        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations)
+        rules = recompute not in ("auto", "none")
+        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations, rules=rules)
         profile = model.profile
     assert profile is not None
+    autocast_of(precision, profile)
     given = replace(
         asked,
         precision=precision or _precision(profile),
@@ -160,7 +180,8 @@ def search(
     given = settings_for(given, None if model is None else model.trial)  # what-if cases are searched without the model
     with Interruption() as interruption:
         said = _said_of_profile(profile) if model is None else model.assumptions
-        run = _Run(profile, given, interruption, said)
+        with_rules = None if model is None else model.trial.with_rules
+        run = _Run(profile, given, interruption, said, with_rules)
         try:
             _answer(run, cases, chosen, None if model is None else model.trial, output, record, as_json)
         except InfeasibleError:
@@ -244,12 +265,16 @@ class _Model:
         precision: str | None,
         optimizer: Any,
         annotations: Sequence[str],
+        *,
+        rules: bool,
     ) -> _Model:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         from whale.commands.automatic import search_inputs
         from whale.commands.candidates import CandidateCompiler, scopes_by, take_scopes
+        from whale.compile.compile import Options
 
-        precision = in_precision(loaded, precision)
+        autocast = autocast_of(precision, profile)
+        precision = in_precision(loaded, precision or autocast)
         scopes = take_scopes(loaded.model)
         if scopes and annotations:
             raise UsageError(f"--annotate is for a model without annotations, but {loaded.name} has some; keep one")
@@ -260,9 +285,10 @@ class _Model:
             loaded.batch,
             name=loaded.name,
             optimizer=optimizer,
+            options=Options(precision=autocast),
             precision="tf32" if precision == "tf32" else None,
         )
-        inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile)
+        inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile, rules=rules)
         return cls(
             profile=inputs.profile,
             trial=trial,
@@ -271,11 +297,16 @@ class _Model:
         )
 
 
+_BETWEEN_STRATEGIES = re.compile(r",(?![^(]*\))")
+
+
 def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parse repeated ``KEY=STRATEGY``, with comma-separated strategies from outer to inner.
 
     >>> _texts(["layers.[0-3]=stage(),split(2)"])
     {'layers.[0-3]': ('stage()', 'split(2)')}
+    >>> _texts(["layers.0=stage(2),split(2, dim=1)"])
+    {'layers.0': ('stage(2)', 'split(2, dim=1)')}
     """
     found: dict[str, tuple[str, ...]] = {}
     for text in annotations:
@@ -283,7 +314,7 @@ def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
         if not equals or key in found:
             why = f"{key!r} is given twice" if equals else "write KEY=STRATEGY, such as layers.[0-3]=stage()"
             raise UsageError(f"--annotate {text!r}: {why}")
-        found[key] = tuple(part.strip() for part in strategies.split(","))
+        found[key] = tuple(part.strip() for part in _BETWEEN_STRATEGIES.split(strategies))
     return found
 
 
@@ -295,7 +326,7 @@ def _said_of_profile(profile: ModelProfile) -> tuple[str, ...]:
 def _precision(profile: ModelProfile) -> str:
     from whale.planner.cost.precision import BY_DTYPE
 
-    return BY_DTYPE.get(profile.precision, "fp32")
+    return profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
 
 
 @dataclass(frozen=True)
@@ -306,6 +337,7 @@ class _Run:
     settings: SearchSettings
     interruption: Interruption
     assumptions: tuple[str, ...]
+    with_rules: Callable[[ModelProfile], ModelProfile] | None = None
 
     def searched(self, case: _Case, trial: CandidateCompiler | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
@@ -323,6 +355,7 @@ class _Run:
                 stop=self.interruption.came,
                 known=known,
                 processes=available_cores(),
+                with_rules=self.with_rules,
             )
         note(f"{found.found.tried} plans were tried in {found.found.seconds:.2f} s")
         left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0

@@ -136,7 +136,8 @@ def _look(stage: StageChoice, cluster: Cluster) -> str:
     counts = [(sum(cluster.devices[rank].type.name == name for rank in stage.ranks), name) for name in types]
     inner = f"{stage.expert} experts" if stage.expert > 1 else stage.tensor
     degrees = f" ({stage.data} x {inner})" if len(stage.ranks) > 1 else ""
-    return " + ".join(f"{count} {name}" for count, name in counts) + degrees
+    again = f" recompute {stage.recompute}" if stage.recompute != "none" else ""
+    return " + ".join(f"{count} {name}" for count, name in counts) + degrees + again
 
 
 # --- as data ----------------------------------------------------------------------------------------------------------
@@ -191,6 +192,7 @@ def _stage_data(stage: StageChoice) -> dict[str, Any]:
         "data": stage.data,
         "tensor": stage.tensor,
         "expert": stage.expert,
+        "recompute": stage.recompute,
         "rows": list(rows) if len(set(rows)) > 1 else rows[0],
     }
 

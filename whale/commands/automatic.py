@@ -6,30 +6,41 @@ Rank 0 searches, because a time-limited search may end differently elsewhere; th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import nn
 
 from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.searching import search_plans
-from whale.compile.compile import Options
-from whale.compile.trace import precision_of
+from whale.compile.compile import Options, compile_traced
+from whale.compile.trace import Traced
 from whale.errors import UsageError
 from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import ScopePath
+from whale.ir.strategy import Recompute, ScopePath
+from whale.ir.workload import DeviceMemory
+from whale.planner.balance.least_recompute import least_recompute
 from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.search import Fixed, SearchSettings
 from whale.planner.search.constraints import fixed_by
+from whale.predict.peak_memory import Device
+from whale.predict.prediction import predicted_memory
 from whale.runtime.launch import World
 from whale.runtime.store import from_first
 from whale.strategies.profile import profile_model
 
-__all__ = ["SearchInputs", "automatic_plan", "expert_degrees", "search_inputs", "tensor_degrees"]
+__all__ = [
+    "SearchInputs",
+    "automatic_plan",
+    "expert_degrees",
+    "search_inputs",
+    "tensor_degrees",
+    "with_least_recompute",
+]
 
 ROOM = 0.8
 """Fraction of a device's memory that a module with its states may take; accumulated gradients and drivers need the
@@ -51,6 +62,7 @@ def automatic_plan(
     options: Options,
     micro_batches: int | None,
     schedule: str | None,
+    recompute: Recompute | Literal["auto"],
     loss_fn: Callable[..., Any] | None,
 ) -> Plan:
     """The plan of rank 0 for *model*, on every rank; all of them call this.
@@ -63,6 +75,7 @@ def automatic_plan(
         options: in addition to the plan.
         micro_batches: of a step; None: the best number.
         schedule: one for devices that have one stage each; None: ``1f1b``.
+        recompute: what backwards compute again; ``auto``: in each stage the least that is needed.
         loss_fn: for a model that does not return its loss.
 
     Raises:
@@ -74,17 +87,53 @@ def automatic_plan(
     def made() -> str:
         name = type(model).__name__
         trial = CandidateCompiler(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
-        inputs = search_inputs(trial, batch, cluster, scopes=scopes, loss_fn=loss_fn)
+        inputs = search_inputs(
+            trial, batch, cluster, scopes=scopes, loss_fn=loss_fn, rules=recompute not in ("auto", "none")
+        )
         settings = SearchSettings(
-            precision=precision_of(model),
+            precision=trial.precision,
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
+            recompute=recompute,
             fixed=inputs.fixed,
         )
-        found = search_plans(inputs.profile, cluster, batch=inputs.rows, settings=settings, trial=trial)
+        found = search_plans(
+            inputs.profile, cluster, batch=inputs.rows, settings=settings, trial=trial, with_rules=trial.with_rules
+        )
         return found.best.plan.dumps()
 
     return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
+
+
+def with_least_recompute(world: World, traced: Traced, memory: Cluster, cluster: Cluster, options: Options) -> Options:
+    """The options with the least recompute for each stage with which its devices hold it, as rank 0 counts; all ranks
+    call this.
+
+    Args:
+        world: the ranks that run the model.
+        traced: the model.
+        memory: the devices, with what they can hold.
+        cluster: the devices for which it is compiled.
+        options: of the compilation; they say what stages compute again whose plan or annotation does not.
+    """
+    kind: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    first = compile_traced(traced, cluster, options, device=kind)
+    planned = [stage.recompute for stage in options.plan.stages] if options.plan is not None else []
+    stages = first.partition.stages
+    asked = [graph.cut.stage.strategy.recompute if graph.cut.stage is not None else None for graph in stages]
+    given = [told or own for told, own in zip(planned or [None] * len(stages), asked, strict=True)]
+    ranks = [stage.mesh.ranks for stage in first.stages]
+
+    def memory_under(rules: Sequence[Recompute]) -> tuple[DeviceMemory, ...]:
+        ruled = replace(options, recompute=tuple(rules))
+        compiled = compile_traced(traced, cluster, ruled, device=kind)
+        return predicted_memory(compiled, memory, schedule=options.schedule, optimizer="adamw", device=kind)
+
+    def made() -> str:
+        return ",".join(least_recompute(ranks, memory_under, given=given))
+
+    text = from_first(world, "recompute", made, patience_seconds=PATIENCE_SECONDS)
+    return replace(options, recompute=tuple(text.split(",")))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +159,7 @@ def search_inputs(
     scopes: Mapping[str, ScopePath],
     profile: ModelProfile | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    rules: bool = False,
 ) -> SearchInputs:
     """Profile a captured model for a search on *cluster*, unless a *profile* is given, and read its annotations.
 
@@ -120,6 +170,7 @@ def search_inputs(
         scopes: of annotated modules, which were taken off.
         profile: measured or made earlier, of this model.
         loss_fn: for a model that does not return its loss.
+        rules: whether the profile has what each rule of recompute costs.
 
     Raises:
         UsageError: the batch has no rows, or the profile is of another model.
@@ -137,6 +188,8 @@ def search_inputs(
             loss_fn=loss_fn,
             name=name,
             captured=trial.captured,
+            precision=trial.options.precision,
+            rules=rules,
         ).model_copy(update={"model_hash": hash_})
     elif profile.model_hash not in ("", hash_):
         raise UsageError(

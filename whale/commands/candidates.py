@@ -29,6 +29,7 @@ from whale.planner.cost.optimizers import Optimizer
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import Device, Known, brief_peak_memory
 from whale.predict.prediction import predict
+from whale.strategies.profile import profile_model
 
 __all__ = ["CandidateCompiler", "scopes_by", "take_scopes"]
 
@@ -44,7 +45,7 @@ class CandidateCompiler:
         training: whether the step trains; determines dropout.
         loss_fn: for a model that does not return its loss.
         optimizer: its states must fit.
-        precision: in which its step is priced; None: that of its number type.
+        precision: in which its step is priced, if not under the autocast of *options*; None: its number type's.
 
     Raises:
         UsageError: its forward enters annotations.
@@ -63,10 +64,17 @@ class CandidateCompiler:
         precision: str | None = None,
     ) -> None:
         self.model, self.optimizer, self.training = model, optimizer, training
+        self.batch, self.loss_fn = batch, loss_fn
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
-        self.precision = precision or precision_of(model)
+        self.precision = self.options.precision or precision or precision_of(model)
         self.traced = trace(
-            model, batch, device="cpu", training=training, loss_fn=loss_fn, promote=self.options.promote
+            model,
+            batch,
+            device="cpu",
+            training=training,
+            loss_fn=loss_fn,
+            promote=self.options.promote,
+            precision=self.options.precision,
         )
         if self.traced.annotated.scopes.of:
             raise UsageError(
@@ -81,6 +89,26 @@ class CandidateCompiler:
     def captured(self) -> Captured | None:
         """The capture, for profiling; None if it is not of the unmodified training model."""
         return self.traced.captured if self.training and not self.options.promote else None
+
+    def with_rules(self, profile: ModelProfile) -> ModelProfile:
+        """A profile of the model, with what each rule of recompute keeps and computes again."""
+        kinds = profile.kinds
+        made = profile_model(
+            self.model,
+            self.batch,
+            tensor_degrees=[variant.tensor_degree for variant in kinds[0].variants],
+            expert_degrees=[variant.expert_degree for kind in kinds for variant in kind.expert_variants],
+            loss_fn=self.loss_fn,
+            name=profile.name,
+            captured=self.captured,
+            precision=self.options.precision,
+            rules=True,
+        )
+        ruled = [
+            old.model_copy(update={"variants": new.variants, "expert_variants": new.expert_variants})
+            for old, new in zip(kinds, made.kinds, strict=True)
+        ]
+        return profile.model_copy(update={"kinds": tuple(ruled), "rules": made.rules})
 
     def uncut(self, micro_batches: int) -> str:
         """Reason why its batch cannot be divided into a number of micro-batches: an operator that computes a row from

@@ -8,7 +8,7 @@ unmodified model, `whale.planner.balance.by_speed` first partitions the layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import ceil
@@ -24,16 +24,17 @@ from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import parse_strategy
+from whale.ir.strategy import RECOMPUTES, Recompute, parse_strategy
 from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
 from whale.planner.advice import advised
 from whale.planner.assignment.from_plan import axis_role
+from whale.planner.balance.least_recompute import least_recompute
 from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.planner.cost.memory import refuse_tiny
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers, stage_layers
-from whale.predict.prediction import Predicted, predict
+from whale.predict.prediction import Predicted, predict, predicted_memory
 from whale.runtime.warn import warn
 from whale.strategies.lowering import PlacedStage
 
@@ -90,6 +91,7 @@ def make_plan(
     rows: int,
     name: str,
     annotations: Mapping[str, Sequence[str]] | None = None,
+    least: bool = False,
 ) -> Planned:
     """The fastest plan for a model on the cluster of *costs* that fits.
 
@@ -97,10 +99,11 @@ def make_plan(
         model: on the meta device; its annotations, or *annotations*, are constraints.
         batch: an example of the global batch.
         costs: the model's layers and the cluster's links, and the optimizer whose states must fit.
-        options: micro-batches and schedule.
+        options: micro-batches, schedule, precision, and what backwards compute again.
         rows: of the batch.
         name: of the model, for the plan.
         annotations: of an unmodified model, as a plan has them.
+        least: whether stages whose devices lack memory compute again what they need to fit.
 
     Raises:
         InfeasibleError: no plan fits, or the annotations do not fit the devices.
@@ -110,7 +113,7 @@ def make_plan(
             model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
         )
 
-    traced = trace(model, batch, device="cpu", training=True, promote=options.promote)
+    traced = trace(model, batch, device="cpu", training=True, promote=options.promote, precision=options.precision)
     counted = options
     if rows % options.micro_batches:
         rows_of_micro_batch(rows, options.micro_batches)
@@ -137,17 +140,77 @@ def make_plan(
         batch=rows,
         micro_batches=options.micro_batches,
         schedule=options.schedule,
+        precision=options.precision,  # type: ignore[arg-type]
         annotations={key: tuple(texts) for key, texts in (annotations or {}).items()},
         stages=tuple(_even(first, stage) for stage in first.stages),
     )
 
-    def predicted(plan: Plan) -> Predicted:
+    def compiled(plan: Plan) -> Compilation:
         chosen = replace(options, plan=plan, micro_batches=plan.micro_batches)
-        compilation = compile_traced(traced, costs.cluster, chosen, device=costs.device)
-        return predict(compilation, replace(costs, micro_batches=plan.micro_batches), schedule=options.schedule)
+        return compile_traced(traced, costs.cluster, chosen, device=costs.device)
+
+    def predicted(plan: Plan) -> Predicted:
+        found = compiled(plan)
+        return predict(found, replace(costs, micro_batches=plan.micro_batches), schedule=options.schedule)
+
+    def memory_under(rules: Sequence[Recompute]) -> tuple[DeviceMemory, ...]:
+        return predicted_memory(
+            compiled(_under(start, rules)),
+            costs.cluster,
+            schedule=options.schedule,
+            optimizer=costs.optimizer,
+            device=costs.device,
+        )
 
     refuse_tiny((costs.cluster.devices[rank] for stage in first.stages for rank in stage.mesh.ranks), start.world_size)
     even = predicted(start)
+    try:
+        return _balanced(first, costs, start, even, predicted)
+    except InfeasibleError as error:
+        problem = error
+    asked = [graph.cut.stage.strategy.recompute if graph.cut.stage else None for graph in first.partition.stages]
+    rules = least_recompute([stage.ranks for stage in start.stages], memory_under, given=asked)
+    cures = []
+    if least and any(rule != "none" for rule in rules):
+        start = _under(start, rules)
+        even = predicted(start)
+        first = compile_traced(traced, costs.cluster, replace(counted, recompute=rules), device="cpu")
+        try:
+            found = _balanced(first, costs, start, even, predicted)
+            return replace(found, reasons=(*_why_again(rules), *found.reasons))
+        except InfeasibleError as error:
+            problem = error
+    elif all(held.total <= held.capacity for held in memory_under(rules)):
+        cures = [f"--recompute {max(rules, key=RECOMPUTES.index)}"]
+    more = _enough_micro_batches(start, even, predicted)
+    raise InfeasibleError(_or_with(str(problem), [*([] if more is None else [f"--micro-batches {more}"]), *cures]))
+
+
+def _under(plan: Plan, rules: Sequence[Recompute]) -> Plan:
+    """The plan with a rule for each stage."""
+    stages = zip(plan.stages, rules, strict=True)
+    return plan.model_copy(
+        update={"stages": tuple(stage.model_copy(update={"recompute": rule}) for stage, rule in stages)}
+    )
+
+
+def _why_again(rules: Sequence[Recompute]) -> Iterator[str]:
+    """Why stages compute values again, in sentences."""
+    for rule in RECOMPUTES[1:]:
+        stages = [str(index) for index, own in enumerate(rules) if own == rule]
+        if stages:
+            which = "stage" if len(stages) == 1 else "stages"
+            yield f"recompute {rule!r} in {which} {', '.join(stages)}: with less of it their devices lack memory"
+
+
+def _balanced(
+    first: Compilation, costs: Costs, start: Plan, even: Predicted, predicted: Callable[[Plan], Predicted]
+) -> Planned:
+    """The plan with the stages of *start* and the fastest shares.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
     alike = len({device.type.name for device in costs.cluster.devices}) == 1
     if alike and even.prediction.fits:
         return Planned(
@@ -156,18 +219,14 @@ def make_plan(
             even=even,
             reasons=("all devices are alike: shares are equal",),
         )
-    try:
-        best, reasons = _Problem(first, costs, even, start).solve()
-        found = even if best == start else predicted(best)
-        keep_even = even.prediction.fits and (
-            not found.prediction.fits or even.prediction.step_seconds <= found.prediction.step_seconds
-        )
-        if keep_even:
-            best, found, reasons = start, even, ("even shares are predicted to be no slower",)
-        _check_fits(found)
-    except InfeasibleError as error:
-        more = _enough_micro_batches(start, even, predicted)
-        raise InfeasibleError(str(error) if more is None else _or_with(str(error), more)) from None
+    best, reasons = _Problem(first, costs, even, start).solve()
+    found = even if best == start else predicted(best)
+    keep_even = even.prediction.fits and (
+        not found.prediction.fits or even.prediction.step_seconds <= found.prediction.step_seconds
+    )
+    if keep_even:
+        best, found, reasons = start, even, ("even shares are predicted to be no slower",)
+    _check_fits(found)
     return Planned(
         plan=best.with_prediction(found.prediction, found.workload),
         predicted=found,
@@ -178,7 +237,9 @@ def make_plan(
 
 def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     roles = compilation.assignment.stages[stage.index].roles
+    ruled = any(one.recompute != "none" for one in compilation.stages)
     return PlanStage(
+        recompute=stage.recompute if ruled else None,
         ranks=stage.mesh.ranks,
         axes=tuple(
             PlanAxis(name=axis.name, size=axis.size, role=axis_role(roles, position))
@@ -234,9 +295,11 @@ def _enough_micro_batches(start: Plan, even: Predicted, predicted: Callable[[Pla
     return None
 
 
-def _or_with(problem: str, micro_batches: int) -> str:
-    """The message, with this change first among those that would do."""
-    change = f"It would fit with --micro-batches {micro_batches}"
+def _or_with(problem: str, changes: Sequence[str]) -> str:
+    """The message, with these changes first among those that would do."""
+    if not changes:
+        return problem
+    change = f"It would fit with {', or with '.join(changes)}"
     said, would, others = problem.partition("It would fit with ")
     return f"{said}{change}, or with {others}" if would else f"{problem.partition('; ')[0]}. {change}"
 
@@ -276,7 +339,7 @@ class _Problem:
                     reasons.append(f"stage {index} on ranks {_shown(own)}: {what} along {axis.name!r} are {shown}")
                 reasons += [f"stage {index}: {move.reason}" for move in moves]
         planned = tuple(
-            PlanStage(ranks=own, axes=_with_shares(stage.axes or (), shares))
+            stage.model_copy(update={"ranks": own, "axes": _with_shares(stage.axes or (), shares)})
             for own, stage, shares in zip(order, self.start.stages, stages, strict=True)
         )
         return self.start.model_copy(update={"stages": planned}), tuple(reasons)
@@ -360,7 +423,11 @@ class _Problem:
             total = 0.0
             for layer, part in zip(layers.layers, layers.parts[model], strict=True):
                 split = part.fraction < 1
-                own = Part(rows=round(rows if split else rows * fraction), fraction=fraction if split else 1.0)
+                own = Part(
+                    rows=round(rows if split else rows * fraction),
+                    fraction=fraction if split else 1.0,
+                    recompute=part.recompute,
+                )
                 if own.rows and own.fraction:
                     spent = self.costs.layer(self.costs.profile.layers[layer], rank, own)
                     total += spent.forward + spent.backward

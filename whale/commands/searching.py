@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from whale.commands.shared import Shared
 from whale.errors import InfeasibleError, UsageError, WhaleError
@@ -24,6 +24,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.ir.units import bytes_text
 from whale.ir.workload import Prediction, Workload
 from whale.planner.advice import advised
@@ -164,6 +165,7 @@ def search_plans(
     stop: Callable[[], bool] = lambda: False,
     known: Memo | None = None,
     processes: int = 1,
+    with_rules: Callable[[ModelProfile], ModelProfile] | None = None,
 ) -> Searched:
     """Search for plans and compile the best of them.
 
@@ -178,6 +180,7 @@ def search_plans(
         stop: whether to stop with the best plan so far, compiled or not.
         known: cached costs of an earlier search of the same model.
         processes: which compile, the others forked from this one (`whale.commands.shared`).
+        with_rules: adds to a profile what each rule of recompute costs; called if nothing fits without recompute.
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
@@ -187,9 +190,17 @@ def search_plans(
     settings.check(batch)
     settings = settings_for(settings, trial)
     known = known or Memo()
+
+    def ruled() -> ModelProfile:
+        nonlocal profile
+        if with_rules is not None:
+            profile = with_rules(profile)
+        return profile
+
     if trial is None:
         _require_priced(settings)
-        found = search(profile, cluster, batch=batch, settings=settings, progress=progress, stop=stop, known=known)
+        options: dict[str, Any] = {"settings": settings, "progress": progress, "stop": stop, "known": known}
+        found = search(profile, cluster, batch=batch, **options, with_rules=ruled)
         writer = PlanWriter(profile, cluster, batch, None)
         return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
@@ -204,16 +215,18 @@ def search_plans(
 
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
+    wanted = replace(settings, top=settings.top + RESERVE)
+    options = {"settings": wanted, "progress": told, "stop": over, "known": known}
+    found = search(profile, cluster, batch=batch, **options, with_rules=ruled)
     writer = PlanWriter(profile, cluster, batch, trial)
     tried = _Tried(writer, trial, base, begin + settings.time_limit, stop, processes)
-    wanted = replace(settings, top=settings.top + RESERVE)
-    found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
     simple = partial(simple_plans, profile, batch=batch, settings=settings)
     tried.best_of(found, partial(simple, cluster, known=known), settings.top)
     while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
         with suppress(InfeasibleError, UsageError):  # nothing fits, or there is no time left
-            again = search(profile, room, batch=batch, settings=left, progress=told, stop=over)
+            again = search(profile, room, batch=batch, settings=left, progress=told, stop=over, with_rules=ruled)
+            tried.writer = replace(tried.writer, profile=profile)
             tried.best_of(again, partial(simple, room), settings.top)
             continue
         break
@@ -431,6 +444,7 @@ def plan_pipeline(
     num_stages: int,
     replicas: int,
     schedule: str = "1f1b",
+    recompute: Recompute = "none",
 ) -> Choice:
     """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
 
@@ -444,6 +458,7 @@ def plan_pipeline(
         num_stages: of the pipeline.
         replicas: of every stage.
         schedule: ``gpipe`` or ``1f1b``.
+        recompute: what backwards of all stages compute again.
 
     Raises:
         UsageError: the numbers do not fit the cluster, the batch or the profile.
@@ -452,7 +467,7 @@ def plan_pipeline(
     settings = SearchSettings(micro_batches=micro_batches, schedules=(schedule,))
     settings.check(batch)
     _require_priced(settings)
-    precision = BY_DTYPE.get(profile.precision, "fp32")
+    precision = profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
     prices = CostModel.of(profile, cluster, precision=precision, batch=batch)
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"
@@ -468,7 +483,9 @@ def plan_pipeline(
         replicas=replicas,
         precision=precision,
         schedule=schedule,
+        recompute=recompute,
     )
+    prices = prices.under(recompute)
     candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule)
     lacking = _lacking(candidate.prediction)
     if lacking:
@@ -476,6 +493,10 @@ def plan_pipeline(
         tried = ((_pipeline(prices, cuts, batch, count, replicas, schedule), count) for count in divisors)
         more = next((count for other, count in tried if other.prediction.fits), None)
         cures = [] if more is None else [(True, f"--micro-batches {more}")]
+        for rule in (one for one in RECOMPUTES[RECOMPUTES.index(recompute) + 1 :] if one in profile.rules):
+            if _pipeline(prices.under(rule), cuts, batch, micro_batches, replicas, schedule).prediction.fits:
+                cures.append((True, f"--recompute {rule}"))
+                break
         raise InfeasibleError(
             advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
         )
@@ -493,7 +514,15 @@ def _pipeline(
         held = in_flight(schedule, len(cuts), index, micro_batches)
         rows = fastest_rows(prices, layers, groups, rows_of_micro_batch(batch, micro_batches), micro_batches, held)
         stages.append(
-            StageChoice(first=layers.start, last=layers.stop, ranks=ranks, data=replicas, tensor=1, rows=rows)
+            StageChoice(
+                first=layers.start,
+                last=layers.stop,
+                ranks=ranks,
+                data=replicas,
+                tensor=1,
+                rows=rows,
+                recompute=prices.stack.recompute,
+            )
         )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule, batch=batch)
 
@@ -516,7 +545,8 @@ class PlanWriter:
 
     def unwritten(self, candidate: Candidate) -> Plan:
         """The ranks and axes alone, for an annotated model."""
-        return plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
+        plan = plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
+        return self._in_precision(plan)
 
     def written(self, candidate: Candidate, *, by_speed: bool = False) -> Choice:
         """Not compiled."""
@@ -531,7 +561,14 @@ class PlanWriter:
             model=self._identity(),
             shares=shares,
         )
-        return Choice(candidate=candidate, plan=plan)
+        return Choice(candidate=candidate, plan=self._in_precision(plan))
+
+    def _in_precision(self, plan: Plan) -> Plan:
+        """The plan with the precision of ``torch.autocast`` under which the model was captured, if it was."""
+        if not self.profile.autocast:
+            return plan
+        said = plan.model_copy(update={"precision": self.profile.autocast})
+        return said if plan.prediction is None else said.with_prediction(plan.prediction, plan.workload)
 
     def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
         """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster. The reason

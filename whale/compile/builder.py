@@ -19,10 +19,11 @@ from whale.compile.kernels import compiled_kernels, kernels_of_inductor, run_alo
 from whale.compile.placed_like import placed_like
 from whale.compile.rank_step import RankStep, rank_step
 from whale.compile.row_shares import batch_leaf_names, row_shares
-from whale.compile.trace import LOW_PRECISIONS, Traced, trace
+from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
+from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.reach import names_in_code
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster

@@ -36,7 +36,6 @@ from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, stage
 from whale.strategies.folding import Fold, folded
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report
-from whale.strategies.recompute import Recompute
 from whale.strategies.row_sums import RowSums, row_sums
 
 __all__ = ["Compilation", "LocalParameter", "StoredForm", "placement_of"]
@@ -59,9 +58,8 @@ class Compilation:
     """A model, compiled for one batch signature; equal on every rank.
 
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
-    ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``recompute`` says what backwards
-    compute again, ``state`` how the state of parameters is divided; ``units`` are the buckets of which ranks own
-    stretches.
+    ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``state`` how the state of
+    parameters is divided, and ``units`` the buckets of which ranks own stretches.
     """
 
     traced: Traced
@@ -77,7 +75,6 @@ class Compilation:
     warnings: tuple[str, ...] = ()
     rank_specs: tuple[StageSpec, ...] = field(default=())
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
-    recompute: Recompute = "none"
     state: StateSharding | None = None
     units: tuple[Unit, ...] = ()
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
@@ -122,8 +119,9 @@ class Compilation:
 
     @cached_property
     def computes_again(self) -> bool:
-        """Whether backwards compute values again, by the rule or in a checkpoint of torch."""
-        return self.recompute != "none" or any(map(is_checkpointed, self.captured.graph.nodes))
+        """Whether backwards compute values again, by the rule of a stage or in a checkpoint of torch."""
+        ruled = any(stage.recompute != "none" for stage in self.stages)
+        return ruled or any(map(is_checkpointed, self.captured.graph.nodes))
 
     @cached_property
     def row_sums(self) -> RowSums:
@@ -204,7 +202,7 @@ class Compilation:
             graph.append(f"{node.op} {node.name} {target} {args} {kwargs} {kinds}")
         placements = []
         for stage in self.stages:
-            placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes}")
+            placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes} recompute {stage.recompute}")
             placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
             for placed in (stage.stored, stage.sent):
                 placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())

@@ -27,7 +27,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import StageSpec
 from whale.ir.schedule import Task
 from whale.ir.state import StateSharding
-from whale.ir.strategy import ScopePath, Strategy
+from whale.ir.strategy import Recompute, ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.schedules.orders import schedule_order
@@ -38,7 +38,6 @@ from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
-from whale.strategies.recompute import Recompute
 from whale.strategies.row_sums import row_sums
 
 __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of"]
@@ -48,8 +47,9 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
     ``precision`` is that of ``torch.autocast`` under which it computes. ``recompute`` says what backwards
-    compute again. ``compile`` asks for compiled kernels; ``state`` divides parameters, gradients and optimizer states;
-    ``local_rows`` says that ranks bring their own rows of a batch alone.
+    compute again, of all stages or of each, where neither the plan nor an annotation says it. ``compile`` asks for
+    compiled kernels; ``state`` divides parameters, gradients and optimizer states; ``local_rows`` says that ranks bring
+    their own rows of a batch alone.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -60,7 +60,7 @@ class Options:
     prefer: str = "consecutive"
     promote: bool = False
     precision: str | None = None
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool = False
     local_rows: bool = False
     state: StateSharding | None = None
@@ -102,6 +102,8 @@ def compile_traced(
     _check_dense(cut, assignment)
     report = Report()
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
+    rules = rules_of(cut, options)
+    stages = tuple(replace(stage, recompute=rule) for stage, rule in zip(stages, rules, strict=True))
     if options.local_rows:
         summed = row_sums(captured, analysis, stages).values
         stages = tuple(replace(stage, summed=summed) for stage in stages)
@@ -128,7 +130,6 @@ def compile_traced(
         report=report,
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
-        recompute=options.recompute,
         state=options.state,
     )
     if stored is None:
@@ -216,6 +217,27 @@ def _assign(cut: Partition, cluster: Cluster, options: Options, dtype: str) -> A
     if options.plan is not None:
         options.plan.check_stages([stage.device.ranks for stage in assignment.stages])
     return assignment
+
+
+def rules_of(cut: Partition, options: Options) -> tuple[Recompute, ...]:
+    """The rule of each stage for what its backward computes again: the plan's, its annotation's, or the options'.
+
+    Raises:
+        PlanMismatchError: plan and annotation contradict each other.
+    """
+    planned = [stage.recompute for stage in options.plan.stages] if options.plan is not None else []
+    found: list[Recompute] = []
+    for index, graph in enumerate(cut.stages):
+        told = planned[index] if planned else None
+        asked = graph.cut.stage.strategy.recompute if graph.cut.stage is not None else None
+        if told is not None and asked is not None and told != asked:
+            raise PlanMismatchError(
+                f"the plan's stages.{index}.recompute is {told!r}, but {graph.cut.stage} asks for {asked!r}; change "
+                "one of them"
+            )
+        given = options.recompute if isinstance(options.recompute, str) else options.recompute[index]
+        found.append(told or asked or given)
+    return tuple(found)
 
 
 def _check_dense(cut: Partition, assignment: Assignment) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,8 +120,7 @@ def rank_step(
             counts = all(c == 0 or p.kind == "P" for c, p in zip(at, stage.loss_placements[1:], strict=True))
         programs = compilation.local_programs(stage, rank, seeded)
         if device is not None and captured.has_loss:
-            options: dict[str, Any] = {"in_parts": in_parts, "recompute": compilation.recompute, "layouts": layouts}
-            programs = with_derivatives(captured, stage, rank, programs, device, **options)
+            programs = with_derivatives(captured, stage, rank, programs, device, in_parts=in_parts, layouts=layouts)
         if units:
             programs = gathered(programs, units)
         stages.append(

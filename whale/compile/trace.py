@@ -22,6 +22,7 @@ from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.partition import Dataflow, Partition, dataflow, partition
+from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.scoping import module_paths, scopes_by_module
 from whale.graph.values import Value, needs_grad, resolve
 from whale.ir.program import Returns
@@ -34,10 +35,7 @@ from whale.strategies.placing import Report, batch_placeholders, place_time
 from whale.strategies.rules.registry import rule_of
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["LOW_PRECISIONS", "Traced", "main_dtype", "precision_of", "trace"]
-
-LOW_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The precisions of ``torch.autocast``, by name."""
+__all__ = ["Traced", "main_dtype", "precision_of", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)

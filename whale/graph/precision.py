@@ -23,9 +23,12 @@ from whale.graph.canonical import emit
 from whale.graph.capture_checks import located, place_of_node
 from whale.graph.composites import inline_parts, parts_of
 
-__all__ = ["Autocast", "autocast_around", "under_autocast", "write_casts"]
+__all__ = ["LOW_PRECISIONS", "Autocast", "autocast_around", "under_autocast", "write_casts"]
 
 aten = torch.ops.aten
+
+LOW_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precisions of ``torch.autocast``, by name."""
 
 
 class Autocast(NamedTuple):

@@ -36,7 +36,7 @@ from whale.ir.module_pattern import ModulePattern
 from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
 from whale.ir.schedule import SCHEDULES, check_devices
-from whale.ir.strategy import Role, Strategy, check_nesting, divides_batch, parse_strategy
+from whale.ir.strategy import Recompute, Role, Strategy, check_nesting, divides_batch, parse_strategy
 from whale.ir.workload import Prediction, Workload
 
 __all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage"]
@@ -89,6 +89,12 @@ Schedule = Annotated[
 ]
 Share = int | float
 
+Autocast = Literal["fp32", "bf16", "fp16"]
+"""The precisions of ``parallelize``."""
+
+_LATER = frozenset(("precision", "recompute"))
+"""Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
+
 
 class PlanAxis(Record):
     """One axis of a stage's mesh.
@@ -132,11 +138,15 @@ class PlanAxis(Record):
 class PlanStage(Record):
     """The devices of a stage: its ranks, row-major over its axes, from the outermost axis to the innermost.
 
-    Without ``axes`` the annotations decide them.
+    Attributes:
+        ranks: of its devices.
+        axes: of its mesh; None: the annotations decide them.
+        recompute: what its backward computes again, as ``parallelize`` takes it; None: as that says.
     """
 
     ranks: Annotated[Ranks, Field(min_length=1)]
     axes: Annotated[tuple[PlanAxis, ...] | None, Field(strict=False)] = None
+    recompute: Recompute | None = None
 
     @model_validator(mode="after")
     def _check(self) -> PlanStage:
@@ -211,6 +221,7 @@ class Plan(FileRecord):
         batch: rows of the global batch; None: any.
         micro_batches: parts of the batch that a pipeline works on at a time; see `micro_batch_rows`.
         schedule: as ``parallelize`` takes it.
+        precision: as ``parallelize`` takes it; None: as that says.
         annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
         stages: of the pipeline, in order; empty: the annotations decide.
@@ -226,6 +237,7 @@ class Plan(FileRecord):
     batch: Annotated[int, Field(ge=1, le=2**40)] | None = None
     micro_batches: Annotated[int, Field(ge=1, le=2**40)] = 1
     schedule: Schedule = "1f1b"
+    precision: Autocast | None = None
     annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
     assumptions: Annotated[tuple[Annotated[str, StringConstraints(max_length=400)], ...], Field(strict=False)] = ()
@@ -316,7 +328,7 @@ class Plan(FileRecord):
     def digest(self) -> str:
         """A hash of all decisions, without the prediction."""
         decided = self.model_dump(mode="json", exclude={"assumptions", "prediction", "workload", "predicted"})
-        return hash_of(decided)
+        return hash_of(_without_later(decided))
 
     @property
     def prediction_is_current(self) -> bool:
@@ -346,15 +358,26 @@ class Plan(FileRecord):
                 f"torchrun with {self.world_size} processes in total, or make a plan for {world_size}"
             )
 
-    def check_options(self, *, micro_batches: int | None, schedule: str | None) -> None:
-        """Refuse arguments that contradict the plan."""
-        for name, given, planned in (
-            ("micro_batches", micro_batches, self.micro_batches),
-            ("schedule", schedule, self.schedule),
+    def check_options(
+        self,
+        *,
+        micro_batches: int | None,
+        schedule: str | None,
+        precision: str | None = None,
+        recompute: str | None = None,
+    ) -> None:
+        """Refuse arguments that contradict the plan. Where it leaves the precision or the rule of a stage open, any
+        does; and ``recompute="auto"`` is what it says, where it says something."""
+        rules = [(f"stages.{index}.recompute", stage.recompute) for index, stage in enumerate(self.stages)]
+        for name, given, field, planned in (
+            ("micro_batches", micro_batches, "micro_batches", self.micro_batches),
+            ("schedule", schedule, "schedule", self.schedule),
+            ("precision", precision, "precision", self.precision),
+            *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
         ):
-            if given is not None and given != planned:
+            if None not in (given, planned) and given != planned:
                 raise PlanMismatchError(
-                    f"the plan's {name} is {planned!r}, but {name}={given!r} was given; leave the argument out, or "
+                    f"the plan's {field} is {planned!r}, but {name}={given!r} was given; leave the argument out, or "
                     "change the plan"
                 )
 
@@ -403,6 +426,16 @@ class Plan(FileRecord):
                 f"the plan's stages are on ranks {planned}, but the model's are on {found}; annotate the model as it "
                 "was when the plan was made, or make a new plan"
             )
+
+
+def _without_later(data: Any) -> Any:
+    """Plain data without fields of `_LATER` that say nothing."""
+    if isinstance(data, list):
+        return [_without_later(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    said = {name: item for name, item in data.items() if item is not None or name not in _LATER}
+    return {name: _without_later(item) for name, item in said.items()}
 
 
 def hash_of(data: object) -> str:

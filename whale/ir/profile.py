@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from whale.ir.cluster import DTYPES
 from whale.ir.json_text import format_json
 from whale.ir.record import FileRecord, Record
+from whale.ir.strategy import Recompute
 
 __all__ = [
     "Affine",
@@ -30,6 +31,7 @@ __all__ = [
     "MeasuredRate",
     "MeasuredTimes",
     "ModelProfile",
+    "RuleCosts",
     "Saved",
 ]
 
@@ -84,6 +86,7 @@ class Kernel(Record):
         causal: of an attention: only half of the scores count.
         attention: whether it belongs to the core of an unfused attention (scores to context), which selective
             recomputation repeats and a fused kernel would replace.
+        again: the mildest rule under which Whale's backward runs it again; ``always`` in a checkpoint of torch.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Kernel(Record):
     expert: bool = False
     causal: bool = False
     attention: bool = False
+    again: Literal["never", "always", "selective", "full"] = "never"
 
 
 class Communication(Record):
@@ -129,6 +133,20 @@ class Saved(Record):
     input: bool = False
 
 
+class RuleCosts(Record):
+    """Memory of a layer whose backward computes values again, as Whale runs it.
+
+    Attributes:
+        rule: that says what is kept; ``none`` where the model has checkpoints of torch.
+        kept: activations of each micro-batch between forward and backward.
+        working: temporary memory besides, as in `LayerVariant`.
+    """
+
+    rule: Recompute
+    kept: Amount
+    working: tuple[Amount, ...] = ()
+
+
 class LayerVariant(Record):
     """A kind of layer at one tensor degree, on one device of the tensor group.
 
@@ -148,6 +166,7 @@ class LayerVariant(Record):
         sent_share: the part of the layer's output that a device has where a stage ends with it, and of whose gradient
             it needs no more.
         sizes: elements of each trainable parameter, in the order of the forward; none if unknown.
+        rules: memory under each rule that changes it; under others it is that of ``saved`` and ``working``.
     """
 
     tensor_degree: Annotated[int, Field(ge=1)]
@@ -164,6 +183,7 @@ class LayerVariant(Record):
     largest: NonNegative = 0
     sent_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     sizes: tuple[NonNegative, ...] = ()
+    rules: tuple[RuleCosts, ...] = ()
 
 
 class MeasuredTimes(Record):
@@ -310,6 +330,9 @@ class ModelProfile(FileRecord):
         rates: measured rates of devices.
         tied: groups of layers (positions) that share a parameter, with its elements.
         refused: tensor degrees over which the model cannot be split, with the reason; no kind has a variant for them.
+        rules: what a backward may compute again, of which kinds of layers have the costs.
+        autocast: the precision of ``torch.autocast`` under which the model was captured; empty: none. Elements are then
+            those in the dtype of its parameters.
     """
 
     format_version: Literal[1] = 1
@@ -327,6 +350,8 @@ class ModelProfile(FileRecord):
     rates: tuple[MeasuredRate, ...] = ()
     tied: tuple[tuple[tuple[Count, ...], NonNegative], ...] = ()
     refused: tuple[tuple[Count, str], ...] = ()
+    rules: tuple[Recompute, ...] = ("none",)
+    autocast: Literal["", "bf16", "fp16"] = ""
 
     def chain(self) -> Iterator[LayerKind]:
         """The kind of every layer, in order."""

@@ -15,12 +15,14 @@ from typing import Literal, NamedTuple, get_args
 from whale.errors import AnnotationError
 
 __all__ = [
+    "RECOMPUTES",
     "REPLICAS",
     "SHARDS",
     "Along",
     "DeviceSelection",
     "Kind",
     "Layout",
+    "Recompute",
     "RegionRole",
     "Role",
     "Scope",
@@ -46,6 +48,13 @@ REPLICAS: Role = "replicate"
 SHARDS: Role = "split"
 
 Layout = Literal["all", "row", "average", "ranks", "type", "name"]
+
+Recompute = Literal["none", "selective", "full"]
+"""Rule for what a backward computes again, in place of keeping it: nothing, all but products and attention, or all of a
+layer but its inputs."""
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""From the one that keeps most to the one that keeps least."""
 
 MAX_DIMS = 64
 """Largest number of dims of a tensor in PyTorch."""
@@ -144,15 +153,19 @@ class Strategy:
         dim: only for ``split``: the dim of the region's input along which its operators are split; None: their matrices
             are split.
         devices: only for ``cluster``.
+        recompute: only for ``stage``: what its backward computes again; None: as is said for the whole model.
 
     >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
     split(4) split(2, dim=1) stage()
+    >>> print(Strategy(kind="stage", degree=2, recompute="full"))
+    stage(2, recompute='full')
     """
 
     kind: Kind
     degree: int | None = None
     dim: int | None = None
     devices: DeviceSelection | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -172,6 +185,16 @@ class Strategy:
                 raise AnnotationError(
                     f"split(dim={self.dim!r}): the dim is a whole number that a tensor may have, as in "
                     "whale.split(2, dim=1) for the second dim of what comes into the region"
+                )
+        if self.recompute is not None:
+            if self.kind != "stage":
+                raise AnnotationError(
+                    f"{self.kind}(recompute={self.recompute!r}): only a stage has a rule of its own; "
+                    "parallelize(recompute=...) is for the whole model"
+                )
+            if self.recompute not in RECOMPUTES:
+                raise AnnotationError(
+                    f"stage(recompute={self.recompute!r}): unknown rule; use {', '.join(map(repr, RECOMPUTES))}"
                 )
 
     @property
@@ -210,12 +233,14 @@ class Strategy:
             return str(self.devices)
         given = [str(self.degree)] if self.degree is not None else []
         given += [f"dim={self.dim}"] if self.dim is not None else []
+        given += [f"recompute={self.recompute!r}"] if self.recompute is not None else []
         return f"{self.kind}({', '.join(given)})"
 
 
 _WRITTEN = re.compile(
     r"(?P<kind>replicate|split|stage)"
-    r"\((?P<degree>[1-9][0-9]{0,5})?((?(degree), )dim=(?P<dim>0|-?[1-9][0-9]?))?\)"
+    r"\((?P<degree>[1-9][0-9]{0,5})?((?(degree), )dim=(?P<dim>0|-?[1-9][0-9]?))?"
+    r"((?(degree), )recompute=(?P<quote>['\"]?)(?P<recompute>[a-z]{1,20})(?P=quote))?\)"
 )
 
 
@@ -233,13 +258,14 @@ def parse_strategy(text: str) -> Strategy:
     found = _WRITTEN.fullmatch(text)
     if found is None:
         raise AnnotationError(
-            f"{text[:60]!r} is no strategy; write replicate(), split() or stage(), with or without a number, or "
-            "split(2, dim=1)"
+            f"{text[:60]!r} is no strategy; write replicate(), split() or stage(), with or without a number, "
+            "split(2, dim=1), or stage(recompute='full')"
         )
     return Strategy(
         kind=found["kind"],  # type: ignore[arg-type]
         degree=int(found["degree"]) if found["degree"] else None,
         dim=int(found["dim"]) if found["dim"] else None,
+        recompute=found["recompute"],  # type: ignore[arg-type]
     )
 
 
@@ -322,7 +348,7 @@ def cut_at_stage(path: ScopePath) -> StageCut:
 
 
 def encode_scopes(path: ScopePath) -> str:
-    """*path* as a line of JSON, the form in which graph nodes carry it.
+    """*path* as a line of JSON, the form in which graph nodes carry it; options that few strategies have come last.
 
     >>> encode_scopes((Scope(strategy=Strategy(kind="split", degree=4), region="lm_head"),))
     '[["split",4,null,null,"lm_head"]]'
@@ -331,7 +357,8 @@ def encode_scopes(path: ScopePath) -> str:
     for scope in path:
         devices = scope.strategy.devices
         chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
-        rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region])
+        more = [] if scope.strategy.recompute is None else [scope.strategy.recompute]
+        rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
     return json.dumps(rows, separators=(",", ":"))
 
 
@@ -343,14 +370,16 @@ def decode_scopes(text: str) -> ScopePath:
     """
     try:
         path: list[Scope] = []
-        for kind, degree, dim, chosen, region in json.loads(text):
+        for kind, degree, dim, chosen, region, *more in json.loads(text):
             devices = None
             if chosen is not None:
                 layout, number, ranks, label = chosen
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            path.append(Scope(strategy=Strategy(kind=kind, degree=degree, dim=dim, devices=devices), region=region))
+            recompute = more[0] if more else None
+            strategy = Strategy(kind=kind, degree=degree, dim=dim, devices=devices, recompute=recompute)
+            path.append(Scope(strategy=strategy, region=region))
     except (ValueError, TypeError, RecursionError) as error:
         raise AnnotationError(f"not an encoded scope path: {text[:200]!r} ({error})") from error
     return tuple(path)

@@ -14,7 +14,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.cost.layer_cost import LayerCosts
 from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.optimizers import Optimizer
-from whale.planner.cost.precision import precision_named
+from whale.planner.cost.precision import Precision, executed
 from whale.planner.network.communication import CommunicationCost, collective
 from whale.planner.network.topology import Topology
 from whale.predict.layer_parts import Part
@@ -42,7 +42,12 @@ class Costs:
 
     @cached_property
     def _of_layers(self) -> LayerCosts:
-        return LayerCosts(profile=self.profile, precision=precision_named(self.precision), optimizer=self.optimizer)
+        return LayerCosts(profile=self.profile, precision=self.number, optimizer=self.optimizer)
+
+    @cached_property
+    def number(self) -> Precision:
+        """The precision of the run."""
+        return executed(self.precision, self.profile.autocast)
 
     @cached_property
     def topology(self) -> Topology:
@@ -55,7 +60,7 @@ class Costs:
         type_ = self.cluster.devices[rank].type
         key = (kind, type_.name, part)
         if key not in self._layers:
-            self._layers[key] = self._of_layers.seconds_of_part(
+            self._layers[key] = self._of_layers.under(part.recompute).seconds_of_part(
                 kind, type_, part.fraction, part.expert, part.rows, self.micro_batches
             )
         return self._layers[key]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.compile.compilation import Compilation
+from whale.graph.capture_checks import is_checkpointed, layer_of
 from whale.graph.values import value_name, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.program import Program
@@ -71,6 +72,8 @@ def fingerprint(compilation: Compilation, rank: int, program: Program, clock: RN
             tuple(stage.mutated),
             tuple(known.local_program(local, given) for local in compilation.local_programs(stage, rank, clock)),
             tuple(known.fold(compilation, fold) for fold in compilation.folds.get(stage.index, ())),
+            stage.recompute,
+            _regions(compilation, stage, rank, clock, known) if compilation.computes_again else (),
         )
         for stage in stages
     )
@@ -84,8 +87,22 @@ def sketch(compilation: Compilation, rank: int, program: Program, clock: RNGPosi
     for stage in _stages(compilation, rank):
         known.number("stage", stage.index)
         lines = [tuple(sorted(stage.mesh.group(axis, rank))) for axis in range(len(stage.mesh.axes))]
-        computed.append((stage.origin, stage.mesh.coordinates(rank), *(known.number("ranks", line) for line in lines)))
+        groups = (known.number("ranks", line) for line in lines)
+        computed.append((stage.origin, stage.mesh.coordinates(rank), stage.recompute, *groups))
     return _fingerprint(compilation, rank, program, known, (tuple(computed), compilation.rows, clock))
+
+
+def _regions(
+    compilation: Compilation, stage: PlacedStage, rank: int, clock: RNGPosition | None, known: _Numbers
+) -> Hashable:
+    """For each operator of a stage's programs the layer it is in, and whether it is in a checkpoint: in these regions
+    values are computed again."""
+    programs = {id(one): one for one in compilation.local_programs(stage, rank, clock)}
+    sources = [node.meta.get("source") for one in programs.values() for node in one.micro_batch.code.graph.nodes]
+    return tuple(
+        (known.number("layer", layer_of(node)), is_checkpointed(node)) if isinstance(node, fx.Node) else None
+        for node in sources
+    )
 
 
 def _stages(compilation: Compilation, rank: int) -> list[PlacedStage]:

@@ -14,7 +14,7 @@ from whale.compile.compilation import Compilation
 from whale.errors import UsageError
 from whale.graph.capture_checks import module_of
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import RegionRole, divides_batch, shards_operators
+from whale.ir.strategy import Recompute, RegionRole, divides_batch, shards_operators
 from whale.strategies.layout import unit_shares
 from whale.strategies.lowering import PlacedStage
 
@@ -23,12 +23,13 @@ __all__ = ["Part", "StageLayers", "stage_layers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A rank's shard of a layer: the rows of a micro-batch, the fraction of a split, and the number of ranks over which
-    only its experts are split."""
+    """A rank's shard of a layer: the rows of a micro-batch, the fraction of a split, the number of ranks over which
+    only its experts are split, and what its backward computes again."""
 
     rows: int
     fraction: float
     expert: int = 1
+    recompute: Recompute = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def _parts(
                 expert *= stage.mesh.shape[axis] if shards_operators(other) else 1
             else:
                 fraction *= shares[axis][at] / sums[axis]
-        return Part(rows=rows, fraction=fraction, expert=expert)
+        return Part(rows=rows, fraction=fraction, expert=expert, recompute=stage.recompute)
 
     found = {}
     for rank in stage.mesh.ranks:

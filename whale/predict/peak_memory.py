@@ -377,8 +377,7 @@ class _Trial:
             programs = {id(one): fused(one) if self.device == "cuda" else one for one in stage.programs}
             own = [programs[id(one)] for one in stage.programs]
             where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
-            options: dict[str, Any] = {"in_parts": _splits(program), "recompute": self.compilation.recompute}
-            own = with_derivatives(self.compilation.captured, *where, own, cpu, **options)
+            own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=_splits(program))
             stages.append(replace(stage, programs=tuple(own)))
         return replace(data, stages=tuple(stages))
 

@@ -7,13 +7,15 @@ Nothing is allocated and no process group is needed. `whale.predict.workload` ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from whale.compile.compilation import Compilation
-from whale.ir.workload import Prediction, Workload
+from whale.ir.cluster import Cluster
+from whale.ir.workload import DeviceMemory, Prediction, Workload
 from whale.planner.cost.layers import forward_flops
-from whale.planner.cost.precision import precision_named
+from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.step import step
 from whale.planner.simulation.recurrence import Timing
 from whale.planner.simulation.simulate import simulate_alike
@@ -21,11 +23,11 @@ from whale.planner.simulation.timeline import Timeline
 from whale.predict.costs import Costs
 from whale.predict.device_memory import device_memory, peak_memories
 from whale.predict.layer_parts import stage_layers
-from whale.predict.peak_memory import PeakMemory, peak_memory
+from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory, peak_memory
 from whale.predict.workload import workload_of
 from whale.runtime.random import RNGPosition
 
-__all__ = ["Predicted", "predict"]
+__all__ = ["Predicted", "predict", "predicted_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +56,36 @@ def predict(
         UsageError: the profile is not of this model, or the cluster does not say how ranks are linked.
     """
     layers = stage_layers(compilation, costs.profile)
-    held = peak_memories(
-        compilation,
-        schedule=schedule,
-        optimizer=costs.optimizer,
-        device=costs.device,
-        clock=clock,
-        memory_of=memory_of,
-    )
+    options: dict[str, Any] = {"schedule": schedule, "optimizer": costs.optimizer, "device": costs.device}
+    held = peak_memories(compilation, **options, clock=clock or _clock(compilation), memory_of=memory_of)
     workload, measured = workload_of(compilation, costs, layers, held, schedule)
     timeline = simulate_alike(workload)
-    memory = tuple(device_memory(costs.cluster, rank, held[rank]) for rank in sorted(held))
+    memory = _on_devices(costs.cluster, held)
     prediction = step(
         Timing.of(timeline),
         devices=Counter(device.type for device in costs.cluster.devices),
-        precision=precision_named(costs.precision),
+        precision=costs.number,
         flops=3.0 * sum(compilation.rows) * sum(map(forward_flops, costs.profile.chain())),
         memory=memory,
         measured=measured,
     )
     return Predicted(prediction=prediction, workload=workload, timeline=timeline)
+
+
+def predicted_memory(
+    compilation: Compilation, cluster: Cluster, *, schedule: str, optimizer: Optimizer, device: Device
+) -> tuple[DeviceMemory, ...]:
+    """Predict what every device of *cluster* holds in the compiled step, as `predict` does; no profile is needed."""
+    options: dict[str, Any] = {"schedule": schedule, "optimizer": optimizer, "device": device}
+    held = peak_memories(compilation, **options, clock=_clock(compilation), memory_of=brief_peak_memory)
+    return _on_devices(cluster, held)
+
+
+def _on_devices(cluster: Cluster, held: Mapping[int, PeakMemory]) -> tuple[DeviceMemory, ...]:
+    return tuple(device_memory(cluster, rank, held[rank]) for rank in sorted(held))
+
+
+def _clock(compilation: Compilation) -> RNGPosition | None:
+    """The position of masks where backwards compute values again: those that are drawn by position are not kept."""
+    alone = len(compilation.rows) == 1 and len({r for stage in compilation.stages for r in stage.mesh.ranks}) == 1
+    return None if alone or not compilation.computes_again else RNGPosition(0)
