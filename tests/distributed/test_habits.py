@@ -505,3 +505,48 @@ def test_modules_that_are_not_captured_are_refused_by_name(ranks: Two) -> None:
         assert "0 is compiled by torch.jit" in scripted
         assert "0 has no weight yet: run a batch through the model before parallelize" in lazy
         assert "0 has computed weight in a hook" in normed
+
+
+# --- the local model after parallelize --------------------------------------------------------------------------------
+
+
+def write_into_the_local_model(world: World, kind: str) -> dict[str, str]:
+    """Refusals of a script that goes on with the local model."""
+    found: dict[str, str] = {}
+
+    def after(name: str, change: Callable[[nn.Module, Any], object], steps: int = 1) -> None:
+        local = annotated(kind)
+        model = whale.parallelize(local, tokens(), device="cpu", timeout_seconds=20)
+        for _ in range(steps):
+            model.train_step(**tokens())
+        change(local, model)
+        found[name] = refusal(lambda: model.train_step(**tokens()))
+
+    after("state", lambda local, model: local.load_state_dict(decoder(layers=2).state_dict()))
+    after("data", lambda local, model: [p.data.mul_(2.0) for p in local.parameters()], steps=0)
+    after("freeze", lambda local, model: local.get_submodule("layers.0").requires_grad_(False))
+    after("move", lambda local, model: local.to("cpu"))
+    after("cast", lambda local, model: local.to(torch.bfloat16))
+
+    def generate(local: nn.Module, model: Any) -> None:
+        local.load_state_dict(model.full_state_dict())
+        local.eval()
+
+    after("generate", generate)
+    return found
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_changes_of_the_local_model_s_tensors_act_or_are_refused(ranks: Two, kind: str) -> None:
+    for found in ranks.run(write_into_the_local_model, kind):
+        assert not found["move"]
+        assert found["cast"]
+        if kind == "replicate":  # the tensors are those of both
+            assert not found["state"] + found["data"] + found["freeze"]
+            assert "eval() was called of the local model after parallelize" in found["generate"]
+        else:
+            assert not found["generate"]
+            assert "of the local model after parallelize" in found["state"]
+            assert "model.load_full_state_dict(state)" in found["state"]
+            assert "of the local model after parallelize" in found["data"]
+            assert "after parallelize" in found["freeze"]

@@ -152,26 +152,33 @@ def _casts_of(node: fx.Node, inputs: list[fx.Node], state: Autocast) -> tuple[tu
     mode = next((x.fake_mode for x in pytree.tree_leaves(values) if isinstance(x, FakeTensor)), None)
     target: Any = node.target
 
-    def recorded(own: Autocast) -> _Recorder:
-        with mode, torch.no_grad(), under_autocast(own), _Recorder() as recorder:  # type: ignore[union-attr]
-            target(*args, **kwargs)
+    def recorded(own: Autocast, cast: Mapping[int, torch.dtype] = {}) -> _Recorder | None:
+        given = pytree.tree_map_only(Tensor, lambda x: x.to(cast.get(id(x), x.dtype)), (args, kwargs))
+        try:
+            with torch.no_grad(), under_autocast(own), _Recorder() as recorder:
+                target(*given[0], **given[1])
+        except (RuntimeError, TypeError):  # tensors of several dtypes
+            return None
         return recorder
 
     if mode is None:
         return ()
-    found = recorded(state._replace(remembers=False))
-    if not found.casts:
-        return ()
-    try:
-        without = recorded(state._replace(dtype=None))
-    except (RuntimeError, TypeError):  # tensors of several dtypes
-        without = None
-    if without is not None and without.calls == found.calls:  # it casts by itself
-        return ()
-    places = [next((i for i, value in enumerate(values) if value is x), None) for x, _ in found.casts]
-    if None in places:
-        return None
-    return tuple((place, dtype) for place, (_, dtype) in zip(places, found.casts, strict=True) if place is not None)
+    with mode:
+        found = recorded(state._replace(remembers=False))
+        if found is None or not found.casts:
+            return ()
+        places = [next((i for i, value in enumerate(values) if value is x), None) for x, _ in found.casts]
+        num = next((i for i, place in enumerate(places) if place is None), len(places))
+        for first in range(num + 1):  # those of autocast come first; what follows the operator does by itself
+            cast = {id(x): dtype for x, dtype in found.casts[:first]}
+            without = recorded(state._replace(dtype=None), cast)
+            if without is not None and [*found.calls[:first], *without.calls] == found.calls:
+                num = first
+                break
+        else:
+            if num < len(places):
+                return None
+    return tuple((place, dtype) for place, (_, dtype) in zip(places[:num], found.casts, strict=False))  # type: ignore[misc]
 
 
 def _cast_input(

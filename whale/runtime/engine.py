@@ -232,20 +232,20 @@ class Engine:
         def run(factor: float) -> None:
             step.executor.run(train, loss.begin, scale * factor)
 
-        self.loss_scaler.run([x for x in self.tensors.values() if x.requires_grad], run, self._on_any_rank)
+        self.loss_scaler.run([x for x in self.tensors.values() if x.requires_grad], run, self._largest)
 
-    def _on_any_rank(self, flag: Tensor) -> bool:
-        """Whether a flag is set on some rank. All ranks must call it.
+    def _largest(self, number: Tensor) -> int:
+        """The largest of a number of each rank. All ranks must call it.
 
         Raises:
             WorkerError: a rank did not come within the timeout.
         """
-        found = flag.to(self.world.device, torch.int32)
+        found = number.to(self.world.device, torch.int32)
         if self.world.size > 1:
             work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.loss_group, async_op=True)
             assert work is not None
             self.world.failures.wait(work, "whether all gradients are finite", range(self.world.size))
-        return bool(found)
+        return int(found)
 
     def _output(self, step: CompiledStep, to: int | None) -> Any:
         assert step.outputs is not None

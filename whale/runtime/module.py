@@ -20,6 +20,7 @@ from whale.ir import range_names
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.engine import Engine, Result
+from whale.runtime.local_watch import LocalWatch
 from whale.runtime.precision import LossScaler, without_autocast
 from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
@@ -179,11 +180,13 @@ class ParallelModule(nn.Module):
         to: int | None,
         scale: float | Tensor = 1.0,
     ) -> Result:
-        engine, watch = self._whale.engine, self._whale.watch
+        engine, watch, local = self._whale.engine, self._whale.watch, self._whale.local
         watch.check()
-        modes = tuple([module.training for module in watch.modules]) if train else ()
+        modes = watch.modes() if train else ()
         modes = modes if True in modes else ()
         changes = self._whale.attributes.changes()
+        if local.is_alive:
+            local.check(watch, self._whale.attributes, train=train)
         name = range_names.TRAIN_STEP if train else range_names.FORWARD_STEP
         with named(name), without_autocast(engine.world.device, engine.precision):
             return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
@@ -205,6 +208,7 @@ class ParallelModule(nn.Module):
         if to not in ("all", "rank0"):
             raise UsageError(f"to is {to!r}; it can be 'all' or 'rank0'")
         engine = self._whale.engine
+        self._whale.local.is_read = True
         names = sorted({**engine.shards, **engine.buffers})
         whole = dict(engine.whole(engine.tensors, names, None if to == "all" else 0))
         return {name: whole[first] for name, first in engine.aliases.items() if first in whole}
@@ -239,6 +243,7 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's tensors under the local model's names: plain ones where every rank has the whole tensor, else
         :class:`ShardTensor`, which ``torch.distributed.checkpoint`` saves and loads, and ``torch.save`` refuses."""
+        self._whale.local.is_read = True
         state = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars"):
             return state
@@ -397,17 +402,23 @@ class _Done(torch.autograd.Function):
 
 class Inner(NamedTuple):
     """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
-    arguments of a step, ``arguments`` are the names of those of the local model's forward."""
+    arguments of a step, ``arguments`` are the names of those of the local model's forward, ``local`` looks at that
+    model, which a script may still have."""
 
     engine: Engine
     watch: Watch
     leaves: Callable[..., dict[str, Any]]
     attributes: Attributes
     arguments: frozenset[str]
+    local: LocalWatch
 
 
 def parallel_module(
-    template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]], sources: Sources
+    template: nn.Module,
+    engine: Engine,
+    leaves: Callable[..., dict[str, Any]],
+    sources: Sources,
+    local: nn.Module,
 ) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
@@ -416,6 +427,7 @@ def parallel_module(
         engine: its tensors are those of the modules, by first name; what it has not is absent.
         leaves: makes a batch by leaf name of the arguments of a step.
         sources: what the code of the model names.
+        local: the model that the script gave.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -432,7 +444,8 @@ def parallel_module(
     arguments = frozenset(inspect.signature(type(template).forward).parameters)
     ranks = frozenset(range(engine.world.size))
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
-    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments)
+    seen = LocalWatch(local, sources, engine.tensors)
+    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen)
     found: ParallelModule = made
     return found
 

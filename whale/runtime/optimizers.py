@@ -99,6 +99,10 @@ def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for engine in _engines:
+        if engine.loss_scaler is not None:
+            own = {id(x) for x in engine.tensors.values()}
+            engine.loss_scaler.skip(p for g in optimizer.param_groups for p in g["params"] if id(p) in own)
     num = sum([len(group["params"]) for group in optimizer.param_groups])
     if _checked.get(optimizer) == num or optimizer in _trials:
         return
