@@ -550,3 +550,53 @@ def test_changes_of_the_local_model_s_tensors_act_or_are_refused(ranks: Two, kin
             assert "model.load_full_state_dict(state)" in found["state"]
             assert "of the local model after parallelize" in found["data"]
             assert "after parallelize" in found["freeze"]
+
+
+# --- what one rank does alone -----------------------------------------------------------------------------------------
+
+
+def act_on_rank_1(world: World, kind: str, batch: str) -> dict[str, str]:
+    """Refusals of the step after something that one rank does alone."""
+    found: dict[str, str] = {}
+    share = {name: x[world.rank * 2 :][:2] for name, x in tokens(4).items()} if batch == "local" else tokens(4)
+
+    def alone(name: str, act: Callable[[Any, Any], object], then: Callable[[Any], object] | None = None) -> None:
+        model = whale.parallelize(annotated(kind), tokens(4), device="cpu", timeout_seconds=20, batch=batch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.train_step(**share)
+        if world.rank:
+            act(model, optimizer)
+        optimizer.step()
+        step = then if then and world.rank else lambda model: model.train_step(**share)
+        found[name] = refusal(lambda: step(model))
+
+    clip = torch.nn.utils.clip_grad_norm_
+    if kind == "replicate":
+        alone("clip", lambda model, optimizer: clip(model.parameters(), 1.0))
+        alone("clip by value", lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1e-3))
+        alone("rate", lambda model, optimizer: optimizer.param_groups[0].update(lr=0.05))
+        alone("log", lambda model, _: torch.nn.utils.get_total_norm([x.grad for x in model.parameters()]))
+    alone("evaluate", lambda *_: None, lambda model: model.eval_step(**share))
+    alone("scale", lambda *_: None, lambda model: model.train_step(**share, scale=0.5))
+    alone("attribute", lambda model, _: setattr(model.layers[0], "heads", 2))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("replicate", "global"), ("replicate", "local"), ("split", "global")])
+def test_what_one_rank_does_alone_is_refused_on_all(ranks: Two, kind: str, batch: str) -> None:
+    for found in ranks.run(act_on_rank_1, kind, batch):
+        words = {
+            "evaluate": ("for train_step", "for eval_step"),
+            "scale": ("for train_step", "for train_step(scale=0.5)"),
+            "attribute": ("for train_step", "with layers.0.heads=2"),
+        }
+        if kind == "replicate":
+            assert found["log"] == ""
+            words |= {
+                "clip": ("for train_step", "after clip_grads_with_norm_(1)"),
+                "clip by value": ("for train_step", "after clip_grad_value_(0.001)"),
+                "rate": ("parameters that all ranks have differ on rank 1", "must be done on all ranks alike"),
+            }
+        for name, parts in words.items():
+            assert all(part in found[name] for part in parts), (name, found[name])
+            assert "rank 0" in found[name] and "rank 1" in found[name]

@@ -283,8 +283,9 @@ def set_an_attribute(world: World) -> tuple[float, float, str]:
 def test_attributes_act_at_the_next_step_and_are_equal_on_all_ranks(ranks: Two) -> None:
     for first, second, message in ranks.run(set_an_attribute):
         assert second == pytest.approx(first / 2, abs=1e-12)
-        assert "with temperature=" in message
-        assert "set attributes on all" in message
+        assert "with temperature=2.0, and rank 1" in message
+        assert "with temperature=3.0" in message
+        assert "set the same attributes" in message
 
 
 def cast_whole(world: World) -> list[str]:

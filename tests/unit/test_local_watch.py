@@ -1,4 +1,4 @@
-"""What a script changes on the local model after parallelize is refused, if it would have changed the training."""
+"""Changes of the local model after parallelize: refused, if they would have changed the training."""
 
 from __future__ import annotations
 
