@@ -116,7 +116,9 @@ class Attributes:
         self._root = ref(root)
         self._own = {id(module) for module in self._modules.values()}
         # Parameters and buffers, which recurrent layers have in lists too: steps read them, and update them.
-        self._states = {id(x) for x in [*root.parameters(), *root.buffers()]}
+        held = chain.from_iterable(module.__dict__.values() for module in self._modules.values())
+        elsewhere = (x for x in held if isinstance(x, nn.Parameter))  # of other ranks
+        self._states = {id(x) for x in [*root.parameters(), *root.buffers(), *elsewhere]}
         self._given: dict[int, frozenset[str]] = {}
         self._first: dict[_Name, Hashable] = before._first if before else self._tokens()
         self._ever: dict[_Name, None] = dict(before._ever) if before else {}

@@ -19,6 +19,7 @@ from whale.errors import UsageError
 from whale.ir import range_names
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
+from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine, Result
 from whale.runtime.local_watch import LocalWatch
 from whale.runtime.precision import LossScaler, without_autocast
@@ -441,6 +442,7 @@ def parallel_module(
             module.register_forward_pre_hook(functools.partial(_refuse_call, path))
     if engine.shards and not any(isinstance(tensor, nn.Parameter) for tensor in engine.tensors.values()):
         made.add_module("_idle", _Idle(engine.world.device))
+    _name_elsewhere(made, template, engine)
     arguments = frozenset(inspect.signature(type(template).forward).parameters)
     ranks = frozenset(range(engine.world.size))
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
@@ -448,6 +450,24 @@ def parallel_module(
     made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen)
     found: ParallelModule = made
     return found
+
+
+def _name_elsewhere(made: nn.Module, template: nn.Module, engine: Engine) -> None:
+    """Let scripts name parameters that this rank has no part of. Where modules keep parameters, there is None."""
+    first = {id(parameter): name for name, parameter in template.named_parameters()}
+    found: dict[str, Elsewhere] = {}
+    for path, module in made.named_modules():
+        for own, value in module._parameters.items():
+            if value is None and (like := template.get_submodule(path)._parameters[own]) is not None:
+                name = first[id(like)]
+                shard = engine.shard(name)
+                if name not in found:
+                    ranks = sorted(shard.parts)
+                    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                    meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+                    said = f"{name}, of which {who} has the values and rank {engine.world.rank} none"
+                    found[name] = Elsewhere(nn.Parameter(meta, requires_grad=like.requires_grad), said)
+                module.__dict__[own] = found[name]
 
 
 _classes: dict[type[nn.Module], type[ParallelModule]] = {}
