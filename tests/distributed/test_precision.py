@@ -330,6 +330,22 @@ def test_an_lstm_in_float32_trains(recompute: Recompute) -> None:
         assert torch.equal(gradients(model)[key], gradient), key
 
 
+def recur_in_stages(world: World) -> tuple[float, dict[str, Tensor]]:
+    model = seeded(Recurrent)()
+    whale.annotate(model, {"lstm": whale.stage(), "head": whale.stage()})
+    made = whale.parallelize(model, numbers(), device="cpu", precision="bf16")
+    return made.train_step(**numbers()).item(), made.full_gradients()
+
+
+def test_an_lstm_sends_what_its_kernel_returns_to_the_next_stage(ranks: Two) -> None:
+    local = seeded(Recurrent)()
+    expected = locally(local, numbers(), torch.bfloat16)
+    for loss, found in ranks.run(recur_in_stages):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for name, gradient in gradients(local).items():
+            assert torch.allclose(found[name], gradient, rtol=1e-2, atol=1e-4), name
+
+
 def accumulate(world: World, kind: str) -> dict[str, Tensor]:
     """Parameters after accumulations of which some have a call that overflows; see `accumulate_locally`."""
     model = decoder(layers=2).float()

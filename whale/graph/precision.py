@@ -72,8 +72,11 @@ def write_casts(graph: fx.Graph, around: Autocast, parameters: Mapping[str, str]
     """
     known: dict[Hashable, tuple[tuple[int, torch.dtype], ...] | None] = {}
     made: dict[Hashable, fx.Node] = {}
+    retyped = set[fx.Node]()
     for node in list(graph.nodes):
         state = _state_of(node, around)
+        if not retyped.isdisjoint(node.all_input_nodes) and _retype(node, state):
+            retyped.add(node)
         if node.op != "call_function" or state.dtype is None or not isinstance(node.target, torch._ops.OpOverload):
             continue
         inputs = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
@@ -93,7 +96,7 @@ def write_casts(graph: fx.Graph, around: Autocast, parameters: Mapping[str, str]
                     "it under torch.autocast(..., enabled=False)",
                     place_of_node(node),
                 )
-            inline_parts(graph, node, parts)
+            retyped |= inline_parts(graph, node, parts)
             continue
         for place, dtype in casts:
             _cast_input(graph, node, inputs[place], dtype, state, made, parameters)
@@ -107,6 +110,21 @@ def _state_of(node: fx.Node, around: Autocast) -> Autocast:
     if not enabled:
         return Autocast(device_type, None)
     return Autocast(device_type, dtype or torch.get_autocast_dtype(device_type), remembers)
+
+
+def _retype(node: fx.Node, state: Autocast) -> bool:
+    """Give a node whose inputs have other dtypes than they had its own; whether that is another.
+
+    A fake tensor does not always take the kernel that a real one takes, as an LSTM of oneDNN, which returns bfloat16.
+    """
+    before = node.meta.get("val")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    mode = next((x.fake_mode for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)), None)
+    if node.op != "call_function" or mode is None or not isinstance(before, Tensor):
+        return False
+    with mode, torch.no_grad(), under_autocast(state._replace(remembers=False)):
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return node.meta["val"].dtype != before.dtype
 
 
 _CASTS = {

@@ -63,7 +63,7 @@ class Elsewhere(Tensor):
             Tensor, lambda x: known[id(x)] if id(x) in known else Elsewhere(x, own[0].said), result
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its shape, and which ranks have it."""
         return f"<{tuple(self.like.shape)} {str(self.like.dtype).removeprefix('torch.')}: {self.said}>"
 
