@@ -103,6 +103,18 @@ def test_a_local_model_that_is_made_parallel_again_is_free() -> None:
     assert second.train_step(X).item() == pytest.approx(first.train_step(X).item() / 4)
 
 
+def test_a_compiled_model_is_taken_and_watched() -> None:
+    local: Any = Model()
+    local.second = torch.compile(local.second)
+    compiled: Any = torch.compile(local)
+    model = whale.parallelize(compiled, X, device="cpu")
+    expected = Model()(X).item()
+    assert model.train_step(X).item() == pytest.approx(expected, abs=1e-12)
+    local.eval()
+    with pytest.raises(UsageError, match="eval\\(\\) was called of"):
+        model.train_step(X)
+
+
 def test_the_local_model_is_not_kept() -> None:
     gc.collect()
     gc.disable()

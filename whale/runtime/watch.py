@@ -45,6 +45,8 @@ class Watch:
         modules = list(named.values())
         self.paths = list(named)
         self._dicts = [module.__dict__ for module in modules]
+        # Modules of torch.compile have that of the module inside.
+        self._with_mode = [next(m.__dict__ for m in module.modules() if "training" in m.__dict__) for module in modules]
         self._tables: list[Mapping[str, Any]] = [
             table for module in modules for table in (module._modules, module._parameters, module._buffers)
         ]
@@ -76,7 +78,7 @@ class Watch:
 
     def modes(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""
-        return tuple([attributes["training"] for attributes in self._dicts])
+        return tuple([attributes["training"] for attributes in self._with_mode])
 
     def is_same(self) -> bool:
         """Whether the modules are as they were."""
