@@ -505,3 +505,98 @@ def test_modules_that_are_not_captured_are_refused_by_name(ranks: Two) -> None:
         assert "0 is compiled by torch.jit" in scripted
         assert "0 has no weight yet: run a batch through the model before parallelize" in lazy
         assert "0 has computed weight in a hook" in normed
+
+
+# --- the local model after parallelize --------------------------------------------------------------------------------
+
+
+def write_into_the_local_model(world: World, kind: str) -> dict[str, str]:
+    """Refusals of a script that goes on with the local model."""
+    found: dict[str, str] = {}
+
+    def after(name: str, change: Callable[[nn.Module, Any], object], steps: int = 1) -> None:
+        local = annotated(kind)
+        model = whale.parallelize(local, tokens(), device="cpu", timeout_seconds=20)
+        for _ in range(steps):
+            model.train_step(**tokens())
+        change(local, model)
+        found[name] = refusal(lambda: model.train_step(**tokens()))
+
+    after("state", lambda local, model: local.load_state_dict(decoder(layers=2).state_dict()))
+    after("data", lambda local, model: [p.data.mul_(2.0) for p in local.parameters()], steps=0)
+    after("freeze", lambda local, model: local.get_submodule("layers.0").requires_grad_(False))
+    after("move", lambda local, model: local.to("cpu"))
+    after("cast", lambda local, model: local.to(torch.bfloat16))
+
+    def generate(local: nn.Module, model: Any) -> None:
+        local.load_state_dict(model.full_state_dict())
+        local.eval()
+
+    after("generate", generate)
+    return found
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_changes_of_the_local_model_s_tensors_act_or_are_refused(ranks: Two, kind: str) -> None:
+    for found in ranks.run(write_into_the_local_model, kind):
+        assert not found["move"]
+        assert found["cast"]
+        if kind == "replicate":  # the tensors are those of both
+            assert not found["state"] + found["data"] + found["freeze"]
+            assert "eval() was called of the local model after parallelize" in found["generate"]
+        else:
+            assert not found["generate"]
+            assert "of the local model after parallelize" in found["state"]
+            assert "model.load_full_state_dict(state)" in found["state"]
+            assert "of the local model after parallelize" in found["data"]
+            assert "after parallelize" in found["freeze"]
+
+
+# --- what one rank does alone -----------------------------------------------------------------------------------------
+
+
+def act_on_rank_1(world: World, kind: str, batch: str) -> dict[str, str]:
+    """Refusals of the step after something that one rank does alone."""
+    found: dict[str, str] = {}
+    share = {name: x[world.rank * 2 :][:2] for name, x in tokens(4).items()} if batch == "local" else tokens(4)
+
+    def alone(name: str, act: Callable[[Any, Any], object], then: Callable[[Any], object] | None = None) -> None:
+        model = whale.parallelize(annotated(kind), tokens(4), device="cpu", timeout_seconds=20, batch=batch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.train_step(**share)
+        if world.rank:
+            act(model, optimizer)
+        optimizer.step()
+        step = then if then and world.rank else lambda model: model.train_step(**share)
+        found[name] = refusal(lambda: step(model))
+
+    clip = torch.nn.utils.clip_grad_norm_
+    if kind == "replicate":
+        alone("clip", lambda model, optimizer: clip(model.parameters(), 1.0))
+        alone("clip by value", lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1e-3))
+        alone("rate", lambda model, optimizer: optimizer.param_groups[0].update(lr=0.05))
+        alone("log", lambda model, _: torch.nn.utils.get_total_norm([x.grad for x in model.parameters()]))
+    alone("evaluate", lambda *_: None, lambda model: model.eval_step(**share))
+    alone("scale", lambda *_: None, lambda model: model.train_step(**share, scale=0.5))
+    alone("attribute", lambda model, _: setattr(model.layers[0], "heads", 2))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("replicate", "global"), ("replicate", "local"), ("split", "global")])
+def test_what_one_rank_does_alone_is_refused_on_all(ranks: Two, kind: str, batch: str) -> None:
+    for found in ranks.run(act_on_rank_1, kind, batch):
+        words = {
+            "evaluate": ("for train_step", "for eval_step"),
+            "scale": ("for train_step", "for train_step(scale=0.5)"),
+            "attribute": ("for train_step", "with layers.0.heads=2"),
+        }
+        if kind == "replicate":
+            assert found["log"] == ""
+            words |= {
+                "clip": ("for train_step", "after clip_grads_with_norm_(1)"),
+                "clip by value": ("for train_step", "after clip_grad_value_(0.001)"),
+                "rate": ("parameters that all ranks have differ on rank 1", "must be done on all ranks alike"),
+            }
+        for name, parts in words.items():
+            assert all(part in found[name] for part in parts), (name, found[name])
+            assert "rank 0" in found[name] and "rank 1" in found[name]

@@ -283,8 +283,9 @@ def set_an_attribute(world: World) -> tuple[float, float, str]:
 def test_attributes_act_at_the_next_step_and_are_equal_on_all_ranks(ranks: Two) -> None:
     for first, second, message in ranks.run(set_an_attribute):
         assert second == pytest.approx(first / 2, abs=1e-12)
-        assert "with temperature=" in message
-        assert "set attributes on all" in message
+        assert "with temperature=2.0, and rank 1" in message
+        assert "with temperature=3.0" in message
+        assert "set the same attributes" in message
 
 
 def cast_whole(world: World) -> list[str]:
@@ -505,3 +506,46 @@ def pickled(world: World) -> str:
 def test_a_parallel_model_is_not_pickled(ranks: Two) -> None:
     for message in ranks.run(pickled):
         assert "save model.full_state_dict()" in message
+
+
+def name_parameters_of_modules(world: World) -> tuple[list[Any], float, str]:
+    """A script that names parameters by modules, of which each rank has some."""
+    local: Any = decoder(layers=2)
+    other = decoder(layers=2)
+    whale.annotate(other, {"layers.0": whale.stage(), "layers.1": whale.stage()})
+    model: Any = whale.parallelize(other, tokens(), device="cpu", timeout_seconds=20)
+    shapes = [tuple(model.embed.weight.shape), model.head.weight.numel(), model.layers[1].up.bias.dtype]
+    optimizers = []
+    for one in (local, model):
+        with torch.no_grad():
+            one.head.weight.data.mul_(0.5)
+            one.embed.weight.clamp_(-1.0, 1.0)
+            torch.nn.init.zeros_(one.layers[1].up.bias)
+        linear = [m for m in one.modules() if isinstance(m, torch.nn.Linear)]
+        groups = [
+            {"params": [m.weight for m in linear], "weight_decay": 0.1},
+            {"params": [m.bias for m in linear if m.bias is not None], "weight_decay": 0.0},
+            {"params": [one.embed.weight], "lr": 0.02},
+        ]
+        optimizers.append(torch.optim.AdamW(groups, lr=0.01, eps=1e-4))
+    for _ in range(3):
+        local(**tokens()).backward()
+        model.train_step(**tokens())
+        for one, optimizer in zip((local, model), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = model.full_state_dict()
+    error = max(float((whole[name] - x).abs().max()) for name, x in local.named_parameters())
+    state = optimizers[1].state_dict()
+    optimizers[1].load_state_dict(state)
+    copy.deepcopy(model)
+    return shapes, error, refusal(lambda: [model.head.weight.norm().item(), model.embed.weight.norm().item()])
+
+
+def test_parameters_of_other_stages_have_shapes_and_take_writes(ranks: Two) -> None:
+    for rank, (shapes, error, message) in enumerate(ranks.run(name_parameters_of_modules)):
+        assert shapes == [(32, 16), 512, torch.float64]
+        assert error < 1e-12
+        name = ("head.weight", "embed.weight")[rank]
+        assert f"needs values of {name}, of which rank {1 - rank} has the values and rank {rank} none" in message

@@ -131,10 +131,10 @@ def test_a_rank_with_fewer_batches_is_named_within_the_timeout(kind: str) -> Non
 def test_ranks_that_are_given_different_batches_do_not_hang(kind: str) -> None:
     with Ranks(2, TIMEOUT_SECONDS) as ranks:
         outcomes = ranks.outcomes(give_another_batch, kind, timeout=100)
-    for rank, outcome in enumerate(outcomes):
+    for outcome in outcomes:
         assert outcome.error.startswith("UsageError: "), outcome.traceback
-        assert f"rank {rank} was given a batch of tokens ({8 if rank == 0 else 6}, 6) int64, labels" in outcome.error
-        assert "for train_step, and another rank" in outcome.error
+        assert "rank 0 was given a batch of tokens (8, 6) int64, labels" in outcome.error
+        assert "for train_step, and rank 1 one of tokens (6, 6) int64, labels" in outcome.error
         assert "whale.shard_dataset" in outcome.error
 
 
@@ -146,8 +146,10 @@ def run_another_step(world: World) -> None:
 def test_ranks_that_run_different_steps_say_so() -> None:
     with Ranks(2, TIMEOUT_SECONDS) as ranks:
         outcomes = ranks.outcomes(run_another_step, timeout=100)
-    for outcome, step in zip(outcomes, ("train_step", "eval_step"), strict=True):
-        assert outcome.error.startswith("UsageError: ") and f"for {step}, and another rank" in outcome.error
+    for outcome in outcomes:
+        assert outcome.error.startswith("UsageError: ")
+        assert "for train_step, and rank 1 one of" in outcome.error
+        assert "for eval_step: all ranks take the same steps" in outcome.error
 
 
 # --- clusters and the default strategy --------------------------------------------------------------------------------

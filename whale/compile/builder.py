@@ -189,7 +189,8 @@ class Builder:
         if bring == "parts" and engine.local is not None:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
-        return parallel_module(self.template, engine, _leaves, Sources(*names_in_code(self.template, self.loss_fn)))
+        sources = Sources(*names_in_code(self.template, self.loss_fn))
+        return parallel_module(self.template, engine, _leaves, sources, model)
 
     def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
         """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""

@@ -85,8 +85,8 @@ def _without_writes(graph: fx.Graph) -> bool:
     return True
 
 
-def inline_parts(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
-    """Replace a call by its parts."""
+def inline_parts(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> set[fx.Node]:
+    """Replace a call by its parts; returns those that have its results in another dtype."""
     given = iter(leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node))
     values: dict[fx.Node, Any] = {}
     with graph.inserting_before(node):
@@ -98,13 +98,16 @@ def inline_parts(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
             else:
                 args, kwargs = fx.map_arg((part.args, part.kwargs), values.__getitem__)
                 values[part] = emit(graph, node, part.target, *args, **kwargs)
+    replaced = [(node, result)]
     if isinstance(result, (tuple, list)):
-        for user in list(node.users):
-            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
-            graph.erase_node(user)
-    else:
-        node.replace_all_uses_with(result)
-    graph.erase_node(node)
+        replaced = [(user, result[user.args[1]]) for user in node.users]  # type: ignore[index]
+    retyped = {new for old, new in replaced if new.meta["val"].dtype != old.meta["val"].dtype}
+    for old, new in replaced:
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+    if node not in dict(replaced):
+        graph.erase_node(node)
+    return retyped
 
 
 # Kernels

@@ -75,8 +75,11 @@ def write_casts(graph: fx.Graph, around: Autocast, parameters: Mapping[str, str]
     """
     known: dict[Hashable, tuple[tuple[int, torch.dtype], ...] | None] = {}
     made: dict[Hashable, fx.Node] = {}
+    retyped = set[fx.Node]()
     for node in list(graph.nodes):
         state = _state_of(node, around)
+        if not retyped.isdisjoint(node.all_input_nodes) and _retype(node, state):
+            retyped.add(node)
         if node.op != "call_function" or state.dtype is None or not isinstance(node.target, torch._ops.OpOverload):
             continue
         inputs = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
@@ -96,7 +99,7 @@ def write_casts(graph: fx.Graph, around: Autocast, parameters: Mapping[str, str]
                     "it under torch.autocast(..., enabled=False)",
                     place_of_node(node),
                 )
-            inline_parts(graph, node, parts)
+            retyped |= inline_parts(graph, node, parts)
             continue
         for place, dtype in casts:
             _cast_input(graph, node, inputs[place], dtype, state, made, parameters)
@@ -110,6 +113,21 @@ def _state_of(node: fx.Node, around: Autocast) -> Autocast:
     if not enabled:
         return Autocast(device_type, None)
     return Autocast(device_type, dtype or torch.get_autocast_dtype(device_type), remembers)
+
+
+def _retype(node: fx.Node, state: Autocast) -> bool:
+    """Give a node whose inputs have other dtypes than they had its own; whether that is another.
+
+    A fake tensor does not always take the kernel that a real one takes, as an LSTM of oneDNN, which returns bfloat16.
+    """
+    before = node.meta.get("val")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    mode = next((x.fake_mode for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)), None)
+    if node.op != "call_function" or mode is None or not isinstance(before, Tensor):
+        return False
+    with mode, torch.no_grad(), under_autocast(state._replace(remembers=False)):
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return node.meta["val"].dtype != before.dtype
 
 
 _CASTS = {
@@ -155,26 +173,33 @@ def _casts_of(node: fx.Node, inputs: list[fx.Node], state: Autocast) -> tuple[tu
     mode = next((x.fake_mode for x in pytree.tree_leaves(values) if isinstance(x, FakeTensor)), None)
     target: Any = node.target
 
-    def recorded(own: Autocast) -> _Recorder:
-        with mode, torch.no_grad(), under_autocast(own), _Recorder() as recorder:  # type: ignore[union-attr]
-            target(*args, **kwargs)
+    def recorded(own: Autocast, cast: Mapping[int, torch.dtype] = {}) -> _Recorder | None:
+        given = pytree.tree_map_only(Tensor, lambda x: x.to(cast.get(id(x), x.dtype)), (args, kwargs))
+        try:
+            with torch.no_grad(), under_autocast(own), _Recorder() as recorder:
+                target(*given[0], **given[1])
+        except (RuntimeError, TypeError):  # tensors of several dtypes
+            return None
         return recorder
 
     if mode is None:
         return ()
-    found = recorded(state._replace(remembers=False))
-    if not found.casts:
-        return ()
-    try:
-        without = recorded(state._replace(dtype=None))
-    except (RuntimeError, TypeError):  # tensors of several dtypes
-        without = None
-    if without is not None and without.calls == found.calls:  # it casts by itself
-        return ()
-    places = [next((i for i, value in enumerate(values) if value is x), None) for x, _ in found.casts]
-    if None in places:
-        return None
-    return tuple((place, dtype) for place, (_, dtype) in zip(places, found.casts, strict=True) if place is not None)
+    with mode:
+        found = recorded(state._replace(remembers=False))
+        if found is None or not found.casts:
+            return ()
+        places = [next((i for i, value in enumerate(values) if value is x), None) for x, _ in found.casts]
+        num = next((i for i, place in enumerate(places) if place is None), len(places))
+        for first in range(num + 1):  # those of autocast come first; what follows the operator does by itself
+            cast = {id(x): dtype for x, dtype in found.casts[:first]}
+            without = recorded(state._replace(dtype=None), cast)
+            if without is not None and [*found.calls[:first], *without.calls] == found.calls:
+                num = first
+                break
+        else:
+            if num < len(places):
+                return None
+    return tuple((place, dtype) for place, (_, dtype) in zip(places[:num], found.casts, strict=False))  # type: ignore[misc]
 
 
 def _cast_input(

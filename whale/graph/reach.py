@@ -202,6 +202,7 @@ class Named(NamedTuple):
         cells: variables of the functions around, each with a name.
         objects: other objects that compute, as a loss function with attributes.
         pieces: of names that are put together, as of ``getattr(self, f"layer{i}")``.
+        stored: names of attributes that the code sets.
     """
 
     names: frozenset[str]
@@ -209,6 +210,7 @@ class Named(NamedTuple):
     cells: tuple[tuple[str, CellType], ...]
     objects: tuple[Any, ...]
     pieces: frozenset[str]
+    stored: frozenset[str]
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -236,7 +238,7 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
     tables: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
     cells: dict[int, tuple[str, CellType]] = {}
     objects: list[Any] = []
-    pieces = set[str]()
+    pieces, stored = set[str](), set[str]()
     seen = set[int]()
     waiting: list[Any] = [loss_fn, *by_name.get("forward", ())]
     for module in modules:
@@ -269,6 +271,7 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
             tables[id(os.environ)] = vars(os.environ), {"_data"}
         if "getattr" in inside:
             pieces |= _pieces(x.__code__)
+        stored |= _stored(x.__code__)
         new = inside - names
         names |= inside
         waiting.extend(found for name in new for found in by_name.get(name, ()))
@@ -297,6 +300,7 @@ def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named
         tuple(cells.values()),
         tuple(objects),
         frozenset(pieces),
+        frozenset(stored),
     )
 
 
@@ -320,6 +324,14 @@ def _globals(code: CodeType) -> frozenset[str]:
     inner = [x for x in code.co_consts if isinstance(x, CodeType)]
     own = (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return frozenset(own).union(*(_globals(x) for x in inner))
+
+
+@functools.cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Names of attributes that a code sets."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    own = (x.argval for x in dis.get_instructions(code) if x.opname == "STORE_ATTR")
+    return frozenset(own).union(*(_stored(x) for x in inner))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from itertools import chain
 from operator import is_, itemgetter
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class Sources(NamedTuple):
     cells: Collection[tuple[str, CellType]] = ()
     objects: Collection[Any] = ()
     pieces: Collection[str] = ()
+    stored: Collection[str] = ()
 
 
 class Changes(NamedTuple):
@@ -54,25 +56,24 @@ class Changes(NamedTuple):
     Attributes:
         key: names with values, equal for equal values; empty if there are none.
         names: attributes of modules, and of their parameters, that were changed at any time, by path.
-        source: the model that has their values; what it does not have was deleted.
+        source: gives the model that has their values; what it does not have was deleted.
     """
 
     key: tuple[tuple[str, Hashable], ...] = ()
     names: Mapping[str, Collection[str]] = {}
-    source: nn.Module | None = None
+    source: Callable[[], nn.Module | None] = lambda: None
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={_shown(token)}" for name, token in self.key)
 
     def write(self, model: nn.Module) -> None:
         """Give *model*, whose modules are alike, copies of the changed attributes."""
-        if self.source is None:
+        source = self.source()
+        if source is None:
             return
-        memo: dict[int, Any] = {
-            id(theirs): own for theirs, own in zip(self.source.modules(), model.modules(), strict=False)
-        }
+        memo: dict[int, Any] = {id(theirs): own for theirs, own in zip(source.modules(), model.modules(), strict=False)}
         for path, names in self.names.items():
-            own, theirs = model.get_submodule(path), self.source.get_submodule(path)
+            own, theirs = model.get_submodule(path), source.get_submodule(path)
             table, held = own.__dict__, theirs.__dict__
             for name in names:
                 if name.endswith(_TRAINS):
@@ -112,11 +113,12 @@ class Attributes:
 
     def __init__(self, root: nn.Module, sources: Sources, before: Attributes | None = None) -> None:
         self.sources = sources
-        self._root = root
-        self._modules = dict(root.named_modules())
+        self._root = ref(root)
         self._own = {id(module) for module in self._modules.values()}
         # Parameters and buffers, which recurrent layers have in lists too: steps read them, and update them.
-        self._states = {id(x) for x in [*root.parameters(), *root.buffers()]}
+        held = chain.from_iterable(module.__dict__.values() for module in self._modules.values())
+        elsewhere = (x for x in held if isinstance(x, nn.Parameter))  # of other ranks
+        self._states = {id(x) for x in [*root.parameters(), *root.buffers(), *elsewhere]}
         self._given: dict[int, frozenset[str]] = {}
         self._first: dict[_Name, Hashable] = before._first if before else self._tokens()
         self._ever: dict[_Name, None] = dict(before._ever) if before else {}
@@ -124,6 +126,11 @@ class Attributes:
         if before:
             self._compare()
         self._look()
+
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        root = self._root()
+        return dict(root.named_modules()) if root is not None else {}
 
     def changes(self) -> Changes:
         """The differences from the first values."""
@@ -137,22 +144,35 @@ class Attributes:
             self._look()
         return self._changes
 
+    def unlike(self, other: Attributes) -> list[str]:
+        """Names of values that are not the first ones, and that *other*, of an alike model, does not have now,
+        except those that the model's code sets."""
+        now, theirs = self._tokens(), other._tokens()
+        return [
+            f"{owner}.{name}".removeprefix(".")
+            for owner, name in {**self._first, **now}
+            if name not in self.sources.stored
+            and self._first.get((owner, name)) != now.get((owner, name)) != theirs.get((owner, name))
+        ]
+
     def _compare(self) -> None:
         now = self._tokens()
         changed = [name for name in {**self._first, **now} if self._first.get(name) != now.get(name)]
         self._ever.update(dict.fromkeys(changed))
         names: dict[str, list[str]] = {}
+        modules = self._modules
         for owner, name in self._ever:
-            if owner in self._modules:
+            if owner in modules:
                 names.setdefault(owner, []).append(name)
         key = tuple((f"{owner}.{name}".removeprefix("."), now.get((owner, name))) for owner, name in changed)
         self._changes = Changes(key, names, self._root)
 
     def _roots(self) -> Iterator[tuple[str, Mapping[str, Any], Collection[str]]]:
         """Tables with the names of their owners, and the names in each that matter."""
-        for path, module in self._modules.items():
+        modules = self._modules
+        for path, module in modules.items():
             yield path, module.__dict__, self._named(module)
-        for kind in dict.fromkeys(base for module in self._modules.values() for base in type(module).__mro__):
+        for kind in dict.fromkeys(base for module in modules.values() for base in type(module).__mro__):
             if kind.__module__.partition(".")[0] not in ("torch", "builtins", "whale", "transformers"):
                 held = {name for name in vars(kind) if not name.startswith("__")}
                 yield f"class {kind.__name__}", vars(kind), sorted(held & {*self.sources.names})
@@ -223,33 +243,32 @@ class Attributes:
         self._reads: list[Callable[[], Iterable[Any]]] = []
         self._tables: list[Mapping[str, Any]] = []
         seen = dict[int, Any]()
-
-        def follow(x: Any, depth: int) -> None:
-            if isinstance(x, _PLAIN) or id(x) in seen or depth > _DEEP:
-                return
-            seen[id(x)] = x
-            if isinstance(x, Tensor) and id(x) not in self._states:
-                self._reads.append(_Last(partial(getattr, x, "_version")))
-            for read in self._parts(x) or ():
-                self._reads.append(read)
-                for part in read():
-                    follow(part, depth + 1)
-
         for _, table, names in self._roots():
             self._tables.append(table)
             if names:
                 read = partial(_several(names), table)
                 self._reads.append(read)
                 for x in read():
-                    follow(x, 1)
+                    self._follow(x, 1, seen)
         for _, cell in self.sources.cells:
             with suppress(ValueError):  # it is empty
-                follow(cell.cell_contents, 1)
+                self._follow(cell.cell_contents, 1, seen)
                 self._reads.append(partial(_content, cell))
         parameters = [p for module in self._modules.values() for _, p in _own_parameters(module)]
         self._reads.append(lambda: [p.requires_grad for p in parameters])
         self._known = list(chain.from_iterable([read() for read in self._reads]))
         self._sizes = [len(table) for table in self._tables]
+
+    def _follow(self, x: Any, depth: int, seen: dict[int, Any]) -> None:
+        if isinstance(x, _PLAIN) or id(x) in seen or depth > _DEEP:
+            return
+        seen[id(x)] = x
+        if isinstance(x, Tensor) and id(x) not in self._states:
+            self._reads.append(_Last(partial(getattr, x, "_version")))
+        for read in self._parts(x) or ():
+            self._reads.append(read)
+            for part in read():
+                self._follow(part, depth + 1, seen)
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -6,6 +6,7 @@ It owns this rank's tensors and runs compiled steps; how a step is compiled (cap
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,9 @@ Modes = tuple[bool, ...]
 FIRST_COMPARED, COMPARED_EACH = 3, 64
 """Steps with batches of a signature in which the ranks compare their values: the first ones, and every 64th later.
 On a GPU, where that is waiting for it, the first alone."""
+
+_STRIDE = 7919
+"""A prime number by which elements of parameters are chosen that ranks compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,7 @@ class Engine:
         loss_scaler: keeps a factor of the loss, in float16.
         floats: arguments of type float, with the first value of each.
         numbers: those that were another number later.
+        done: what the script has done to gradients since the last step, which all ranks must do.
         constants: those of them that decide more than values, so that steps are compiled for each.
     """
 
@@ -142,6 +147,7 @@ class Engine:
     floats: dict[str, float] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
+    done: Counter[str] = field(init=False, default_factory=Counter)
     _shapes: list[torch.Size] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,8 +203,10 @@ class Engine:
             _check_values(batch)
         whole = batch
         what = f"{_in_words(train, returns, scale)}{f' with {changes}' if changes.key else ''}"
+        what += "".join(f" after {text}{f', {n} times' if n > 1 else ''}" for text, n in self.done.items())
+        self.done.clear()
         if self.local is not None:
-            batch, whole = self.local.agree(batch, what)
+            batch, whole = self.local.agree(batch, what, self._look_at_replicas)
         key = signature(whole)
         if self.local is None:
             self._compare(batch, key, what)
@@ -233,20 +241,20 @@ class Engine:
         def run(factor: float) -> None:
             step.executor.run(train, loss.begin, scale * factor)
 
-        self.loss_scaler.run([x for x in self.tensors.values() if x.requires_grad], run, self._on_any_rank)
+        self.loss_scaler.run([x for x in self.tensors.values() if x.requires_grad], run, self._largest)
 
-    def _on_any_rank(self, flag: Tensor) -> bool:
-        """Whether a flag is set on some rank. All ranks must call it.
+    def _largest(self, number: Tensor) -> int:
+        """The largest of a number of each rank. All ranks must call it.
 
         Raises:
             WorkerError: a rank did not come within the timeout.
         """
-        found = flag.to(self.world.device, torch.int32)
+        found = number.to(self.world.device, torch.int32)
         if self.world.size > 1:
             work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.loss_group, async_op=True)
             assert work is not None
             self.world.failures.wait(work, "whether all gradients are finite", range(self.world.size))
-        return bool(found)
+        return int(found)
 
     def _output(self, step: CompiledStep, to: int | None) -> Any:
         assert step.outputs is not None
@@ -283,10 +291,29 @@ class Engine:
         looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
         given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
-        alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values)
+        replicas = self._look_at_replicas() if looks else 0.0
+        alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values, replicas)
         if not seen or self.world.device.type != "cuda":  # looking is waiting for the device
             alike.check()
         self.compared[key] = seen + 1
+
+    def _look_at_replicas(self) -> Tensor:
+        """A number for the values of the parameters of which every rank has all, by an element of each."""
+        flat = [x.detach().flatten() for x in self._replicas]
+        found = [x[self.clock.step * _STRIDE % len(x)].double() for x in flat]
+        return look_at(torch.stack(found)) if found else torch.zeros(())
+
+    @cached_property
+    def _replicas(self) -> list[Tensor]:
+        """Parameters of which every rank has all, of many digits: in few, devices round updates differently."""
+        ranks = range(self.world.size)
+        return [
+            self.tensors[name]
+            for name, shard in self.shards.items()
+            if all(shard.parts.get(rank) == shard.whole for rank in ranks)
+            and shard.dtype in (torch.float32, torch.float64)
+            and self.tensors[name].numel()
+        ]
 
     def with_copies(self, memo: dict[int, Any]) -> Engine:
         """The same over copies of its tensors, which *memo* tells copy.deepcopy; nothing is compiled yet."""

@@ -8,7 +8,7 @@ rank reads more than its rows is gathered. Knows rows and ranks; no graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
@@ -24,7 +24,7 @@ from whale.errors import UsageError
 from whale.ir.shares import shares_on_axis
 from whale.runtime.launch import World
 from whale.runtime.local_program import Intervals, ShapeAndDtype
-from whale.runtime.loss import ROUNDING, look_at
+from whale.runtime.loss import ROUNDING, check_replicas, look_at
 from whale.runtime.outputs import put
 from whale.runtime.refusals import Refusals
 from whale.runtime.stage import LocalStage, part
@@ -175,10 +175,13 @@ class LocalBatches:
     parts: tuple[dict[str, Intervals], ...] | None = None
     _steps: int = field(default=0, init=False)
 
-    def agree(self, batch: Mapping[str, Any], purpose: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    def agree(
+        self, batch: Mapping[str, Any], purpose: str, replicas: Callable[[], Tensor]
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """The local batch, and the global one without data, on the meta device; all ranks must call it.
 
-        A rank without rows may bring nothing, or any batch without rows.
+        A rank without rows may bring nothing, or any batch without rows. *purpose* is the step in words, *replicas*
+        gives a number for the values of parameters that every rank has.
 
         Raises:
             UsageError: on every rank, if one refuses the step, or brought other rows than its share, or leaves of other
@@ -193,19 +196,20 @@ class LocalBatches:
             rows = _OTHER_SAMPLES
         looks = self._steps < self.compared_first or self._steps % self.compared_each == 0
         self._steps += 1
-        told = self._all_told(self._told(batch, rows, f"{self._in_words(batch)} for {purpose}", looks))
+        own_words = f"{self._in_words(batch)} for {purpose}"
+        told = self._all_told(self._told(batch, rows, own_words, looks, float(replicas()) if looks else 0.0))
         counts = [int(n) for n, *_ in told]
         total = sum(counts[rank] for rank in self.shares.first_stage)
         self._check(counts, total, batch)
         first = counts.index(next(filter(None, counts)))
         if len({label for _, label, *_ in told}) > 1:
-            kinds = self._objects((self._in_words(batch), self._without_rows(batch)))
+            kinds = self._objects((own_words, self._without_rows(batch)))
             for rank, (count, label, *_) in enumerate(told):
                 if count and label != told[first][1]:
                     raise UsageError(
-                        f"rank {rank} brought a batch of {kinds[rank][0]}, and rank {first} one of {kinds[first][0]}, "
-                        "or for another step, or it set other attributes of the model; rows of all ranks must have the "
-                        "same names, dtypes and lengths: pad all to one length"
+                        f"rank {rank} brought a batch of {kinds[rank][0]}, and rank {first} one of {kinds[first][0]}: "
+                        "all ranks take the same steps, with the same attributes, and their rows have the same names, "
+                        "dtypes and lengths: pad all to one length"
                     )
             if not rows:
                 batch = kinds[first][1]
@@ -298,13 +302,13 @@ class LocalBatches:
 
     # What ranks tell each other
 
-    def _told(self, batch: Mapping[str, Any], rows: int, given: str, looks: bool) -> Tensor:
-        """The number of this rank's rows, a label of names and shapes, and samples of rows and other leaves."""
+    def _told(self, batch: Mapping[str, Any], rows: int, given: str, looks: bool, replicas: float) -> Tensor:
+        """The number of rows, a label of names and shapes, and samples of rows, other leaves and replicas."""
         zero = torch.zeros((), dtype=torch.float64)
         tensors = {name: x for name, x in batch.items() if looks and isinstance(x, Tensor)}
         own = sum((look_at(x).cpu() for name, x in tensors.items() if name in self.leaves), zero)
         shared = sum((look_at(x).cpu() for name, x in tensors.items() if name not in self.leaves), zero)
-        return torch.tensor([rows, crc32(given.encode()), float(own), float(shared)], dtype=torch.float64)
+        return torch.tensor([rows, crc32(given.encode()), float(own), float(shared), replicas], dtype=torch.float64)
 
     def _all_told(self, mine: Tensor) -> list[list[float]]:
         """The same of every rank, by rank."""
@@ -323,7 +327,7 @@ class LocalBatches:
 
     def refuse(self) -> None:
         """Take part in the first collective of a step that this rank refuses."""
-        self._tell(torch.tensor([_REFUSED, 0, 0, 0], dtype=torch.float64))
+        self._tell(torch.tensor([_REFUSED, 0, 0, 0, 0], dtype=torch.float64))
 
     def _objects(self, mine: Any) -> list[Any]:
         found = [mine] * self.world.size
@@ -365,9 +369,10 @@ class LocalBatches:
     def _check_values(self, told: Sequence[Sequence[float]], rows: int, first: int, num_leaves: int) -> None:
         """Compare samples of the values of ranks that bring the same rows."""
         known: dict[Any, int] = {}
+        check_replicas([replicas for *_, replicas in told])
         if self._steps == 1:
             self._warn_of_copies(told, rows)
-        for rank, (count, _, own, shared) in enumerate(told):
+        for rank, (count, _, own, shared, _) in enumerate(told):
             parts = tuple(sorted(self.parts[rank].items())) if self.parts else ()
             same = known.setdefault((self.shares.stretches(rank, rows), parts), rank)
             if count and abs(own - told[same][2]) > num_leaves * ROUNDING:

@@ -20,7 +20,7 @@ from whale.runtime.launch import World
 from whale.runtime.ranges import named
 from whale.runtime.refusals import Refusals
 
-__all__ = ["ROUNDING", "GlobalLoss", "LikeBatches", "look_at"]
+__all__ = ["ROUNDING", "GlobalLoss", "LikeBatches", "check_replicas", "look_at"]
 
 
 class _Sum:
@@ -57,6 +57,7 @@ class LikeBatches:
         refusals: this is the first collective of a step, in which a rank that refuses it has not-a-numbers.
         given: a text for this rank's batch, equal on all ranks if names, shapes and types are; None if it refuses.
         values: tensors of the batch whose values are to be compared, by a sample.
+        replicas: a number for the values of parameters that every rank has.
     """
 
     def __init__(
@@ -66,13 +67,15 @@ class LikeBatches:
         refusals: Refusals,
         given: str | None,
         values: Sequence[Tensor] = (),
+        replicas: Tensor | float = 0.0,
     ) -> None:
         self._world, self._refusals, self._given, self._num_values = world, refusals, given, len(values)
+        self._replicas = replicas
         # All labels are equal if n times the squares' sum is the sum's square, for up to 1024 ranks.
         label = math.nan if given is None else float(crc32(given.encode()) % 2**16)
         if world.size > 1:
             look = sum((look_at(x) for x in values), torch.zeros((), dtype=torch.float64))
-            terms = (label, label * label, look, look * look)
+            terms = (label, label * label, look, look * look, replicas, replicas * replicas)
             self._sum = _Sum(world, group, "what all ranks were given", range_names.COMPARISON_SUM, *terms)
             refusals.joined += 1
 
@@ -86,14 +89,15 @@ class LikeBatches:
         size = self._world.size
         if size == 1:
             return
-        labels, squares, looks, squared_looks = self._sum.wait().tolist()
+        labels, squares, looks, squared_looks, replicas, squared_replicas = self._sum.wait().tolist()
         if math.isnan(labels):
             raise self._refusals.found()
         if size * squares != labels * labels:
+            told = self._refusals.told_by_all(self._given)
+            other = next(rank for rank, given in enumerate(told) if given != told[0])
             raise UsageError(
-                f"rank {self._world.rank} was given a batch of {self._given}, and another rank one of other names, "
-                "shapes or dtypes, for another step or with other attributes of the model; give every rank the same "
-                "global batch, as whale.shard_dataset does, and set attributes on all"
+                f"rank 0 was given a batch of {told[0]}, and rank {other} one of {told[other]}: all ranks take the "
+                "same steps, with the same global batch, as whale.shard_dataset gives it, and set the same attributes"
             )
         if size * squared_looks - looks * looks > (size * self._num_values * ROUNDING) ** 2:
             raise UsageError(
@@ -101,7 +105,27 @@ class LikeBatches:
                 "batch, in one order, as whale.shard_dataset does: without a DistributedSampler, and shuffled by one "
                 'seed; or let each bring its own rows, with parallelize(..., batch="local")'
             )
+        if size * squared_replicas - replicas * replicas > (size * DRIFT) ** 2:
+            check_replicas(self._refusals.told_by_all(float(self._replicas)))
 
+
+def check_replicas(looks: Sequence[float]) -> None:
+    """Compare the numbers of all ranks for the parameters that each has.
+
+    Raises:
+        UsageError: they differ; names the ranks.
+    """
+    others = [rank for rank, look in enumerate(looks) if abs(look - looks[0]) > DRIFT]
+    if others:
+        raise UsageError(
+            f"parameters that all ranks have differ on {'rank' if len(others) == 1 else 'ranks'} "
+            f"{', '.join(map(str, others))} from those on rank 0: what changes parameters, gradients or the optimizer "
+            "(clipping, a scheduler, a loaded state, an update by hand) must be done on all ranks alike"
+        )
+
+
+DRIFT = 1e-4
+"""By how much such numbers differ at most, as a part of their norm: types of devices round updates differently."""
 
 _SAMPLED = 4096
 """Elements of a tensor of a batch of which its values are compared, evenly from all of it."""

@@ -19,7 +19,9 @@ from whale.errors import UsageError
 from whale.ir import range_names
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
+from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine, Result
+from whale.runtime.local_watch import LocalWatch
 from whale.runtime.precision import LossScaler, without_autocast
 from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
@@ -179,11 +181,13 @@ class ParallelModule(nn.Module):
         to: int | None,
         scale: float | Tensor = 1.0,
     ) -> Result:
-        engine, watch = self._whale.engine, self._whale.watch
+        engine, watch, local = self._whale.engine, self._whale.watch, self._whale.local
         watch.check()
-        modes = tuple([module.training for module in watch.modules]) if train else ()
+        modes = watch.modes() if train else ()
         modes = modes if True in modes else ()
         changes = self._whale.attributes.changes()
+        if local.is_alive:
+            local.check(watch, self._whale.attributes, train=train)
         name = range_names.TRAIN_STEP if train else range_names.FORWARD_STEP
         with named(name), without_autocast(engine.world.device, engine.precision):
             return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
@@ -205,6 +209,7 @@ class ParallelModule(nn.Module):
         if to not in ("all", "rank0"):
             raise UsageError(f"to is {to!r}; it can be 'all' or 'rank0'")
         engine = self._whale.engine
+        self._whale.local.is_read = True
         names = sorted({**engine.shards, **engine.buffers})
         whole = dict(engine.whole(engine.tensors, names, None if to == "all" else 0))
         return {name: whole[first] for name, first in engine.aliases.items() if first in whole}
@@ -239,6 +244,7 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's tensors under the local model's names: plain ones where every rank has the whole tensor, else
         :class:`ShardTensor`, which ``torch.distributed.checkpoint`` saves and loads, and ``torch.save`` refuses."""
+        self._whale.local.is_read = True
         state = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars"):
             return state
@@ -397,17 +403,23 @@ class _Done(torch.autograd.Function):
 
 class Inner(NamedTuple):
     """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
-    arguments of a step, ``arguments`` are the names of those of the local model's forward."""
+    arguments of a step, ``arguments`` are the names of those of the local model's forward, ``local`` looks at that
+    model, which a script may still have."""
 
     engine: Engine
     watch: Watch
     leaves: Callable[..., dict[str, Any]]
     attributes: Attributes
     arguments: frozenset[str]
+    local: LocalWatch
 
 
 def parallel_module(
-    template: nn.Module, engine: Engine, leaves: Callable[..., dict[str, Any]], sources: Sources
+    template: nn.Module,
+    engine: Engine,
+    leaves: Callable[..., dict[str, Any]],
+    sources: Sources,
+    local: nn.Module,
 ) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
@@ -416,6 +428,7 @@ def parallel_module(
         engine: its tensors are those of the modules, by first name; what it has not is absent.
         leaves: makes a batch by leaf name of the arguments of a step.
         sources: what the code of the model names.
+        local: the model that the script gave.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -429,12 +442,32 @@ def parallel_module(
             module.register_forward_pre_hook(functools.partial(_refuse_call, path))
     if engine.shards and not any(isinstance(tensor, nn.Parameter) for tensor in engine.tensors.values()):
         made.add_module("_idle", _Idle(engine.world.device))
+    _name_elsewhere(made, template, engine)
     arguments = frozenset(inspect.signature(type(template).forward).parameters)
     ranks = frozenset(range(engine.world.size))
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
-    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments)
+    seen = LocalWatch(local, sources, engine.tensors)
+    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen)
     found: ParallelModule = made
     return found
+
+
+def _name_elsewhere(made: nn.Module, template: nn.Module, engine: Engine) -> None:
+    """Let scripts name parameters that this rank has no part of. Where modules keep parameters, there is None."""
+    first = {id(parameter): name for name, parameter in template.named_parameters()}
+    found: dict[str, Elsewhere] = {}
+    for path, module in made.named_modules():
+        for own, value in module._parameters.items():
+            if value is None and (like := template.get_submodule(path)._parameters[own]) is not None:
+                name = first[id(like)]
+                shard = engine.shard(name)
+                if name not in found:
+                    ranks = sorted(shard.parts)
+                    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                    meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+                    said = f"{name}, of which {who} has the values and rank {engine.world.rank} none"
+                    found[name] = Elsewhere(nn.Parameter(meta, requires_grad=like.requires_grad), said)
+                module.__dict__[own] = found[name]
 
 
 _classes: dict[type[nn.Module], type[ParallelModule]] = {}

@@ -81,12 +81,20 @@ def _install() -> None:
     attend_checkpoints()
     for name in ("unscale_", "step"):
         setattr(torch.amp.GradScaler, name, _of_local_models(getattr(torch.amp.GradScaler, name)))
-    total_norm = getattr(clip_grad, "_get_total_norm", None)  # by which torch's clip_grad_norm_ finds the norm
-    if total_norm is not None:
-        over_ranks = _over_ranks(total_norm)
+    # By the first torch's clip_grad_norm_ finds the norm, and by the second it scales.
+    _replace_in_torch("_get_total_norm", _over_ranks)
+    _replace_in_torch("_clip_grads_with_norm_", _noted)
+    _replace_in_torch("clip_grad_value_", _noted)
+
+
+def _replace_in_torch(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put another function in the place of one with which torch clips, by all of its names."""
+    function = getattr(clip_grad, name, None)
+    if function is not None:
+        changed = change(function)
         for place in (clip_grad, torch.nn.utils):
-            for name in [name for name, value in vars(place).items() if value is total_norm]:
-                setattr(place, name, over_ranks)
+            for alias in [alias for alias, value in vars(place).items() if value is function]:
+                setattr(place, alias, changed)
 
 
 def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
@@ -99,6 +107,10 @@ def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for engine in _engines:
+        if engine.loss_scaler is not None:
+            own = {id(x) for x in engine.tensors.values()}
+            engine.loss_scaler.skip(p for g in optimizer.param_groups for p in g["params"] if id(p) in own)
     num = sum([len(group["params"]) for group in optimizer.param_groups])
     if _checked.get(optimizer) == num or optimizer in _trials:
         return
@@ -363,6 +375,23 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return norm.to(given[0].dtype) if given else norm
 
     return over_ranks
+
+
+def _noted(clip: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that clips gradients; the next step compares whether all ranks have done so. Where ranks have all of
+    every gradient, none would wait for another here."""
+
+    @functools.wraps(clip)
+    def noted(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for engine in [engine for engine in _engines if engine.holds_all] if given else ():
+            if any(given[0] is x for x in engine.tensors.values()):
+                limit = next(iter([*args, *kwargs.values()]), None)
+                shown = f"{limit:.4g}" if isinstance(limit, (int, float)) else "..."
+                engine.done[f"{clip.__name__.lstrip('_')}({shown})"] += 1
+        return clip(given, *args, **kwargs)
+
+    return noted
 
 
 _MIXED = (

@@ -47,11 +47,20 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_SPOILED = 2
+"""The number of a rank whose gradients an earlier step has spoiled; 1: this one does, 0: they are finite."""
+
+
+def _is_spoiled(x: Tensor) -> bool:
+    return x.grad is not None and bool(x.grad.flatten()[:1].isnan().any())
+
+
 class LossScaler:
     """The factor of a loss whose gradients float16 cannot hold, as ``torch.amp.GradScaler`` keeps it.
 
-    A step in which a gradient is not finite, on any rank, leaves gradients as they were before it, and makes the factor
-    smaller; after many steps without one it grows. Read *scale* for logs; save :meth:`state_dict` with a checkpoint.
+    After a step in which a gradient is not finite, on any rank, all gradients are NaN until they are zeroed, whatever
+    further steps add, and ``optimizer.step()`` leaves parameters alone; the factor becomes smaller. After many steps
+    without one it grows. Read *scale* for logs; save :meth:`state_dict` with a checkpoint.
 
     Args:
         scale: the first factor.
@@ -69,46 +78,60 @@ class LossScaler:
         self.scale, self.growth_factor, self.backoff_factor = scale, growth_factor, backoff_factor
         self.growth_interval = growth_interval
         self.growth_tracker = self.skipped = 0
+        self._is_spoiled = False
 
     def state_dict(self) -> dict[str, float]:
         """The state for a checkpoint: numbers by name."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on with a state. Raises `UsageError` if it is none of a scaler."""
-        if state.keys() != vars(self).keys() or not all(isinstance(x, (int, float)) for x in state.values()):
+        if state.keys() != self.state_dict().keys() or not all(isinstance(x, (int, float)) for x in state.values()):
             raise UsageError("the state is not what state_dict of a loss scaler returns")
         vars(self).update(state)
 
-    def run(self, tensors: Iterable[Tensor], step: Callable[[float], Any], any_rank: Callable[[Tensor], bool]) -> Any:
+    def run(self, tensors: Iterable[Tensor], step: Callable[[float], Any], largest: Callable[[Tensor], int]) -> Any:
         """Run a step with the factor, and take it out of the gradients that the step adds.
 
         Args:
             tensors: whose gradients these are.
             step: of the factor; it adds gradients.
-            any_rank: whether a flag is set on some rank.
+            largest: the largest of a number of all ranks.
 
         Returns:
             the result of *step*.
         """
         tensors = list(tensors)
         before = [x.grad for x in tensors]
+        if self._is_spoiled:  # unless they were zeroed since
+            self._is_spoiled = any(map(_is_spoiled, tensors))
         for x in tensors:
             x.grad = None
         result = step(self.scale)
         made = [x.grad for x in tensors if x.grad is not None]
         unlike = [(~gradient.isfinite()).any() for gradient in made]
-        overflow = any_rank(torch.stack(unlike).any() if unlike else torch.zeros((), dtype=torch.bool))
+        overflow = torch.stack(unlike).any() if unlike else torch.zeros((), dtype=torch.bool)
+        found = largest(torch.tensor(_SPOILED) if self._is_spoiled else overflow)
         with torch.no_grad():
             for x, earlier in zip(tensors, before, strict=True):
-                if overflow or x.grad is None:
+                if x.grad is None:
                     x.grad = earlier
-                else:
+                elif not found:
                     x.grad.mul_(1 / self.scale)
                     if earlier is not None:
                         x.grad = earlier.add_(x.grad)
-        self._update(overflow)
+                if found and x.grad is not None:
+                    x.grad.fill_(torch.nan)
+        self._is_spoiled = found > 0
+        if found != _SPOILED:
+            self._update(found > 0)
         return result
+
+    def skip(self, tensors: Iterable[Tensor]) -> None:
+        """Take their gradients from tensors with which an optimizer begins its step, if a step has spoiled them."""
+        for x in tensors:
+            if self._is_spoiled and _is_spoiled(x):
+                x.grad = None
 
     def _update(self, overflow: bool) -> None:
         self.growth_tracker = 0 if overflow else self.growth_tracker + 1

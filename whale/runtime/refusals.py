@@ -7,6 +7,8 @@ nothing in a step that no rank refuses. Knows ranks and texts; no batches.
 
 from __future__ import annotations
 
+from typing import Any
+
 from whale.errors import UsageError, WhaleError
 from whale.runtime.launch import World
 from whale.runtime.store import Board
@@ -30,6 +32,11 @@ class Refusals:
         """Write why this rank refuses the step, before it joins the first collective with a mark."""
         text = str(error) if isinstance(error, WhaleError) else f"{type(error).__name__}: {error}"
         self._board.put(str(self.joined + 1), [self._world.rank, text])
+
+    def told_by_all(self, mine: Any) -> list[Any]:
+        """A value of each rank, by rank, where all have found in the last first collective that they differ."""
+        self._board.put(f"{self.joined} of {self._world.rank}", mine)
+        return [self._board.get(f"{self.joined} of {rank}") for rank in range(self._world.size)]
 
     def found(self) -> UsageError:
         """The error on a rank that finds a mark in the collective that it joined last."""

@@ -9,6 +9,7 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from operator import is_
 from typing import Any
 
@@ -32,32 +33,39 @@ class Watch:
     Args:
         root: the model.
         freezes: whether parameters may be frozen and unfrozen.
+        moves: whether tensors may move to other devices.
 
     Attributes:
-        modules: each once, in the order of ``root.modules()``.
+        paths: of the modules, each once, in the order of ``root.modules()``. It keeps what they hold, but not the root.
     """
 
-    def __init__(self, root: nn.Module, *, freezes: bool) -> None:
-        self.freezes = freezes
+    def __init__(self, root: nn.Module, *, freezes: bool, moves: bool = False) -> None:
+        self.freezes, self.moves = freezes, moves
         named = dict(root.named_modules())
-        self.modules = list(named.values())
-        self._paths = list(named)
+        modules = list(named.values())
+        self.paths = list(named)
+        self._dicts = [module.__dict__ for module in modules]
+        # Modules of torch.compile have that of the module inside.
+        self._with_mode = [next(m.__dict__ for m in module.modules() if "training" in m.__dict__) for module in modules]
         self._tables: list[Mapping[str, Any]] = [
-            table for module in self.modules for table in (module._modules, module._parameters, module._buffers)
+            table for module in modules for table in (module._modules, module._parameters, module._buffers)
         ]
         self._known = [dict(table) for table in self._tables]
-        self._sizes = [len(table) for table in self._tables]
+        self._sizes = list(map(len, self._tables))
         self._slots = [(table, key) for table in self._tables for key in table]
         self._objects = [table[key] for table, key in self._slots]
-        self._forwards = [module.__dict__.get("forward") for module in self.modules]
-        self._hooks: list[Mapping[int, Any]] = [getattr(module, kind) for module in self.modules for kind in _HOOKS]
+        self._forwards = [attributes.get("forward") for attributes in self._dicts]
+        self._hooks: list[Mapping[int, Any]] = [getattr(module, kind) for module in modules for kind in _HOOKS]
         self._hooks += [getattr(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
-        self._num_hooks = [len(hooks) for hooks in self._hooks]
+        self._num_hooks = list(map(len, self._hooks))
         named_tensors = dict([*root.named_parameters(), *root.named_buffers()])
         self._names, self._tensors = list(named_tensors), list(named_tensors.values())
-        self._kinds = [(t.dtype, t.device) for t in self._tensors]
+        self._dtypes = [t.dtype for t in self._tensors]
+        self._devices = [t.device for t in self._tensors]
+        self._device_numbers = [t.get_device() for t in self._tensors]
         self._trained = [t.requires_grad for t in self._tensors]
         self._num_tensor_hooks = [_num_hooks(t) for t in self._tensors]
+        self._known_hooks = [copy(hooks) for hooks in self._tensor_hooks()]
 
     def check(self) -> None:
         """Compare with the modules as they are now.
@@ -65,21 +73,38 @@ class Watch:
         Raises:
             UsageError: something differs; names it, and what to do instead.
         """
-        tensors = self._tensors
-        if not (
-            all(map(is_, [table.get(key) for table, key in self._slots], self._objects))
-            and [len(table) for table in self._tables] == self._sizes
-            and all(map(is_, [module.__dict__.get("forward") for module in self.modules], self._forwards))
-            and [len(hooks) for hooks in self._hooks] == self._num_hooks
-            and (self.freezes or [t.requires_grad for t in tensors] == self._trained)
-            and [(t.dtype, t.device) for t in tensors] == self._kinds
-            and [_num_hooks(t) for t in tensors] == self._num_tensor_hooks
-        ):
-            raise UsageError(f"{self._difference()} before parallelize")
+        if not self.is_same():
+            raise UsageError(f"{self.difference()} before parallelize")
 
-    def _difference(self) -> str:
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode."""
+        return tuple([attributes["training"] for attributes in self._with_mode])
+
+    def is_same(self) -> bool:
+        """Whether the modules are as they were."""
+        tensors = self._tensors
+        return (
+            all(map(is_, [table.get(key) for table, key in self._slots], self._objects))
+            and list(map(len, self._tables)) == self._sizes
+            and all(map(is_, [attributes.get("forward") for attributes in self._dicts], self._forwards))
+            and list(map(len, self._hooks)) == self._num_hooks
+            and (self.freezes or [t.requires_grad for t in tensors] == self._trained)
+            and [t.dtype for t in tensors] == self._dtypes
+            and (self.moves or [t.get_device() for t in tensors] == self._device_numbers)
+            and (
+                self._tensor_hooks() == self._known_hooks  # without hooks, as almost always, these are Nones
+                or [_num_hooks(t) for t in tensors] == self._num_tensor_hooks
+            )
+        )
+
+    def _tensor_hooks(self) -> list[Any]:
+        backward: list[Any] = [t._backward_hooks for t in self._tensors]
+        return backward + [t._post_accumulate_grad_hooks for t in self._tensors]
+
+    def difference(self) -> str:
+        """A sentence on the first difference, and on what to do instead, before parallelize."""
         for number, (table, known) in enumerate(zip(self._tables, self._known, strict=True)):
-            path = f"{self._paths[number // 3]}."
+            path = f"{self.paths[number // 3]}."
             for key in [*known, *table]:
                 name = f"{path}{key}".lstrip(".")
                 if key not in known:
@@ -90,25 +115,33 @@ class Watch:
                         "see: write values into this rank's part with torch.no_grad() and copy_, or whole ones with "
                         "model.load_full_state_dict; change the model"
                     )
-        for path, module, forward in zip(self._paths, self.modules, self._forwards, strict=True):
-            if module.__dict__.get("forward") is not forward:
+        for path, attributes, forward in zip(self.paths, self._dicts, self._forwards, strict=True):
+            if attributes.get("forward") is not forward:
                 return f"{path}.forward was replaced after parallelize, which steps do not see: replace it".lstrip(".")
         for number, (hooks, num) in enumerate(zip(self._hooks, self._num_hooks, strict=True)):
             if len(hooks) != num:
                 own = number // len(_HOOKS)
-                path = (self._paths[own] or "the model") if own < len(self._paths) else "all modules"
+                path = (self.paths[own] or "the model") if own < len(self.paths) else "all modules"
                 return (
                     f"a hook was added to {path} after parallelize, but steps call no modules: return from the model "
                     "what the hook is to see, or do in a forward what it does,"
                 )
-        states = zip(self._names, self._tensors, self._trained, self._kinds, self._num_tensor_hooks, strict=True)
-        for name, t, trained, (dtype, device), num in states:
+        states = zip(
+            self._names,
+            self._tensors,
+            self._trained,
+            self._dtypes,
+            self._devices,
+            self._num_tensor_hooks,
+            strict=True,
+        )
+        for name, t, trained, dtype, device, num in states:
             if t.requires_grad != trained and not self.freezes:
                 return (
                     f"{name} was {'frozen' if trained else 'unfrozen'} after parallelize, which ranks without it do "
                     "not see: load model.full_state_dict() into a local model, and set requires_grad there"
                 )
-            if (t.dtype, t.device) != (dtype, device):
+            if t.dtype != dtype or (t.device != device and not self.moves):
                 return (
                     f"{name} was {dtype} on {device} and is {t.dtype} on {t.device} after parallelize, but steps are "
                     "not compiled for that: cast or move the local model"

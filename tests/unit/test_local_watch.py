@@ -1,0 +1,129 @@
+"""Changes of the local model after parallelize: refused, if they would have changed the training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.errors import UsageError
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.drop = nn.Dropout(0.0)
+        self.config = SimpleNamespace(factor=1.0)
+        self.scale, self.last, self.note = 1.0, torch.zeros(()), "a note"
+        self.register_buffer("mask", torch.ones(3, dtype=torch.float64))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.second(self.first(x).tanh())) * self.scale * self.config.factor * self.mask
+        self.last = x.detach()
+        return x.square().sum() * getattr(self, "later", 1.0)
+
+
+def made() -> tuple[Any, Any]:
+    local = Model()
+    return local, whale.parallelize(local, X, device="cpu")
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "an attribute": (lambda m: setattr(m, "scale", 0.5), "scale of the local model was changed"),
+    "a new attribute": (lambda m: setattr(m, "later", 0.5), "later of the local model was changed"),
+    "in an object": (lambda m: setattr(m.config, "factor", 0.5), "config of the local model was changed"),
+    "of one of torch's modules": (lambda m: setattr(m.drop, "p", 0.5), "drop.p of the local model was changed"),
+    "the mode": (lambda m: m.eval(), "eval\\(\\) was called of the local model after"),
+    "a module's mode": (lambda m: m.drop.eval(), "eval\\(\\) was called of drop of the local model after"),
+    "a tie": (lambda m: setattr(m.second, "weight", m.first.weight), "second.weight was replaced"),
+    "a module": (lambda m: setattr(m, "second", nn.Identity()), "in the local model, second was replaced"),
+    "a buffer": (lambda m: setattr(m, "mask", torch.zeros(3)), "in the local model, mask was replaced"),
+    "a hook": (lambda m: m.first.register_forward_hook(lambda *_: None), "a hook was added to first"),
+    "a forward": (lambda m: setattr(m.first, "forward", torch.tanh), "first.forward was replaced"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_the_local_model_is_refused_until_it_is_undone(what: str) -> None:
+    local, model = made()
+    model.train_step(X)
+    change, message = CHANGES[what]
+    change(local)
+    with pytest.raises(UsageError, match=message):
+        model.train_step(X)
+    if "mode" in what:
+        assert model.eval_step(X).isfinite()
+        local.train()
+        assert model.train_step(X).isfinite()
+
+
+def test_what_is_changed_on_both_acts() -> None:
+    local, model = made()
+    for one in (local, model):
+        one.scale = one.later = 0.5
+        one.eval()
+        one.first.requires_grad_(False)
+    expected = local(X)
+    for _ in range(2):
+        assert model.train_step(X).item() == pytest.approx(expected.item(), abs=1e-12)
+    model.train()
+    model.scale = 2.0  # of the parallel model alone: the local one is as it was
+    assert model.train_step(X).item() == pytest.approx(expected.item() * 16, abs=1e-12)
+
+
+def test_what_steps_would_not_read_may_change() -> None:
+    local, model = made()
+    expected = model.eval_step(X).item()
+    local.note, local.unread = "another", 3
+    assert local(X).item() == pytest.approx(expected)  # and its forward notes the last output
+    copy.deepcopy(local).eval()
+    with torch.no_grad():
+        local.first.weight.mul_(2.0)  # one object in both
+    assert model.train_step(X).item() != pytest.approx(expected)
+    assert model.train_step(X).isfinite()
+
+
+def test_a_local_model_that_is_made_parallel_again_is_free() -> None:
+    local, first = made()
+    local.scale = 0.5
+    second = whale.parallelize(local, X, device="cpu")
+    assert second.train_step(X).item() == pytest.approx(first.train_step(X).item() / 4)
+
+
+def test_a_compiled_model_is_taken_and_watched() -> None:
+    local: Any = Model()
+    local.second = torch.compile(local.second)
+    compiled: Any = torch.compile(local)
+    model = whale.parallelize(compiled, X, device="cpu")
+    expected = Model()(X).item()
+    assert model.train_step(X).item() == pytest.approx(expected, abs=1e-12)
+    local.eval()
+    with pytest.raises(UsageError, match="eval\\(\\) was called of"):
+        model.train_step(X)
+
+
+def test_the_local_model_is_not_kept() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        local, model = made()
+        gone, weight = weakref.ref(local), weakref.ref(local.first)
+        del local
+        assert gone() is None
+        assert weight() is None
+    finally:
+        gc.enable()
+    model.train_step(X)
