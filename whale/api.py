@@ -1,4 +1,4 @@
-"""Public functions for training scripts: ``parallelize`` and ``verify``.
+"""Public functions for training scripts: ``parallelize``, ``verify`` and ``verify_replicas``.
 
 They join the process group, compile the model and pass this rank's part to the runtime. Every detectable error is
 raised before any process group is made.
@@ -19,7 +19,7 @@ from whale.arguments import check_choice, check_count, check_number, check_type,
 from whale.commands.automatic import automatic_plan
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.compile import Options, compile_traced
-from whale.compile.trace import LOW_PRECISIONS, trace
+from whale.compile.trace import LOW_PRECISIONS, precision_of, trace
 from whale.detection import detect, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
@@ -39,7 +39,7 @@ from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
 from whale.strategies.recompute import RECOMPUTES, Recompute
 
-__all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
+__all__ = ["ParallelModule", "ParityReport", "ReplicaReport", "parallelize", "verify", "verify_replicas"]
 
 
 @known_arguments()
@@ -352,12 +352,14 @@ def verify(
 ) -> ParityReport:
     """Run one step locally and one in parallel from the same weights, and compare the loss and every gradient.
 
-    Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is 1e-9 in float64 and 1e-4
-    in float32. Models with dropout are compared in evaluation mode.
+    Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is that of the precision in
+    which the steps compute: 1e-9 in float64, 1e-4 in float32, 0.01 in TF32 and float16, 0.08 in bfloat16. Models with
+    dropout are compared in evaluation mode.
     """
     from whale.graph.capture import _Loss
 
-    leaves = batch_leaves(batch)
+    place = next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    leaves = {name: v.to(place) if isinstance(v, Tensor) else v for name, v in batch_leaves(batch).items()}
     local = model_copy(model, {}).eval()
     loss = _Loss(local, list(leaves), loss_fn)(*[v.clone() if isinstance(v, Tensor) else v for v in leaves.values()])
     loss.backward()
@@ -372,13 +374,65 @@ def verify(
         scale = gradient.abs().max().item() or 1.0
         errors[name] = (found[name] - gradient).abs().max().item() / scale
     worst = max(errors, key=lambda n: errors[n], default="")
-    double = any(p.dtype == torch.float64 for p in local.parameters())
     return ParityReport(
         loss=found_loss.item(),
         local_loss=loss.item(),
         loss_error=abs(found_loss.item() - loss.item()) / (abs(loss.item()) or 1.0),
         gradient_error=errors.get(worst, 0.0),
         worst=worst,
-        tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4,
+        tolerance=tolerance if tolerance is not None else tolerance_of(local, options.get("precision")),
         gradients=errors,
     )
+
+
+_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
+"""How far steps may differ whose sums are in another order: of the formats with 11 and 8 bits, twenty units in the last
+place."""
+
+
+def tolerance_of(model: nn.Module, precision: str | None) -> float:
+    """The default tolerance of a model's steps in a precision of :func:`parallelize`.
+
+    >>> tolerance_of(nn.Linear(2, 2), None), tolerance_of(nn.Linear(2, 2), "bf16")
+    (0.0001, 0.08)
+    """
+    if any(p.dtype == torch.float64 for p in model.parameters()):
+        return _TOLERANCES["fp64"]
+    names = {precision_of(model), precision or "fp32"}
+    return max(_TOLERANCES[name] for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReport:
+    """Copies of parameters after some steps. ``unlike`` are the parameters of which some rank has other bits than the
+    first one that has the same part, with these ranks."""
+
+    parameters: int
+    steps: int
+    unlike: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all copies are equal to the bit."""
+        return not self.unlike
+
+
+def verify_replicas(
+    model: nn.Module, batch: Any, *, steps: int = 20, loss_fn: Callable[..., Any] | None = None, **options: Any
+) -> ReplicaReport:
+    """Train some steps in parallel, and compare the copies of every parameter bit for bit: they must stay equal, also on
+    devices that round differently.
+
+    Call it on every rank. *options* are those of :func:`parallelize`; the optimizer is AdamW. Afterwards
+    ``model.unlike_copies()`` of a parallel model compares in any training.
+    """
+    check_count("steps", steps)
+    parallel = parallelize(model, batch, loss_fn=loss_fn, **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    leaves = batch_leaves(batch)
+    for _ in range(steps):
+        parallel._step(leaves, train=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    names = len(dict(model.named_parameters()))
+    return ReplicaReport(parameters=names, steps=steps, unlike=parallel.unlike_copies())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.ir.program import Returns
+from whale.runtime.agreement import checksums_of_all
 from whale.runtime.attributes import Changes
 from whale.runtime.compiled_steps import CompiledSteps, StepKey
 from whale.runtime.executor import Executor
@@ -395,6 +396,22 @@ class Engine:
         """Whether every rank has all of every parameter."""
         ranks = range(self.world.size)
         return all(shard.parts.get(rank) == shard.whole for shard in self.shards.values() for rank in ranks)
+
+    def unlike_copies(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of which ranks that have the same part have other bits, with these ranks: those that differ
+        from the first one. All ranks must call it.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout.
+        """
+        told = checksums_of_all(self.world, [self.tensors.get(name) for name in self.shards])
+        found: dict[str, tuple[int, ...]] = {}
+        for position, (name, shard) in enumerate(self.shards.items()):
+            first = shard.distinct()
+            unlike = [r for r in sorted(shard.parts) if told[r][position] != told[first[shard.parts[r]]][position]]
+            if unlike:
+                found[name] = tuple(unlike)
+        return found
 
     def gradient_norm(self, norm_type: float = 2.0, names: Iterable[str] | None = None) -> Tensor:
         """The norm of gradients, in float64, the same on every rank; every element of the local model's counts once.

@@ -220,6 +220,15 @@ class ParallelModule(nn.Module):
         }
         return dict(engine.whole(local, trainable, None))
 
+    def unlike_copies(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of which several ranks have a copy and not all copies have the same bits, with the ranks that
+        differ from the first one that has it; none, in a sound run. Every rank must call it, between steps.
+
+        Copies drift where a script changes them on some ranks alone, and where devices round differently, which steps
+        prevent between devices of different types in the cluster.
+        """
+        return self._whale.engine.unlike_copies()
+
     def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load whole tensors under the local model's names: each rank takes its parts. Every rank must call it, with
         the same tensors.
