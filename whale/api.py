@@ -18,6 +18,7 @@ from whale.annotations import Annotation, annotate, forget, get_default_strategy
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
 from whale.commands.automatic import automatic_plan
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
+from whale.compile.communicators import communicators
 from whale.compile.compile import Options, compile_traced
 from whale.compile.trace import LOW_PRECISIONS, precision_of, trace
 from whale.detection import detect, on_its_hosts, warn_of_other_devices
@@ -34,7 +35,7 @@ from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
-from whale.runtime.launch import World, describe, initialize
+from whale.runtime.launch import World, describe, initialize, name_of_unsupported
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
 from whale.strategies.recompute import RECOMPUTES, Recompute
@@ -55,7 +56,7 @@ def parallelize(
     loss_fn: Callable[..., Any] | None = None,
     prefer: str = "consecutive",
     seed: int | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float | None = None,
     device: str | None = None,
     promote_casts: bool = False,
     sync_module_states: bool = False,
@@ -87,7 +88,8 @@ def parallelize(
         prefer: ``consecutive`` or ``replica_in_node``: which devices are neighbours.
         seed: of dropout and other random operators, which then do not use torch's generator; by default the seed of
             torch on rank 0. Where training goes on, ``model.get_rng_state`` and ``set_rng_state`` keep the position.
-        timeout_seconds: limit for every wait of a rank for another.
+        timeout_seconds: limit for every wait of a rank for another; by default a minute while ranks start, and ten in
+            steps, where one may write a checkpoint meanwhile.
         device: ``cpu`` or ``cuda``; by default cuda where there is one.
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
         sync_module_states: overwrite the model's parameters and buffers with those of rank 0 first. Otherwise all ranks
@@ -122,7 +124,8 @@ def parallelize(
     if schedule is not None:
         check_choice("schedule", schedule, SCHEDULES)
     check_choice("prefer", prefer, get_args(Preference))
-    check_number("timeout_seconds", timeout_seconds, above=0)
+    if timeout_seconds is not None:
+        check_number("timeout_seconds", timeout_seconds, above=0)
     check_choice("batch", batch, ("global", "local", "parts"))
     check_choice("recompute", recompute, RECOMPUTES)
     if precision is not None:
@@ -131,6 +134,8 @@ def parallelize(
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
     if device is not None:
+        if why := name_of_unsupported(device):
+            raise UsageError(f"device={device!r}: {why}; it can be 'cpu' or 'cuda'")
         check_choice("device", device, ("cpu", "cuda"))
     automatic = plan == "auto"
     if isinstance(plan, (str, PathLike)):
@@ -224,6 +229,7 @@ def parallelize(
     texts = {
         **compilation.texts(),
         "the collectives of its programs": calls,
+        "its process groups": str(communicators(compilation, for_messages=launch.device.type == "cuda")),
         "torch's random state (its seed)": initial.digest() if initial else "",
     }
     agree(world, texts)
@@ -243,6 +249,7 @@ def parallelize(
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
+    world.begin_steps()
     return module
 
 
@@ -315,9 +322,10 @@ def _check_devices(model: nn.Module, device: torch.device) -> None:
             continue
         if tensor.device.type == device.type and str(device) == device.type:  # no index: any device of the type
             continue
+        why = name_of_unsupported(tensor.device.type)
         raise UsageError(
-            f"{name} is on {tensor.device}, but this rank computes on {device}: move the model with "
-            f".to({str(device)!r}) before parallelize, or build it on the meta device"
+            f"{name} is on {tensor.device}, but {f'{why}, and ' if why else ''}this rank computes on {device}: move "
+            f"the model with .to({str(device)!r}) before parallelize, or build it on the meta device"
         )
 
 
@@ -420,8 +428,8 @@ class ReplicaReport:
 def verify_replicas(
     model: nn.Module, batch: Any, *, steps: int = 20, loss_fn: Callable[..., Any] | None = None, **options: Any
 ) -> ReplicaReport:
-    """Train some steps in parallel, and compare the copies of every parameter bit for bit: they must stay equal, also on
-    devices that round differently.
+    """Train some steps in parallel, and compare the copies of every parameter bit for bit: they must stay equal, also
+    on devices that round differently.
 
     Call it on every rank. *options* are those of :func:`parallelize`; the optimizer is AdamW. Afterwards
     ``model.unlike_copies()`` of a parallel model compares in any training.

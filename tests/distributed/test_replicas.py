@@ -45,7 +45,7 @@ def train(world: World, layout: str, speeds: tuple[float, ...], steps: int) -> d
     def add_rounded(sink: GradientSink, number: int, gradient: Tensor) -> None:
         add(sink, number, gradient * (1 + 2**-40) if world.rank % 2 else gradient)
 
-    GradientSink.add = add_rounded  # type: ignore[method-assign]
+    GradientSink.add = add_rounded  # type: ignore[method-assign, assignment]
     try:
         for _ in range(steps):
             made.train_step(**tokens())

@@ -17,6 +17,7 @@ import whale
 from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
+from whale.compile.communicators import PURPOSES, communicators, start_up
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
 from whale.compile.rank_step import rank_step
@@ -28,6 +29,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.program import Compute, Program, Reduce, SumLoss
 from whale.runtime.collectives import CollectiveModule, DryGroup
 from whale.runtime.failure import Failures
+from whale.runtime.launch import families
 from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import WithoutData, dry_run
@@ -142,8 +144,7 @@ def recorded(compilation: Compilation, rank: int, world: int, program: Program |
             failures=Failures(rank),
             device=meta,
             transport=recorder,
-            group="forward",
-            backward_group="backward",
+            message_group=lambda edge, direction: direction,
             credit=0,
         )
         for stage in step.stages:
@@ -231,3 +232,26 @@ def test_what_runs_ahead_of_the_order_is_found(schedule: str, change: Callable[[
     programs = {rank: change(compilation.program(rank)) for rank in range(world)}
     with pytest.raises(ScheduleError, match="cannot end|disagree on call"):
         check_one_queue({rank: recorded(compilation, rank, world, programs[rank]) for rank in range(world)})
+
+
+def meshes(data: int, tensor: int, pipeline: int) -> dict[str, Any]:
+    per = LAYERS // pipeline
+    inner = [whale.replicate(data), whale.split(tensor)]
+    return {f"layers.[{i * per}-{i * per + per - 1}]": [whale.stage(data * tensor), *inner] for i in range(pipeline)}
+
+
+@pytest.mark.parametrize(("data", "tensor", "pipeline"), [(2, 2, 2), (8, 2, 4), (128, 2, 4)])
+def test_the_process_groups_of_a_rank_do_not_grow_with_the_launch(data: int, tensor: int, pipeline: int) -> None:
+    model, one = traced(True)
+    annotated = copy.deepcopy(model)
+    whale.annotate(annotated, meshes(data, tensor, pipeline))
+    size = data * tensor * pipeline
+    options = Options(micro_batches=1)
+    compilation = compile_traced(one, Cluster.homogeneous(size), options, device="cpu", scopes=module_scopes(annotated))
+    wanted = communicators(compilation, for_messages=True)
+    splits = [family for p in PURPOSES for family in families([ranks for purpose, ranks in wanted if purpose == p])]
+    # Two axes; three kinds of sums; two families of neighbours in each direction, and the tied embedding's way.
+    assert len(splits) <= 2 + 4 + 2 * 3
+    for rank in (0, size // 2, size - 1):
+        assert sum(rank in ranks for _, ranks in wanted) <= len(splits)
+    check_collectives({rank: list(start_up(wanted, rank, size)) for rank in range(size)})

@@ -72,7 +72,12 @@ def test_attention_with_dropout_has_a_kernel_on_gpus_of_one_type(mixed: bool, mo
 
 def test_numbers_without_positions_are_drawn_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[torch.device | None] = []
-    monkeypatch.setattr(random, "_generator_of", lambda device: drawn.append(device) or torch.default_generator)
+
+    def generator_of(device: torch.device | None) -> torch.Generator:
+        drawn.append(device)
+        return torch.default_generator
+
+    monkeypatch.setattr(random, "_generator_of", generator_of)
     for mixed in (False, True):
         with FakeTensorMode():
             call = SeededCall(torch.ops.aten.poisson.default, 1, RNGPosition(0), mixed)

@@ -143,6 +143,7 @@ class Engine:
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
     _shapes: list[torch.Size] = field(init=False)
+    _num_steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.steps = CompiledSteps(self.world.warn)
@@ -186,6 +187,29 @@ class Engine:
             UsageError: there is nothing to train, the ranks were given other batches, or one refused the step.
             WorkerError: a rank failed, or did not come within the timeout.
         """
+        supervisor = self.world.supervisor
+        if supervisor is not None:
+            supervisor.check()
+        try:
+            return self._run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
+        finally:
+            self._num_steps += 1
+            if supervisor is not None:
+                done = torch.cuda.Event()
+                done.record()
+                supervisor.watch(f"step {self._num_steps}", done, self.world.failures.timeout_seconds)
+
+    def _run(
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        train: bool,
+        changes: Changes,
+        *,
+        returns: Returns,
+        to: int | None,
+        scale: float | Tensor,
+    ) -> Result:
         if train and not changes.key and not any(shard.trainable for shard in self.shards.values()):
             raise UsageError(
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from whale.errors import WhaleError, WorkerError
+from whale.runtime.messages import Work
 
 __all__ = ["Failures"]
 
@@ -36,9 +37,11 @@ class Failures:
         self.rank = rank
         self.timeout_seconds = timeout_seconds
         self._store = store
+        self.has_reported = False
 
     def report(self, message: str) -> None:
         """Report why this rank stops; only the first report of all ranks counts."""
+        self.has_reported = True
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that hosts it
                 self._store.compare_set(_FAILURE, "", f"{self.rank}:{message}")
@@ -57,7 +60,7 @@ class Failures:
             return int(rank), message
         return None
 
-    def wait(self, work: dist.Work, what: str, ranks: Sequence[int], *, blocking: bool = True) -> None:
+    def wait(self, work: Work, what: str, ranks: Sequence[int], *, blocking: bool = True) -> None:
         """Wait for communication with ``ranks``; ``what`` describes it, as in "rank 1 in 1F0, value 'h'".
 
         With ``blocking`` false the device's queue waits and not this process; the timeout is then the process group's.
