@@ -33,6 +33,7 @@ from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.stage import LocalStage, part
 from whale.runtime.store import Board
+from whale.runtime.uploads import OnHost, upload
 
 __all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Result", "Shard", "StepSource"]
 
@@ -231,7 +232,9 @@ class Engine:
             self.clock.step += 1
         device = self.world.device
         batch = {k: torch.tensor(v, dtype=torch.float64) if k in step.numbers else v for k, v in batch.items()}
-        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        # Of a global batch on the host a rank copies the parts that it reads.
+        as_read = OnHost if device.type == "cuda" and self.local is None else upload
+        batch = {k: as_read(v, device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if self.local is not None:
             if step.gathered is None:
                 step.gathered = self.local.read_whole(whole, [*step.stages, *step.sums.stages])
@@ -304,11 +307,12 @@ class Engine:
 
     def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
-        looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
+        checks = not seen or self.world.device.type != "cuda"  # which is waiting for the device
+        looks = self.world.size > 1 and checks and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
         given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values)
-        if not seen or self.world.device.type != "cuda":  # looking is waiting for the device
+        if checks:
             alike.check()
         self.compared[key] = seen + 1
 
@@ -448,16 +452,17 @@ class Engine:
         Raises:
             WorkerError: a rank did not come within the timeout.
         """
-        terms = [torch.zeros((), dtype=torch.float64, device=self.world.device)]
+        gradients: list[Tensor] = []
         for name in self.shards if names is None else names:
             shard, tensor = self.shards[name], self.tensors.get(name)
             if tensor is None or tensor.grad is None:
                 continue
             if shard.distinct()[shard.parts[self.world.rank]] != self.world.rank:
                 continue
-            norm = torch.linalg.vector_norm(tensor.grad, norm_type).to(torch.float64)
-            terms.append(norm if norm_type == torch.inf else norm**norm_type)
-        stacked = torch.stack(terms)
+            gradients.append(tensor.grad)
+        norms = [norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
+        terms = [norm if norm_type == torch.inf else norm**norm_type for norm in norms]
+        stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=self.world.device), *terms])
         total = stacked.max() if norm_type == torch.inf else stacked.sum()
         if self.world.size > 1:
             op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM

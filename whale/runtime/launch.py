@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,7 +158,7 @@ def initialize(
     begin = time.monotonic()
     joined = dist.is_initialized()
     # A connection of its own: a long wait for a message would hold up torch's use of the script's store.
-    store = dist.distributed_c10d._get_default_store().clone() if joined else _store(rank, timeout)  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_default_store().clone() if joined else _store(rank, timeout)  # type: ignore[attr-defined]
     prefix = f"whale/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     shared = dist.PrefixStore(prefix, store)
     failures = Failures(rank, shared, timeout_seconds)

@@ -335,9 +335,12 @@ class ParallelModule(nn.Module):
         """
         norm = self._whale.engine.gradient_norm(norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self._whale.engine.tensors.values():
             if tensor.grad is not None:
-                tensor.grad.mul_(scale.to(tensor.grad.dtype))
+                by_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
+        for dtype, gradients in by_dtype.items():  # a few kernels on a device, not one for each parameter
+            torch._foreach_mul_(gradients, scale.to(dtype))
         return norm
 
     # What a module can do, and a parallel one cannot
