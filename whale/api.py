@@ -33,6 +33,8 @@ from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
+from whale.predict.device_memory import memory_advice
+from whale.predict.peak_memory import Device
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, initialize, name_of_unsupported
@@ -249,6 +251,9 @@ def parallelize(
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
+    kind: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    told = (compilation, described, world.rank, options.schedule, kind)
+    world.failures.memory_advice = lambda: memory_advice(*told)
     world.begin_steps()
     return module
 

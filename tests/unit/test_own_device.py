@@ -89,14 +89,9 @@ def test_waits_are_noted() -> None:
     with FakeTensorMode(), Waits() as waits:
         x = torch.empty(3, device="cuda")
         x.cpu()
-        x.copy_(torch.empty(3))
-        x.copy_(torch.empty(3), non_blocking=True)
         with pytest.raises(DataDependentOutputException):
             x.sum().item()
-        x.nonzero()
     assert [found.split()[0] for found in waits.found] == [
         "aten._to_copy.default",
-        "aten.copy_.default",
         "aten._local_scalar_dense.default",
-        "aten.nonzero.default",
     ]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.ir.check import CollectiveCall
 from whale.ir.program import Returns
 from whale.runtime.agreement import checksums_of_all
 from whale.runtime.attributes import Changes
@@ -87,6 +88,36 @@ class CompiledStep:
     gathered: tuple[str, ...] | None = None
     numbers: tuple[str, ...] = ()
     is_made: bool = False
+
+
+class Gathered(NamedTuple):
+    """A part of a tensor that becomes whole: who sends it, and the ranks that take part."""
+
+    intervals: Intervals
+    owner: int
+    ranks: tuple[int, ...]
+
+
+def gathered_parts(shard: Shard, size: int, to: int | None) -> Iterator[Gathered]:
+    """The parts of a tensor that ranks exchange, in their order, so that all have the whole of it, or rank *to* has."""
+    receivers = range(size) if to is None else (to,)
+    if all(shard.parts.get(receiver) == shard.whole for receiver in receivers):
+        return
+    for intervals, owner in shard.distinct().items():
+        if all(any(a < b for a, b in dim) for dim in intervals):
+            yield Gathered(intervals, owner, tuple(sorted({owner, *receivers})))
+
+
+def gather_calls(
+    shards: Mapping[str, Shard], names: Iterable[str], size: int, to: int | None, rank: int
+) -> Iterator[CollectiveCall]:
+    """What a rank does with others while tensors of these names become whole, as when a checkpoint is written."""
+    for name in names:
+        shard = shards[name]
+        for number, piece in enumerate(gathered_parts(shard, size, to)):
+            if rank in piece.ranks and len(piece.ranks) > 1:
+                dtype = str(shard.dtype).removeprefix("torch.")
+                yield CollectiveCall(f"part {number} of {name}", "gather", piece.ranks, dtype, (shard.shape,))
 
 
 StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns, Collection[str]], CompiledStep]
@@ -193,6 +224,8 @@ class Engine:
             supervisor.check()
         try:
             return self._run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
+        except torch.OutOfMemoryError as error:  # outside of its tasks
+            raise self.world.failures.failed("a step", error) from error
         finally:
             self._num_steps += 1
             if supervisor is not None:
@@ -346,18 +379,18 @@ class Engine:
 
     def _gathered(self, name: str, own: Tensor | None, to: int | None) -> Tensor | None:
         shard, rank, size = self.shard(name), self.world.rank, self.world.size
-        receivers = range(size) if to is None else (to,)
-        if all(shard.parts.get(receiver) == shard.whole for receiver in receivers):
-            return own.detach().clone() if own is not None and rank in receivers else None
-        whole = None
-        if rank in receivers:
-            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device)
-        for intervals, owner in shard.distinct().items():
-            piece = own.detach().contiguous() if own is not None and owner == rank else None
-            if piece is None and whole is not None:
-                piece = whole.new_empty([sum(b - a for a, b in dim) for dim in intervals])
-            if piece is None or not piece.numel():
+        receives = to is None or rank == to
+        parts = list(gathered_parts(shard, size, to))
+        if not parts and shard.parts.get(0 if to is None else to) == shard.whole:
+            return own.detach().clone() if own is not None and receives else None
+        whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device) if receives else None
+        for intervals, owner, ranks in parts:
+            if rank not in ranks:
                 continue
+            piece = own.detach().contiguous() if own is not None and owner == rank else None
+            if piece is None:
+                assert whole is not None
+                piece = whole.new_empty([sum(b - a for a, b in dim) for dim in intervals])
             if to is None:
                 work = dist.broadcast(piece, owner, async_op=True)
             elif owner == to:
@@ -366,7 +399,7 @@ class Engine:
                 work = dist.isend(piece, to) if owner == rank else dist.irecv(piece, owner)
             if work is not None:
                 what = f"the parts of {name}, which every rank must ask for (full_state_dict, full_gradients)"
-                self.world.failures.wait(work, what, range(size) if to is None else (owner, to))
+                self.world.failures.wait(work, what, ranks)
             if whole is not None:
                 put(whole, piece, intervals)
         return whole
