@@ -21,7 +21,7 @@ from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.communicators import communicators
 from whale.compile.compile import Options, compile_traced
 from whale.compile.trace import LOW_PRECISIONS, precision_of, trace
-from whale.detection import detect, on_its_hosts, warn_of_other_devices
+from whale.detection import detect, detect_unlike, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
@@ -77,8 +77,8 @@ def parallelize(
             positional ones, or one tensor. The first dim of its tensors is the batch.
         state_dict: whole tensors under the model's names, for a model on the meta device or a function. Mapped from a
             file they are read only in parts.
-        cluster: a cluster file, or a Cluster; by default the devices of the launch, assumed equal (for ``plan="auto"``
-            as detected).
+        cluster: a cluster file, or a Cluster; by default the devices of the launch, assumed equal (as detected for
+            ``plan="auto"``, and where GPUs are of different types).
         plan: a plan file, or a Plan. ``"auto"``: rank 0 searches for one, for a model without annotations, with the
             given *micro_batches* and *schedule*.
         micro_batches: number of micro-batches; must divide the batch, except with ``plan="auto"``: the last one may
@@ -160,6 +160,10 @@ def parallelize(
     options = replace(options, precision=_precision(precision, launch.device))
     if plan is not None:
         plan.check_world(launch.size)
+    world: World | None = None
+    if described is None and not automatic and launch.size > 1 and launch.device.type == "cuda":
+        world = initialize(timeout_seconds, device_type=device)
+        described = detect_unlike(world)
     if described is None:
         described = Cluster.homogeneous(launch.size)
     elif len(described.devices) != launch.size:
@@ -190,8 +194,7 @@ def parallelize(
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
-    world: World | None = None
-    if launch.size > 1 and (automatic or described.names_hosts):
+    if world is None and launch.size > 1 and (automatic or described.names_hosts):
         world = initialize(timeout_seconds, device_type=device)
     if world is not None and described.names_hosts:
         described = on_its_hosts(world, described, planned=plan is not None)

@@ -21,7 +21,7 @@ from whale.planner.schedules.orders import schedule_order
 from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World, groups
-from whale.runtime.messages import CoalescedMessages, Messages
+from whale.runtime.messages import CoalescedMessages, Messages, StagedMessages
 from whale.runtime.reduce import Bucket, Reducer
 
 WIDTH = 4
@@ -331,3 +331,19 @@ def test_messages_that_start_together_into_kept_memory_give_the_same_gradients(
         assert buffers[0] == buffers[1] == buffers[2]  # memory of the first step serves all later ones
     if case != "ragged":
         assert max(length for result in results for length in result[2]) > 1
+
+
+def train_staged(world: World, shares: list[list[Shares]]) -> tuple[Tensor | None, dict[str, Tensor]]:
+    staged = StagedMessages(torch.device("cpu"))
+    executor, layers = make_executor(world, shares, "1f1b", True, False, 0, staged)
+    return executor.run(train=True), named_gradients(layers)
+
+
+def test_messages_through_the_host_give_the_same_gradients(ranks: Ranks) -> None:
+    shares = everywhere(LAYOUTS["overlapping sets"])
+    loss, gradients = local(3, 16, tied=True)
+    results = ranks.run(train_staged, shares)
+    torch.testing.assert_close(sum(r[0] for r in results if r[0] is not None), loss, rtol=1e-12, atol=0)
+    for _, own in results:
+        for key, gradient in own.items():
+            torch.testing.assert_close(gradient, gradients[key], rtol=1e-12, atol=1e-12, msg=key)

@@ -201,6 +201,7 @@ def test_a_group_of_a_script_gets_the_device_of_its_rank_and_connects_all_ranks_
 ) -> None:
     group, device = Bindable(), torch.device("cuda", 3)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     launch._bind(torch.device("cpu"))
     assert group.connected == []
     for _ in range(2):
@@ -235,3 +236,21 @@ def test_waits_are_short_while_ranks_start_and_long_in_steps() -> None:
     given = initialize(7, device_type="cpu")
     given.begin_steps()
     assert given.failures.timeout_seconds == 7
+
+
+def test_ranks_that_share_a_gpu_have_a_backend_that_can(monkeypatch: pytest.MonkeyPatch, one_gpu: None) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert launch._backend(gpu) == "nccl"
+    monkeypatch.setenv(launch.SHARE_GPU, "1")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    assert launch._backend(gpu) == "cpu:gloo,cuda:gloo"
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "0"
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 31, 0))
+    assert launch._backend(gpu) == "nccl"
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    launched(monkeypatch, 3, 4, 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert describe().device == torch.device("cuda", 1)

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import whale
+from whale import detection
 from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster, DeviceType
+from whale.profiling.places import RankLocation
 from whale.runtime import random
+from whale.runtime.launch import initialize
 from whale.runtime.random import RNGPosition, SeededAttention, SeededCall
 
 
@@ -96,3 +99,16 @@ def test_copies_are_summed_over_devices_of_different_types_alone() -> None:
 
     assert ranks_of_sums("fast", "slow") == {(0, 1)}
     assert ranks_of_sums("fast", "fast") == set()
+
+
+def test_devices_of_a_launch_are_detected_where_they_are_of_different_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(*names: str) -> list[RankLocation]:
+        return [RankLocation(rank=r, device_type=n, node="n", memory_bytes=24 * 2**30) for r, n in enumerate(names)]
+
+    world = initialize(device_type="cpu")
+    monkeypatch.setattr(detection, "places_of", lambda *ignored: places("L4", "L4"))
+    assert detection.detect_unlike(world) is None
+    monkeypatch.setattr(detection, "places_of", lambda *ignored: places("L4", "RTX3090"))
+    found = detection.detect_unlike(world)
+    assert found is not None
+    assert [device.type.name for device in found.devices] == ["L4", "RTX3090"]

@@ -30,6 +30,7 @@ from whale.runtime.supervision import Supervisor
 from whale.runtime.warn import warn
 
 __all__ = [
+    "SHARE_GPU",
     "START_SECONDS",
     "STEP_SECONDS",
     "World",
@@ -179,27 +180,52 @@ def initialize(
         torch.cuda.set_device(device)
     if not joined:
         _wait_for_all(shared, rank, size, max(1.0, timeout_seconds - (time.monotonic() - begin)), timeout_seconds)
-    if device.type == "cuda":
+    if device.type == "cuda" and not _shares_gpu():
         _check_devices_apart(shared, rank, size, device, timeout)
     if joined:
         _bind(device)
         if device.type == "cuda":
             atexit.register(partial(_leave, world))
         return world
+    backend = _backend(device)
     try:
         dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             store=dist.PrefixStore("groups", shared),
             rank=rank,
             world_size=size,
             timeout=_limit(step_seconds, device),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
         raise WorkerError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
     # A gloo thread that releases a tensor after the interpreter has exited aborts the process.
     atexit.register(partial(_leave, world))
     return world
+
+
+SHARE_GPU = "WHALE_SHARE_GPU"
+"""Environment variable that lets several ranks have one GPU, for tests: 1 says so."""
+
+_NCCL_THAT_SHARES = (2, 31)
+"""The first version of NCCL in which ranks of one GPU can communicate, if it is told so."""
+
+
+def _shares_gpu() -> bool:
+    return os.environ.get(SHARE_GPU) == "1"
+
+
+def _backend(device: torch.device) -> str:
+    """The backend of process groups. Ranks that share a GPU need a new NCCL, or else gloo, through the host."""
+    if device.type != "cuda":
+        return "gloo"
+    if not _shares_gpu():
+        return "nccl"
+    version: Any = torch.cuda.nccl.version() if dist.is_nccl_available() else (0,)
+    if tuple(version) < _NCCL_THAT_SHARES:
+        return "cpu:gloo,cuda:gloo"
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    return "nccl"
 
 
 def _limit(seconds: float, device: torch.device) -> timedelta:
@@ -211,7 +237,7 @@ def _bind(device: torch.device) -> None:
     """Let the process group of a script know this rank's device, if it does not: NCCL would otherwise connect pairs of
     ranks at their first message, each waiting for the other, in any order; and groups of it could not be split."""
     group = dist.distributed_c10d._get_default_group()
-    if device.type == "cuda" and group.bound_device_id is None:
+    if device.type == "cuda" and group.bound_device_id is None and "cuda:gloo" not in str(dist.get_backend_config()):
         group.bound_device_id = device
         group._get_backend(device).eager_connect_single_device(device)
 
@@ -368,7 +394,7 @@ def _device(device_type: str | None) -> torch.device:
     count = torch.cuda.device_count()
     if count == 1:  # launchers may show each process its own device only; `initialize` checks that no two are the same
         return torch.device("cuda", 0)
-    local_rank = _local_rank(count)
+    local_rank = _local_rank(count) % count if _shares_gpu() else _local_rank(count)
     if local_rank >= count:
         raise UsageError(
             f"local rank {local_rank} has no CUDA device of its own, this node has {count}; "

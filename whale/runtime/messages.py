@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CoalescedMessages", "Messages", "Queue", "ReceiveBuffers", "Work", "messages_of"]
+__all__ = ["CoalescedMessages", "Messages", "Queue", "ReceiveBuffers", "StagedMessages", "Work", "messages_of"]
 
 
 class Work(Protocol):
@@ -216,6 +216,34 @@ class CoalescedMessages(Messages):
         self.buffers.task_ended()
 
 
+class StagedMessages(Messages):
+    """Sends and receives through the host, where ranks that share a GPU communicate by gloo, as in tests."""
+
+    def send(self, tensor: Tensor, peer: int, group: Any) -> Work | None:
+        """Send a copy on the host."""
+        return super().send(tensor.cpu(), peer, group)
+
+    def receive(self, tensor: Tensor, peer: int, group: Any) -> Work | None:
+        """Receive into the host's memory, from which the tensor is copied when the message is waited for."""
+        held = torch.empty(tensor.shape, dtype=tensor.dtype)
+        work = super().receive(held, peer, group)
+        return None if work is None else _Staged(work, held, tensor)
+
+
+@dataclass(eq=False)
+class _Staged:
+    """A message that arrives on the host."""
+
+    work: Work
+    held: Tensor
+    target: Tensor
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        done = self.work.wait() if timeout is None else self.work.wait(timeout)
+        self.target.copy_(self.held)
+        return done
+
+
 def _start_on_nccl(messages: Sequence[tuple[bool, Tensor, int]], group: Any) -> Sequence[Any]:
     """Start messages in one call of NCCL."""
     operations = [dist.P2POp(dist.isend if sends else dist.irecv, x, peer, group) for sends, x, peer in messages]
@@ -227,4 +255,6 @@ def messages_of(device: torch.device, transport: Any = dist) -> Messages:
     """How messages are started on a device."""
     if device.type != "cuda" or transport is not dist:
         return Messages(device, transport)
+    if dist.is_initialized() and "cuda:gloo" in str(dist.get_backend_config()):
+        return StagedMessages(device)
     return CoalescedMessages(device, _Streams(device), _start_on_nccl)
