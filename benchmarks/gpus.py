@@ -1,4 +1,4 @@
-"""Which parts of ``whale doctor --gpu`` passed on which GPUs: the table of docs/gpus.md, from reports.
+"""The table of docs/gpus.md, from reports: the parts of ``whale doctor --gpu`` that passed, by GPUs.
 
 python benchmarks/gpus.py           # writes the table
 """

@@ -121,7 +121,7 @@ def layout_of(model: nn.Module, name: str) -> tuple[dict[str, Any], dict[str, An
 
 
 def step(spec: str, name: str) -> dict[str, Any] | None:
-    """What a training step of rank 1 of four would wait for, and how many elements of the batch it copies."""
+    """Waits of a training step of rank 1 of four, and the number of elements of the batch that it copies."""
     loaded = load_model(spec, SMALL[spec], device="meta", batch_size=8)
     found = layout_of(loaded.model, name)
     if found is None:

@@ -50,7 +50,7 @@ def said(guard: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def stepped(guard: Path) -> dict[str, dict[str, dict[str, Any] | None]]:
-    """What training steps of a rank on ``cuda:1`` would wait for, by model and layout."""
+    """Waits of training steps of a rank on ``cuda:1``, by model and layout."""
     found: dict[str, dict[str, dict[str, Any] | None]] = printed_by("tests.fake_steps", *SMALL, preload=str(guard))
     return found
 

@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 1.0
 
 
 class Device:
-    """A device in whose queue a step ends when it is told so, or when communication is aborted."""
+    """A device in whose queue a step ends when the test says so, or when communication is aborted."""
 
     def __init__(self, store: dist.Store, rank: int, *, hangs: bool = False) -> None:
         self.ended, self.aborted = False, 0

@@ -50,7 +50,7 @@ _RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT
 def run_parts(
     parts: Sequence[Part], ranks: int, device_type: str, tell: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Run parts one after another on so many ranks of this machine; what each found, by name.
+    """Run parts one after another on a number of ranks of this machine; return what each found, by name.
 
     Every result has ``passed``, ``seconds`` and ``ranks``, with what ranks wrote, by rank; a part that failed has the
     ends of their outputs, one that hung says so.

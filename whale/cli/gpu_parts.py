@@ -87,7 +87,7 @@ def batch(rows: int = ROWS, length: int = LENGTH, words: int = WORDS) -> dict[st
 
 
 def layouts(size: int) -> dict[str, dict[str, Any]]:
-    """Kinds of plans for so many ranks."""
+    """Kinds of plans for a number of ranks."""
     found: dict[str, dict[str, Any]] = {"replicate": {"": whale.replicate()}, "split": {"": whale.split()}}
     if size == 1:
         return {"one rank": {}}

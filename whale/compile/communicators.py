@@ -62,7 +62,7 @@ def message_ranks(stages: Sequence[StageSpec], edge: Edge) -> tuple[int, ...]:
 
 
 def start_up(wanted: Sequence[Communicator], rank: int, size: int) -> Iterator[CollectiveCall]:
-    """What a rank does with all others before its first step, for :func:`whale.ir.check.check_collectives`: each family
+    """Collectives of a rank before its first step, for :func:`whale.ir.check.check_collectives`: each family
     of groups is made by all ranks together, and then each group is used once, in the same order."""
     everyone = tuple(range(size))
     for purpose in PURPOSES:

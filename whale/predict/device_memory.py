@@ -98,7 +98,7 @@ def device_memory(cluster: Cluster, rank: int, held: PeakMemory) -> DeviceMemory
 
 
 def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedule: str, device: Device) -> str:
-    """What was predicted of a rank's memory, and what would need less, for a rank that is out of memory."""
+    """Predicted memory of a rank, and options that would need less, for a rank that is out of memory."""
     held = device_memory(cluster, rank, brief_peak_memory(compilation, rank, schedule=schedule, device=device))
     parts = {
         "parameters": held.parameters,

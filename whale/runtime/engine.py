@@ -111,7 +111,7 @@ def gathered_parts(shard: Shard, size: int, to: int | None) -> Iterator[Gathered
 def gather_calls(
     shards: Mapping[str, Shard], names: Iterable[str], size: int, to: int | None, rank: int
 ) -> Iterator[CollectiveCall]:
-    """What a rank does with others while tensors of these names become whole, as when a checkpoint is written."""
+    """Collectives of a rank while tensors of these names become whole, as when a checkpoint is written."""
     for name in names:
         shard = shards[name]
         for number, piece in enumerate(gathered_parts(shard, size, to)):
@@ -265,7 +265,7 @@ class Engine:
             self.clock.step += 1
         device = self.world.device
         batch = {k: torch.tensor(v, dtype=torch.float64) if k in step.numbers else v for k, v in batch.items()}
-        # Of a global batch on the host a rank copies the parts that it reads.
+        # A rank copies the parts that it reads of a global batch on the host.
         as_read = OnHost if device.type == "cuda" and self.local is None else upload
         batch = {k: as_read(v, device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if self.local is not None:

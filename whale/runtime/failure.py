@@ -124,7 +124,7 @@ class Failures:
         return WorkerError(message)
 
     def _memory_text(self, error: BaseException) -> str:
-        """What torch says of an allocation that failed, in a line, and what we know of the memory."""
+        """Text of torch for an allocation that failed, in a line, with the advice on memory."""
         said = str(error).strip().splitlines()[0].split(". See documentation")[0]
         advice = ""
         if self.memory_advice is not None:

@@ -208,7 +208,7 @@ SHARE_GPU = "WHALE_SHARE_GPU"
 """Environment variable that lets several ranks have one GPU, for tests: 1 says so."""
 
 _NCCL_THAT_SHARES = (2, 31)
-"""The first version of NCCL in which ranks of one GPU can communicate, if it is told so."""
+"""The first version of NCCL in which ranks of one GPU can communicate, if a variable says so."""
 
 
 def _shares_gpu() -> bool:
