@@ -510,6 +510,8 @@ class Lowering:
         if self.clock is not None and is_random(op.node):
             part = tuple((a, self.coordinates[a]) for a in range(1, len(choices)) if outputs[0][a].kind == "S")
             key, of_all = (position_key(self.order[op.node], where) for where in (part, ()))
+            copied = [a - 1 for a in range(1, len(choices)) if outputs[0][a].kind != "S"]
+            mixed = any(map(self.stage.mesh.is_mixed, copied))
             where = ((op.node, 0), self._normal((op.node, 0), outputs[0]))
             positional, keyword = arguments(op, bound)
             target: Any = op.target
@@ -527,9 +529,9 @@ class Lowering:
                 return emitter.call_module(drawn, (rows, columns, *positional), "drawn", keyword)
             if target is aten.scaled_dot_product_attention.default:
                 rows = emitter.placeholder((*where, "rows"), ("rows", where), "rows")
-                attention = SeededAttention(target, key, of_all, self.clock)
+                attention = SeededAttention(target, key, of_all, self.clock, mixed)
                 return emitter.call_module(attention, (rows, *positional), "attention", keyword)
-            return emitter.call_module(SeededCall(target, key, self.clock), positional, "random", keyword)
+            return emitter.call_module(SeededCall(target, key, self.clock, mixed), positional, "random", keyword)
         return None
 
 

@@ -19,7 +19,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph, is_random
-from whale.graph.values import Value, is_call, output_shapes, resolve, value_shape, value_tensor
+from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.strategy import Along, RegionRole, divides_batch, shards_operators
 from whale.ir.virtual_device import VirtualDevice
@@ -79,7 +79,8 @@ class StageProblem:
             return None
         tables = (self.mutated, self.returned, self.fixed, self.leaving)
         placed = (self.loss, self.shared, self.sent, *(tuple(table.items()) for table in tables))
-        return graph.nodes, graph.received, graph.sent, roles, tuple(layout_axes(self.mesh, self.rows)), placed
+        mixed = tuple(map(self.mesh.is_mixed, range(len(self.mesh.axes))))
+        return graph.nodes, graph.received, graph.sent, roles, tuple(layout_axes(self.mesh, self.rows)), mixed, placed
 
 
 def batch_placeholders(captured: Captured) -> list[fx.Node]:
@@ -110,6 +111,7 @@ def place_stage(
     chosen: dict[fx.Node, list[Choice]] = {n: [time[n]] for n in nodes}
     read = dict.fromkeys(v for n in nodes for v in analysis.ops[n].operands if _is_parameter(captured, v))
     parameters = frozenset(read)
+    trained = frozenset(filter(needs_grad, parameters))
     received = problem.task_graph.received
     stored: dict[Value, list[Placement]] = {v: [REPLICATE] for v in read}
     stored |= {v: [problem.time[v[0]].outputs[v[1]]] for v in received}
@@ -162,9 +164,10 @@ def place_stage(
             placement = (
                 problem.fixed[value][axis + 1] if value in problem.fixed else solution.stored.get(value, REPLICATE)
             )
-            # values that stages sum must be partial on every rank
-            shared = value in problem.shared and placement.kind == "R"
-            stored[value].append(REPLICATE_PARTIAL if shared else placement)
+            # Gradients that stages sum must be partial on every rank. So are those of copies on devices of different
+            # types, which round differently: the sum of the first one's and of zeros keeps copies equal.
+            summed = value in problem.shared or (value in trained and mesh.is_mixed(axis))
+            stored[value].append(REPLICATE_PARTIAL if summed and placement.kind == "R" else placement)
         for value in solution.forbidden:
             _check_units(captured, analysis, problem, value, axis)
         report.gathered += [v for v in solution.forbidden if v not in report.gathered]

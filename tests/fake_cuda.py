@@ -3,7 +3,8 @@
     python -m tests.fake_cuda GUARD MODEL...     # in a process of its own: GUARD is a library of `build_guard`
 
 torch without CUDA refuses autograd on fake CUDA tensors, because nothing can make a device the current one. The library
-registers a guard that does nothing, which is sufficient for tensors without data.
+registers a guard that does nothing, which is sufficient for tensors without data. Preloaded, before torch asks for the
+first time, it also says that there are devices, so that autograd has queues for them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,36 @@ from whale.ir.cluster import Cluster
 from whale.runtime.random import RNGPosition
 
 SOURCE = """
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10::impl {
-struct Guard final : public NoOpDeviceGuardImpl<DeviceType::CUDA> {};
+struct Guard final : public NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  DeviceIndex deviceCount() const noexcept override { return 8; }
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  Device exchangeDevice(Device) const override { return Device(DeviceType::CUDA, 0); }
+  Stream getStream(Device d) const noexcept override { return Stream(Stream::DEFAULT, d); }
+  Stream getDefaultStream(Device d) const override { return Stream(Stream::DEFAULT, d); }
+  Stream exchangeStream(Stream s) const noexcept override { return s; }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+};
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+}
+namespace at {
+struct CUDAHooks final : public CUDAHooksInterface {
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex deviceCount() const override { return 8; }
+  int getNumGPUs() const override { return 8; }
+};
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks)
 }
 """
 
@@ -55,7 +82,8 @@ def build_guard(folder: Path) -> Path | None:
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(SOURCE)
     root = Path(torch.__file__).parent
-    options = ["-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
+    options = ["-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    options.append(f"-Wl,-rpath,{root / 'lib'}")
     subprocess.run([compiler, str(source), "-o", str(library), *options], check=True, timeout=120)
     return library
 

@@ -1,4 +1,4 @@
-"""Public functions for training scripts: ``parallelize`` and ``verify``.
+"""Public functions for training scripts: ``parallelize``, ``verify`` and ``verify_replicas``.
 
 They join the process group, compile the model and pass this rank's part to the runtime. Every detectable error is
 raised before any process group is made.
@@ -19,9 +19,10 @@ from whale.annotations import Annotation, annotate, forget, get_default_strategy
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
 from whale.commands.automatic import automatic_plan, with_least_recompute
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
+from whale.compile.communicators import communicators
 from whale.compile.compile import Options, compile_traced
-from whale.compile.trace import trace
-from whale.detection import detect, on_its_hosts, warn_of_other_devices
+from whale.compile.trace import precision_of, trace
+from whale.detection import detect, detect_unlike, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
@@ -35,13 +36,15 @@ from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
+from whale.predict.device_memory import memory_advice
+from whale.predict.peak_memory import Device
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
-from whale.runtime.launch import World, describe, initialize
+from whale.runtime.launch import World, describe, initialize, name_of_unsupported
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
 
-__all__ = ["ParallelModule", "ParityReport", "parallelize", "verify"]
+__all__ = ["ParallelModule", "ParityReport", "ReplicaReport", "parallelize", "verify", "verify_replicas"]
 
 
 @known_arguments()
@@ -57,7 +60,7 @@ def parallelize(
     loss_fn: Callable[..., Any] | None = None,
     prefer: str = "consecutive",
     seed: int | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float | None = None,
     device: str | None = None,
     promote_casts: bool = False,
     sync_module_states: bool = False,
@@ -79,8 +82,8 @@ def parallelize(
             positional ones, or one tensor. The first dim of its tensors is the batch.
         state_dict: whole tensors under the model's names, for a model on the meta device or a function. Mapped from a
             file they are read only in parts.
-        cluster: a cluster file, or a Cluster; by default the devices of the launch, assumed equal (for ``plan="auto"``
-            as detected).
+        cluster: a cluster file, or a Cluster; by default the devices of the launch, assumed equal (as detected for
+            ``plan="auto"``, and where GPUs are of different types).
         plan: a plan file, or a Plan. ``"auto"``: rank 0 searches for one, for a model without annotations, with the
             given *micro_batches* and *schedule*.
         micro_batches: number of micro-batches; must divide the batch, except with ``plan="auto"``: the last one may
@@ -92,7 +95,8 @@ def parallelize(
         prefer: ``consecutive`` or ``replica_in_node``: which devices are neighbours.
         seed: of dropout and other random operators, which then do not use torch's generator; by default the seed of
             torch on rank 0. Where training goes on, ``model.get_rng_state`` and ``set_rng_state`` keep the position.
-        timeout_seconds: limit for every wait of a rank for another.
+        timeout_seconds: limit for every wait of a rank for another; by default a minute while ranks start, and ten in
+            steps, where one may write a checkpoint meanwhile.
         device: ``cpu`` or ``cuda``; by default cuda where there is one.
         promote_casts: turn casts to float32 inside the model into casts to float64, for comparisons in float64.
         sync_module_states: overwrite the model's parameters and buffers with those of rank 0 first. Otherwise all ranks
@@ -138,7 +142,8 @@ def parallelize(
     if schedule is not None:
         check_choice("schedule", schedule, SCHEDULES)
     check_choice("prefer", prefer, get_args(Preference))
-    check_number("timeout_seconds", timeout_seconds, above=0)
+    if timeout_seconds is not None:
+        check_number("timeout_seconds", timeout_seconds, above=0)
     check_choice("batch", batch, ("global", "local", "parts"))
     if recompute is not None:
         check_choice("recompute", recompute, ("auto", *RECOMPUTES))
@@ -148,6 +153,8 @@ def parallelize(
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
     if device is not None:
+        if why := name_of_unsupported(device):
+            raise UsageError(f"device={device!r}: {why}; it can be 'cpu' or 'cuda'")
         check_choice("device", device, ("cpu", "cuda"))
     automatic = plan == "auto"
     if isinstance(plan, (str, PathLike)):
@@ -171,6 +178,10 @@ def parallelize(
     options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
     if plan is not None:
         plan.check_world(launch.size)
+    world: World | None = None
+    if described is None and not automatic and launch.size > 1 and launch.device.type == "cuda":
+        world = initialize(timeout_seconds, device_type=device)
+        described = detect_unlike(world)
     if described is None:
         described = Cluster.homogeneous(launch.size)
     elif len(described.devices) != launch.size:
@@ -201,8 +212,7 @@ def parallelize(
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
-    world: World | None = None
-    if launch.size > 1 and (automatic or recompute == "auto" or described.names_hosts):
+    if world is None and launch.size > 1 and (automatic or recompute == "auto" or described.names_hosts):
         world = initialize(timeout_seconds, device_type=device)
     if world is not None and described.names_hosts:
         described = on_its_hosts(world, described, planned=plan is not None)
@@ -252,6 +262,7 @@ def parallelize(
     texts = {
         **compilation.texts(),
         "the collectives of its programs": calls,
+        "its process groups": str(communicators(compilation, for_messages=launch.device.type == "cuda")),
         "torch's random state (its seed)": initial.digest() if initial else "",
     }
     agree(world, texts)
@@ -271,6 +282,10 @@ def parallelize(
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error
     meet(world, "all ranks to have built their part of the model")
+    kind: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    told = (compilation, described, world.rank, options.schedule, kind)
+    world.failures.memory_advice = lambda: memory_advice(*told)
+    world.begin_steps()
     return module
 
 
@@ -353,9 +368,10 @@ def _check_devices(model: nn.Module, device: torch.device) -> None:
             continue
         if tensor.device.type == device.type and str(device) == device.type:  # no index: any device of the type
             continue
+        why = name_of_unsupported(tensor.device.type)
         raise UsageError(
-            f"{name} is on {tensor.device}, but this rank computes on {device}: move the model with "
-            f".to({str(device)!r}) before parallelize, or build it on the meta device"
+            f"{name} is on {tensor.device}, but {f'{why}, and ' if why else ''}this rank computes on {device}: move "
+            f"the model with .to({str(device)!r}) before parallelize, or build it on the meta device"
         )
 
 
@@ -390,13 +406,15 @@ def verify(
 ) -> ParityReport:
     """Run one step locally and one in parallel from the same weights, and compare the loss and every gradient.
 
-    Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is 1e-9 in float64 and 1e-4
-    in float32; in low precision, of the options or the plan, it is 0.05, and the local step is under
-    ``torch.autocast`` too. Models with dropout are compared in evaluation mode.
+    Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is that of the precision in
+    which the steps compute: 1e-9 in float64, 1e-4 in float32, 0.01 in TF32 and float16, 0.08 in bfloat16. In low
+    precision, of the options or the plan, the local step is under ``torch.autocast`` too. Models with dropout are
+    compared in evaluation mode.
     """
     from whale.graph.capture import _Loss
 
-    leaves = batch_leaves(batch)
+    place = next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    leaves = {name: v.to(place) if isinstance(v, Tensor) else v for name, v in batch_leaves(batch).items()}
     local = model_copy(model, {}).eval()
     given = [v.clone() if isinstance(v, Tensor) else v for v in leaves.values()]
     plan = options.get("plan")
@@ -419,13 +437,65 @@ def verify(
         scale = gradient.abs().max().item() or 1.0
         errors[name] = (found[name] - gradient).abs().max().item() / scale
     worst = max(errors, key=lambda n: errors[n], default="")
-    double = any(p.dtype == torch.float64 for p in local.parameters())
     return ParityReport(
         loss=found_loss.item(),
         local_loss=loss.item(),
         loss_error=abs(found_loss.item() - loss.item()) / (abs(loss.item()) or 1.0),
         gradient_error=errors.get(worst, 0.0),
         worst=worst,
-        tolerance=tolerance if tolerance is not None else 1e-9 if double else 1e-4 if dtype is None else 0.05,
+        tolerance=tolerance if tolerance is not None else tolerance_of(local, precision),
         gradients=errors,
     )
+
+
+_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
+"""How far steps may differ whose sums are in another order: of the formats with 11 and 8 bits, twenty units in the last
+place."""
+
+
+def tolerance_of(model: nn.Module, precision: str | None) -> float:
+    """The default tolerance of a model's steps in a precision of :func:`parallelize`.
+
+    >>> tolerance_of(nn.Linear(2, 2), None), tolerance_of(nn.Linear(2, 2), "bf16")
+    (0.0001, 0.08)
+    """
+    if any(p.dtype == torch.float64 for p in model.parameters()):
+        return _TOLERANCES["fp64"]
+    names = {precision_of(model), precision or "fp32"}
+    return max(_TOLERANCES[name] for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReport:
+    """Copies of parameters after some steps. ``unlike`` are the parameters of which some rank has other bits than the
+    first one that has the same part, with these ranks."""
+
+    parameters: int
+    steps: int
+    unlike: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all copies are equal to the bit."""
+        return not self.unlike
+
+
+def verify_replicas(
+    model: nn.Module, batch: Any, *, steps: int = 20, loss_fn: Callable[..., Any] | None = None, **options: Any
+) -> ReplicaReport:
+    """Train some steps in parallel, and compare the copies of every parameter bit for bit: they must stay equal, also
+    on devices that round differently.
+
+    Call it on every rank. *options* are those of :func:`parallelize`; the optimizer is AdamW. Afterwards
+    ``model.unlike_copies()`` of a parallel model compares in any training.
+    """
+    check_count("steps", steps)
+    parallel = parallelize(model, batch, loss_fn=loss_fn, **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    leaves = batch_leaves(batch)
+    for _ in range(steps):
+        parallel._step(leaves, train=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    names = len(dict(model.named_parameters()))
+    return ReplicaReport(parameters=names, steps=steps, unlike=parallel.unlike_copies())

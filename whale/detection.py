@@ -18,7 +18,7 @@ from whale.planner.catalog import device_types
 from whale.profiling.places import RankLocation, places_of
 from whale.runtime.launch import World
 
-__all__ = ["cluster_of", "detect", "on_its_hosts", "warn_of_other_devices"]
+__all__ = ["cluster_of", "detect", "detect_unlike", "on_its_hosts", "warn_of_other_devices"]
 
 PROCESS = {"float64": 2.5e10, "float32": 5e10}
 """FLOP/s of a CPU rank, which has one thread under torchrun: eight float32 multiply-adds a cycle at 3 GHz, as on all
@@ -50,6 +50,16 @@ def detect(world: World) -> Cluster:
             "parallelize a cluster file for a better plan"
         )
     return cluster
+
+
+def detect_unlike(world: World) -> Cluster | None:
+    """The devices of a launch if they are of different types; None if all are alike. Every rank calls it.
+
+    Raises:
+        UsageError, WorkerError: see `detect`.
+    """
+    places = places_of(world, None)
+    return cluster_of(places) if len({place.device_type for place in places}) > 1 else None
 
 
 def on_its_hosts(world: World, cluster: Cluster, *, planned: bool) -> Cluster:

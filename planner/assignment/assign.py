@@ -265,6 +265,7 @@ def _stage_placement(
             axes=axes,
             speeds=tuple(device.speed(dtype) for device in ordered),
             memory_bytes=tuple(device.memory_bytes for device in ordered),
+            types=tuple(device.type.name for device in ordered),
         )
 
     device = on(devices)

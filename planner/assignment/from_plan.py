@@ -120,6 +120,7 @@ def _place(
         ),
         speeds=tuple(device.speed(dtype) for device in ordered),
         memory_bytes=tuple(device.memory_bytes for device in ordered),
+        types=tuple(device.type.name for device in ordered),
     )
     return StagePlacement(device=device, roles=roles)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.harness import Ranks
@@ -18,6 +21,7 @@ from whale.planner.schedules.orders import schedule_order
 from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World, groups
+from whale.runtime.messages import CoalescedMessages, Messages, StagedMessages
 from whale.runtime.reduce import Bucket, Reducer
 
 WIDTH = 4
@@ -118,7 +122,13 @@ def layout(
 
 
 def make_executor(
-    world: World, shares: list[list[Shares]], name: str, tied: bool, skip: bool, credit: int | None
+    world: World,
+    shares: list[list[Shares]],
+    name: str,
+    tied: bool,
+    skip: bool,
+    credit: int | None,
+    messages: Messages | None = None,
 ) -> tuple[Executor, list[nn.Module]]:
     stages, edges, reduces, contents = layout(shares, tied, skip)
     order = schedule_order(name, len(stages), len(shares[0]), [frozenset(stage.ranks) for stage in stages])
@@ -147,6 +157,7 @@ def make_executor(
         reducer=Reducer(in_order, world.failures),
         failures=world.failures,
         credit=credit,
+        messages=messages,
     )
     return executor, [layer if stage in mine else nn.Identity() for stage, layer in enumerate(layers)]
 
@@ -241,3 +252,98 @@ def test_how_early_receives_are_posted_does_not_matter(ranks: Ranks, credit: int
 
 def test_gradients_of_two_steps_add_up_and_are_not_summed_twice(ranks: Ranks) -> None:
     check(ranks, LAYOUTS["overlapping sets"], "1f1b", steps=2, tied=True)
+
+
+class LateWork:
+    """A message of a device: what it receives is there when the work has been waited for, and not before."""
+
+    def __init__(self, sends: bool, tensor: Tensor, peer: int) -> None:
+        self.target = None if sends else tensor
+        self.tensor = tensor if sends else torch.empty_like(tensor)
+        self.work = (dist.isend if sends else dist.irecv)(self.tensor, peer)
+        if not sends:
+            tensor.fill_(torch.nan)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        assert self.work is not None
+        self.work.wait()
+        if self.target is not None:
+            self.target.copy_(self.tensor)
+        return True
+
+
+class OneQueue(nullcontext[None]):
+    """A device that runs everything at once; it notes the marks that messages wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks = 0
+        self.followed: list[int] = []
+
+    def beside(self) -> OneQueue:
+        return self
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def follow(self, mark: int) -> None:
+        self.followed.append(mark)
+
+
+def train_late(
+    world: World, shares: list[list[Shares]], name: str, tied: bool
+) -> tuple[Tensor | None, dict[str, Tensor], list[int], list[int]]:
+    """Three steps as on a device; also the messages of each call, and the buffers after each step."""
+    queue = OneQueue()
+    calls: list[int] = []
+    buffers: list[int] = []
+
+    def start_all(messages: Sequence[tuple[bool, Tensor, int]], group: Any) -> list[LateWork]:
+        calls.append(len(messages))
+        return [LateWork(*message) for message in messages]
+
+    late = CoalescedMessages(torch.device("cpu"), queue, start_all)
+    executor, layers = make_executor(world, shares, name, tied, False, 0, late)
+    loss = None
+    for _ in range(3):
+        nn.ModuleList(layers).zero_grad()
+        loss = executor.run(train=True)
+        buffers.append(len(late.buffers))
+    assert not buffers[0] or queue.followed  # memory is used again when its tasks are done
+    return loss, named_gradients(layers), calls, buffers
+
+
+@pytest.mark.parametrize("case", ["overlapping sets", "ragged", "three stages, two to one to one"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_that_start_together_into_kept_memory_give_the_same_gradients(
+    ranks: Ranks, case: str, name: str
+) -> None:
+    shares = everywhere(LAYOUTS[case])
+    rows = sum(sum(by_rank.values()) for by_rank in shares[0])
+    loss, gradients = local(len(shares), rows, tied=True)
+    results = ranks.run(train_late, shares, name, True)
+    torch.testing.assert_close(sum(r[0] for r in results if r[0] is not None), loss, rtol=1e-12, atol=0)
+    for _, own, _, buffers in results:
+        for key, gradient in own.items():
+            scale = gradients[key].abs().max().item()
+            torch.testing.assert_close(gradient, gradients[key], rtol=1e-12, atol=1e-12 * scale, msg=key)
+        assert buffers[0] == buffers[1] == buffers[2]  # memory of the first step serves all later ones
+    if case != "ragged":
+        assert max(length for result in results for length in result[2]) > 1
+
+
+def train_staged(world: World, shares: list[list[Shares]]) -> tuple[Tensor | None, dict[str, Tensor]]:
+    staged = StagedMessages(torch.device("cpu"))
+    executor, layers = make_executor(world, shares, "1f1b", True, False, 0, staged)
+    return executor.run(train=True), named_gradients(layers)
+
+
+def test_messages_through_the_host_give_the_same_gradients(ranks: Ranks) -> None:
+    shares = everywhere(LAYOUTS["overlapping sets"])
+    loss, gradients = local(3, 16, tied=True)
+    results = ranks.run(train_staged, shares)
+    torch.testing.assert_close(sum(r[0] for r in results if r[0] is not None), loss, rtol=1e-12, atol=0)
+    for _, own in results:
+        for key, gradient in own.items():
+            torch.testing.assert_close(gradient, gradients[key], rtol=1e-12, atol=1e-12, msg=key)

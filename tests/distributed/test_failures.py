@@ -7,15 +7,18 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import whale
 from tests.distributed.harness import Outcome, Ranks
 from tests.distributed.test_executor import RowStage, make_executor
 from tests.rows import Shares
+from tests.small_models import decoder, tokens
 from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World, groups
@@ -184,3 +187,39 @@ def other_buckets(world: World) -> None:
         stages=executor.stages,
         reducer=Reducer([], world.failures),
     )
+
+
+def run_out_of_memory(world: World) -> None:
+    """Train a model whose second stage finds no memory in its second step."""
+    model = decoder(layers=2)
+    whale.annotate(model, {"layers.0": whale.stage(), "layers.1": whale.stage()})
+    made = whale.parallelize(model, tokens(), device="cpu", micro_batches=2, timeout_seconds=TIMEOUT_SECONDS)
+    made.train_step(**tokens())
+    if world.rank == 1:
+        steps = made._whale.engine.steps
+        stage: Any = steps._steps[next(iter(steps._steps))].stages[0]
+
+        def allocate(*ignored: object) -> None:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.68 GiB of which 1.20 "
+                "GiB is free. See documentation for Memory Management (https://pytorch.org)"
+            )
+
+        stage.forward_to_train = allocate
+    made.train_step(**tokens())
+
+
+def test_a_rank_out_of_memory_says_where_what_was_predicted_and_what_would_help() -> None:
+    with Ranks(2, TIMEOUT_SECONDS) as ranks:
+        begin = time.monotonic()
+        outcomes = ranks.outcomes(run_out_of_memory, timeout=60)
+    for outcome in outcomes:
+        assert (
+            "rank 1 is out of memory in task 1F0 (stage 1, micro-batch 0): CUDA out of memory. Tried" in outcome.error
+        )
+        assert "See documentation" not in outcome.error
+        said = outcome.error.partition("; ")[2]
+        assert re.match(r"predicted were [\d.]+ [KM]iB: parameters [\d.]+ [KM]iB, gradients", said), said
+        assert 'recompute="selective", or micro_batches=4, or more devices for stage 1' in outcome.error
+    assert abs(outcomes[0].seconds - outcomes[1].seconds) < TIMEOUT_SECONDS + 5
+    assert max(outcome.seconds for outcome in outcomes) - begin < 60

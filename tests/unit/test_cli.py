@@ -128,7 +128,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[dict[str, Any]
         recorded.append({"model": model, "batch": batch, **how})
         return _Report(passed=how.get("schedule") != "wrong")
 
-    api = SimpleNamespace(verify=fake_verify)
+    def fake_replicas(model: Any, batch: Any, **how: Any) -> Any:
+        recorded.append({"model": model, "batch": batch, **how})
+        return SimpleNamespace(steps=3, unlike={"layers.0.bias": (1,)}, passed=False)
+
+    api = SimpleNamespace(verify=fake_verify, verify_replicas=fake_replicas)
     monkeypatch.setitem(sys.modules, "whale.api", api)
     monkeypatch.setattr(whale, "api", api, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -167,6 +171,14 @@ def test_verify_fails_where_parity_fails(calls: list[dict[str, Any]]) -> None:
     result = run("verify", "--model", "verified_model.py:build", "--schedule", "wrong")
     assert result.exit_code == 1
     assert "NOT EQUAL" in result.stdout
+
+
+def test_verify_names_copies_that_differ_and_their_ranks(calls: list[dict[str, Any]]) -> None:
+    result = run("verify", "--replicas", "--steps", "3", "--model", "verified_model.py:build")
+    assert result.exit_code == 1
+    assert calls[0]["steps"] == 3
+    assert "layers.0.bias" in result.stdout and "copies: NOT EQUAL" in result.stdout
+    assert run("verify", "--steps", "3", "--model", "verified_model.py:build").exit_code == 2
 
 
 def test_only_the_first_rank_prints(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ import whale
 from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
+from whale.compile.communicators import PURPOSES, communicators, start_up
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
 from whale.compile.rank_step import rank_step
@@ -25,10 +26,12 @@ from whale.errors import ScheduleError
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall, check_collectives, check_programs
 from whale.ir.cluster import Cluster
-from whale.ir.program import Compute, Gather, Program, Reduce, SumLoss
+from whale.ir.program import Compute, Gather, Program, Reduce, Send, SumLoss
 from whale.ir.state import StateSharding
 from whale.runtime.collectives import CollectiveModule, DryGroup
+from whale.runtime.engine import gather_calls
 from whale.runtime.failure import Failures
+from whale.runtime.launch import families
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
@@ -134,7 +137,7 @@ def recorded(compilation: Compilation, rank: int, world: int, program: Program |
     for unit in compilation.units:
         if rank in unit.spec.ranks:
             dry = DryGroup("", unit.spec.ranks, recorder)  # type: ignore[arg-type]
-            held = tensors["unit", unit.spec.index] = HeldUnit(unit, rank, {}, meta, dry, Failures(rank))
+            held = tensors["unit", unit.spec.index] = HeldUnit(unit, rank, {}, meta, dry, dry, Failures(rank))
             tensors |= {("gradient", name): slot for name, slot in held.slots.items()}
     everyone = tuple(range(world))
     data = rank_step(compilation, rank, program or compilation.program(rank), clock, device=torch.device("cpu"))
@@ -149,8 +152,7 @@ def recorded(compilation: Compilation, rank: int, world: int, program: Program |
             failures=Failures(rank),
             device=meta,
             transport=recorder,
-            group="forward",
-            backward_group="backward",
+            message_group=lambda edge, direction: direction,
             credit=0,
         )
         for stage in step.stages:
@@ -273,3 +275,131 @@ def test_what_runs_ahead_of_the_order_is_found(schedule: str, change: Callable[[
     programs = {rank: change(compilation.program(rank)) for rank in range(world)}
     with pytest.raises(ScheduleError, match="cannot end|disagree on call"):
         check_one_queue({rank: recorded(compilation, rank, world, programs[rank]) for rank in range(world)})
+
+
+Programs = dict[int, Program]
+Calls = dict[int, list[CollectiveCall]]
+
+
+def check_all(compilation: Compilation, programs: Programs, start: Calls, saving: Calls) -> None:
+    """The static check of a launch: its start, its steps, and its checkpoints."""
+    check_collectives(start)
+    check_programs(programs, compilation.rank_specs, compilation.edges, compilation.reduces, order=compilation.order)
+    check_collectives(saving)
+
+
+def launched(compilation: Compilation, world: int) -> tuple[Programs, Calls, Calls]:
+    wanted = communicators(compilation, for_messages=True)
+    shards = compilation.shards()
+    names = sorted(shards)
+    saving = {
+        rank: [call for to in (None, 0) for call in gather_calls(shards, names, world, to, rank)]
+        for rank in range(world)
+    }
+    return compilation.programs(), {rank: list(start_up(wanted, rank, world)) for rank in range(world)}, saving
+
+
+def swapped(items: Sequence[Any], wanted: Callable[[Any], bool]) -> list[Any]:
+    """The items with the first two that are wanted in each other's place."""
+    found = [at for at, item in enumerate(items) if wanted(item)][:2]
+    assert len(found) == 2
+    result = list(items)
+    first, second = found
+    result[first], result[second] = result[second], result[first]
+    return result
+
+
+def bucket_before_its_gradients(programs: Programs, start: Calls, saving: Calls) -> None:
+    for rank, program in programs.items():
+        at = next(at for at, task in enumerate(program) if isinstance(task, Reduce))
+        last = max(n for n, task in enumerate(program[:at]) if isinstance(task, Compute))
+        programs[rank] = (*program[:last], program[at], *program[last:at], *program[at + 1 :])
+
+
+def loss_before_a_message_on_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    rest = [task for task in programs[2] if not isinstance(task, SumLoss)]
+    last = max(at for at, task in enumerate(rest) if isinstance(task, Send))
+    programs[2] = (*rest[:last], SumLoss(), *rest[last:])
+
+
+def loss_left_out_on_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    programs[1] = tuple(task for task in programs[1] if not isinstance(task, SumLoss))
+
+
+def buckets_in_another_order_on_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    programs[0] = tuple(swapped(programs[0], lambda task: isinstance(task, Reduce)))
+
+
+def messages_in_another_order_on_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    programs[0] = tuple(swapped(programs[0], lambda task: isinstance(task, Send)))
+
+
+def message_after_a_bucket_on_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    program = programs[2]
+    at = max(n for n, task in enumerate(program) if isinstance(task, Send))
+    rest = [*program[:at], *program[at + 1 :]]
+    last = max(n for n, task in enumerate(rest) if isinstance(task, Reduce))
+    programs[2] = (*rest[: last + 1], program[at], *rest[last + 1 :])
+
+
+def group_made_in_another_order_on_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    start[3] = swapped(start[3], lambda call: call.op == "split")
+
+
+def group_not_used_first_by_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    start[1] = [call for call in start[1] if call.op == "split"]
+
+
+def checkpoint_in_another_order_on_one_rank(programs: Programs, start: Calls, saving: Calls) -> None:
+    saving[1] = saving[1][::-1]
+
+
+MUTATIONS = [
+    bucket_before_its_gradients,
+    loss_before_a_message_on_one_rank,
+    loss_left_out_on_one_rank,
+    buckets_in_another_order_on_one_rank,
+    messages_in_another_order_on_one_rank,
+    message_after_a_bucket_on_one_rank,
+    group_made_in_another_order_on_one_rank,
+    group_not_used_first_by_one_rank,
+    checkpoint_in_another_order_on_one_rank,
+]
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_start_steps_and_checkpoints_are_proven(nesting: str) -> None:
+    compilation, world = compiled("1f1b", nesting, True, 2)
+    check_all(compilation, *launched(compilation, world))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_change_of_the_order_is_found(mutation: Callable[[Programs, Calls, Calls], None]) -> None:
+    compilation, world = compiled("1f1b", "two stages of replicas", True, 2)
+    programs, start, saving = launched(compilation, world)
+    mutation(programs, start, saving)
+    with pytest.raises(ScheduleError):
+        check_all(compilation, programs, start, saving)
+
+
+def meshes(data: int, tensor: int, pipeline: int) -> dict[str, Any]:
+    per = LAYERS // pipeline
+    inner = [whale.replicate(data), whale.split(tensor)]
+    return {f"layers.[{i * per}-{i * per + per - 1}]": [whale.stage(data * tensor), *inner] for i in range(pipeline)}
+
+
+@pytest.mark.parametrize(("data", "tensor", "pipeline"), [(2, 2, 2), (8, 2, 4), (128, 2, 4)])
+def test_the_process_groups_of_a_rank_do_not_grow_with_the_launch(data: int, tensor: int, pipeline: int) -> None:
+    model, one = traced(True)
+    annotated = copy.deepcopy(model)
+    whale.annotate(annotated, meshes(data, tensor, pipeline))
+    size = data * tensor * pipeline
+    options = Options(micro_batches=1)
+    compilation = compile_traced(one, Cluster.homogeneous(size), options, device="cpu", scopes=module_scopes(annotated))
+    wanted = communicators(compilation, for_messages=True)
+    splits = [family for p in PURPOSES for family in families([ranks for purpose, ranks in wanted if purpose == p])]
+    # Two axes; three kinds of sums; two families of neighbours in each direction, and the tied embedding's way.
+    assert len(splits) <= 2 + 4 + 2 * 3
+    for rank in (0, size // 2, size - 1):
+        assert sum(rank in ranks for _, ranks in wanted) <= len(splits)
+    check_collectives({rank: list(start_up(wanted, rank, size)) for rank in range(size)})

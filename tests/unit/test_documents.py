@@ -3,6 +3,7 @@ are where the checks expect them."""
 
 import importlib
 import inspect
+import json
 import re
 import shlex
 import textwrap
@@ -13,9 +14,11 @@ import click
 import pytest
 
 import whale
+from benchmarks import gpus
 from benchmarks.testbed import Description
 from whale import Cluster, Plan, errors
 from whale.cli.app import app
+from whale.cli.gpu import PARTS
 from whale.ir.cluster import DeviceType
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,3 +179,13 @@ def test_picture_is_well_formed_self_contained_and_described(picture: Path) -> N
     assert root.findtext(f"{namespace}title")
     assert root.findtext(f"{namespace}desc")
     assert not re.search(r"(href|src)=\"(?!#)", picture.read_text(encoding="utf-8"))
+
+
+def test_the_table_of_gpus_is_made_from_the_reports() -> None:
+    reports = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in ROOT.glob(gpus.REPORTS)}
+    page = gpus.PAGE.read_text(encoding="utf-8")
+    assert gpus.with_table(page, gpus.table(reports)) == page
+    parts = {part.name: {"passed": part.name != "waits"} for part in PARTS}
+    machine = {"devices": [{"name": "NVIDIA L4"}, {"name": "NVIDIA L4"}]}
+    row = gpus.table({"gpu_l4_2026-01-01.json": {"machine": machine, "parts": parts}}).splitlines()[-1]
+    assert "| 2 x NVIDIA L4 | passed | passed | passed | FAILED | passed |" in row

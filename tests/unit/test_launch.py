@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from whale.errors import PlanMismatchError, UsageError, WorkerError
+from whale.runtime import launch
 from whale.runtime.launch import describe, finalize, groups, initialize
 
 
@@ -141,3 +143,114 @@ def test_a_launcher_that_says_only_how_many_processes_there_are_is_refused(monke
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(UsageError, match="OMPI_COMM_WORLD_SIZE says that this is one of 4 processes.*torchrun"):
         initialize(1, device_type="cpu")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def test_a_process_that_sees_one_gpu_has_it_whatever_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, one_gpu: None
+) -> None:
+    launched(monkeypatch, 1, 2, 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert describe().device == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert describe().device == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UsageError, match="local rank 2 has no CUDA device of its own, this node has 2"):
+        describe()
+
+
+def test_ranks_with_the_same_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, here = dist.HashStore(), torch.device("cuda", 0)
+    monkeypatch.setattr(launch, "_identity", lambda device: "NVIDIA L4 GPU-1 of node0")
+    store.set("devices/0", "NVIDIA L4 GPU-0 of node0")
+    store.set("devices/1", "NVIDIA L4 GPU-1 of node1")
+    launch._check_devices_apart(store, 2, 3, here, timedelta(seconds=1))
+    store.set("devices/1", "NVIDIA L4 GPU-1 of node0")
+    with pytest.raises(UsageError, match="ranks 1 and 2 have the same device, NVIDIA L4 GPU-1 of node0"):
+        launch._check_devices_apart(store, 2, 3, here, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(("name", "whose"), [("xpu", "Intel"), ("mps", "Apple"), ("rocm", "AMD GPUs are 'cuda'")])
+def test_devices_on_which_whale_does_not_run_are_refused_by_name(name: str, whose: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}'.*'cpu' or 'cuda'.*{whose}"):
+        describe(name)
+
+
+class Bindable:
+    """A process group of a script, of NCCL."""
+
+    def __init__(self) -> None:
+        self.bound_device_id: torch.device | None = None
+        self.connected: list[torch.device] = []
+        self.supports_splitting = True
+
+    def _get_backend(self, device: torch.device) -> Bindable:
+        return self
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+
+def test_a_group_of_a_script_gets_the_device_of_its_rank_and_connects_all_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, device = Bindable(), torch.device("cuda", 3)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    launch._bind(torch.device("cpu"))
+    assert group.connected == []
+    for _ in range(2):
+        launch._bind(device)
+    assert (group.bound_device_id, group.connected) == (device, [device])
+
+
+def test_groups_without_common_ranks_are_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Bindable()
+    group.bound_device_id = torch.device("cuda", 0)
+    splits: list[list[list[int]]] = []
+
+    def split_group(split_ranks: list[list[int]], timeout: timedelta) -> str:
+        assert timeout > timedelta(seconds=2 * 600)  # ours is noticed first
+        splits.append(split_ranks)
+        return f"group {len(splits)}"
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    made = groups([(2, 3), (0, 1), (0, 2), (1, 3), (3,)], timeout_seconds=600)
+    assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    assert made == {(0, 1): outside, (0, 2): "group 2", (1, 3): outside, (2, 3): "group 1"}
+
+
+def test_waits_are_short_while_ranks_start_and_long_in_steps() -> None:
+    world = initialize(device_type="cpu")
+    assert world.failures.timeout_seconds == 60
+    world.begin_steps()
+    assert world.failures.timeout_seconds == 600
+    given = initialize(7, device_type="cpu")
+    given.begin_steps()
+    assert given.failures.timeout_seconds == 7
+
+
+def test_ranks_that_share_a_gpu_have_a_backend_that_can(monkeypatch: pytest.MonkeyPatch, one_gpu: None) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert launch._backend(gpu) == "nccl"
+    monkeypatch.setenv(launch.SHARE_GPU, "1")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    assert launch._backend(gpu) == "cpu:gloo,cuda:gloo"
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "0"
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 31, 0))
+    assert launch._backend(gpu) == "nccl"
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    launched(monkeypatch, 3, 4, 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert describe().device == torch.device("cuda", 1)

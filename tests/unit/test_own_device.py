@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.fake_cuda import SMALL, build_guard
+from tests.fake_steps import Waits
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Everything that ranks on ``cuda:0`` and ``cuda:1`` say of every model."""
-    guard = build_guard(tmp_path_factory.mktemp("guard"))
-    if guard is None:
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that makes torch take CUDA devices that do not exist."""
+    built = build_guard(tmp_path_factory.mktemp("guard"))
+    if built is None:
         pytest.skip("fake CUDA devices need a C++ compiler")
-    command = [sys.executable, "-m", "tests.fake_cuda", str(guard), *SMALL]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return built
+
+
+def printed_by(*command: str, preload: str = "") -> Any:
+    process = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=os.environ | ({"LD_PRELOAD": preload} if preload else {}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert process.returncode == 0, process.stderr[-2000:]
-    found: dict[str, list[dict[str, Any]]] = json.loads(process.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def said(guard: Path) -> dict[str, list[dict[str, Any]]]:
+    """Everything that ranks on ``cuda:0`` and ``cuda:1`` say of every model."""
+    found: dict[str, list[dict[str, Any]]] = printed_by("tests.fake_cuda", str(guard), *SMALL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stepped(guard: Path) -> dict[str, dict[str, dict[str, Any] | None]]:
+    """Waits of training steps of a rank on ``cuda:1``, by model and layout."""
+    found: dict[str, dict[str, dict[str, Any] | None]] = printed_by("tests.fake_steps", *SMALL, preload=str(guard))
     return found
 
 
@@ -39,3 +66,32 @@ def test_ranks_agree_and_use_no_device_of_another(spec: str, default: str, said:
 
 def test_models_that_name_a_device_are_among_them(said: dict[str, Any]) -> None:
     assert [spec for spec, ranks in said.items() if ranks[1]["replicate"]["devices"] == ["cuda:1"]]
+
+
+@pytest.mark.parametrize("spec", SMALL)
+def test_a_step_never_waits_for_its_device(spec: str, stepped: dict[str, dict[str, dict[str, Any] | None]]) -> None:
+    found = stepped[spec]
+    assert found["replicate"] is not None and found["split"] is not None
+    assert [one["waits"] for one in found.values() if one is not None] == [[]] * sum(map(bool, found.values()))
+
+
+def test_pipelines_are_among_these_steps(stepped: dict[str, dict[str, dict[str, Any] | None]]) -> None:
+    assert sum(one["stages"] is not None for one in stepped.values()) >= 4
+
+
+def test_a_rank_copies_the_rows_that_it_reads(stepped: dict[str, dict[str, dict[str, Any] | None]]) -> None:
+    images = stepped["hf:vit"]["replicate"]
+    assert images is not None
+    assert images["copied"] < images["whole"] / 4 + 100  # one of four ranks; some numbers of the loss besides
+
+
+def test_waits_are_noted() -> None:
+    with FakeTensorMode(), Waits() as waits:
+        x = torch.empty(3, device="cuda")
+        x.cpu()
+        with pytest.raises(DataDependentOutputException):
+            x.sum().item()
+    assert [found.split()[0] for found in waits.found] == [
+        "aten._to_copy.default",
+        "aten._local_scalar_dense.default",
+    ]

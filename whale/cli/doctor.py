@@ -7,16 +7,18 @@ import os
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import click
 
 import whale
 from whale.cli.machine import device_links, network_adapters
-from whale.cli.options import verbosity_options
-from whale.errors import UsageError
+from whale.cli.options import note, verbosity_options
+from whale.errors import InfeasibleError, UsageError
 from whale.ir.units import bytes_text
 
+FILE = click.Path(dir_okay=False, path_type=Path)
 _PACKAGES = ("torch", "numpy", "networkx", "pydantic", "safetensors", "transformers")
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
@@ -24,14 +26,27 @@ _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM
 @click.command()
 @click.option("--cluster", "cluster_file", metavar="FILE", help="Show what this cluster file says, not this machine.")
 @click.option("--profile", "profile_file", metavar="FILE", help="A profile with device types and curves.")
+@click.option(
+    "--gpu", "gpu", is_flag=True, help="Check this machine's GPUs with steps of every kind: some ten minutes."
+)
+@click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the report of --gpu to this file, to send it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
-def doctor(cluster_file: str | None, profile_file: str | None, as_json: bool) -> None:
+def doctor(cluster_file: str | None, profile_file: str | None, gpu: bool, output: Path | None, as_json: bool) -> None:
     """Report Python, torch, devices and their links, communication backends, cores and memory.
 
     With --cluster: the nodes, devices and links of a cluster file, where their figures are from, and what the planner
     makes of them.
+
+    With --gpu: parity of every kind of plan, copies of parameters, waits, failures, process groups and speed on this
+    machine's GPUs, each part in processes of its own and under a deadline. Exits with 1 if a part fails, and with 4 on
+    a machine without a GPU.
     """
+    if output is not None and not gpu:
+        raise UsageError("-o is for --gpu: it writes that report to a file")
+    if gpu:
+        _check_gpus(output, as_json)
+        return
     if profile_file is not None and cluster_file is None:
         raise UsageError("--profile is for --cluster: it defines device types of a cluster file")
     if cluster_file is not None:
@@ -45,6 +60,35 @@ def doctor(cluster_file: str | None, profile_file: str | None, as_json: bool) ->
         return
     report = examine()
     click.echo(json.dumps(report, indent=2, sort_keys=True) if as_json else _as_text(report))
+
+
+EXIT_FAILED = 1
+
+
+def _check_gpus(output: Path | None, as_json: bool) -> None:
+    """Run all parts on as many ranks as there are GPUs, or, if they share one, on two."""
+    from whale.cli.files import refuse_unwritable, write_whole
+    from whale.cli.gpu import PARTS, gpu_text, run_parts
+    from whale.runtime.launch import SHARE_GPU
+
+    if output is not None:
+        refuse_unwritable(output)
+    machine = examine()
+    if not machine["devices"]:
+        why = f": torch {machine['torch']['version']} sees none" if machine["torch"] else ": torch does not import"
+        raise InfeasibleError(
+            f"this machine has no CUDA device to check{why}; whale doctor without --gpu shows the rest"
+        )
+    ranks = len(machine["devices"])
+    if os.environ.get(SHARE_GPU) == "1":
+        ranks = max(2, ranks)
+    report = {"machine": machine, "parts": run_parts(PARTS, ranks, "cuda", note)}
+    text = json.dumps(report, indent=2, sort_keys=True, default=str)
+    if output is not None:
+        write_whole(output, text + "\n")
+    click.echo(text if as_json else gpu_text(report))
+    if not all(part["passed"] for part in report["parts"].values()):
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
 def examine() -> dict[str, Any]:
@@ -81,6 +125,7 @@ def examine() -> dict[str, Any]:
     report["torch"] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
         "num_threads": torch.get_num_threads(),
         "distributed": dist.is_available(),
     }

@@ -11,13 +11,17 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.cli.tables import cell_text, text_table
+from whale.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXIT_NOT_EQUAL = 1
 
@@ -30,17 +34,29 @@ EXIT_NOT_EQUAL = 1
 @click.option("--plan", metavar="FILE", help="A plan file, or 'auto' to search.")
 @click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Micro-batches in a step.")
 @click.option("--schedule", metavar="NAME", help="The pipeline schedule, for example 1f1b.")
+@click.option("--replicas", is_flag=True, help="Train some steps, and compare the copies of parameters to the bit.")
+@click.option("--steps", type=AT_LEAST_1, metavar="N", help="Steps of --replicas [20].")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
 def verify(
-    spec: str, settings: tuple[str, ...], batch_size: int | None, as_json: bool, **how: str | int | None
+    spec: str,
+    settings: tuple[str, ...],
+    batch_size: int | None,
+    replicas: bool,
+    as_json: bool,
+    **how: str | int | None,
 ) -> None:
     """Compare loss and every gradient of the parallel step with the local step.
 
     On several ranks: torchrun --nproc-per-node 2 -m whale verify --model model.py:build
 
+    With --replicas: train, and show of which parameters ranks with the same part have other bits, as devices that round
+    differently would make them.
+
     Exits with 0 when they agree within the bounds, and with 1 when they do not.
     """
+    if how["steps"] is not None and not replicas:
+        raise UsageError("--steps is for --replicas; a comparison with the local model is of one step")
     parsed = parse_settings(settings)
     loaded = load_model(spec, parsed, batch_size=batch_size)
     from whale import api
@@ -51,11 +67,19 @@ def verify(
         for assumption in loaded.assumptions:
             note(f"assumed: {assumption}")
     given: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
-    report = as_data(api.verify(loaded.model, loaded.batch, **given))
+    compare = api.verify_replicas if replicas else api.verify
+    report = as_data(compare(_on_device(loaded.model), loaded.batch, **given))
     if first:
         click.echo(json.dumps(report, indent=2, default=str) if as_json else as_text(report))
     if report.get("passed") is False:
         raise click.exceptions.Exit(EXIT_NOT_EQUAL)
+
+
+def _on_device(model: nn.Module) -> nn.Module:
+    """The model on the device of this rank."""
+    from whale.runtime.launch import describe
+
+    return model.to(describe().device)
 
 
 def as_data(report: Any) -> dict[str, Any]:
@@ -93,7 +117,8 @@ def as_text(report: Mapping[str, Any]) -> str:
             "\n".join(f"{name.replace('_', ' '):<{width}}  {cell_text(value)}" for name, value in single.items())
         )
     if "passed" in report:
-        parts.append("parity: " + ("ok" if report["passed"] else "NOT EQUAL"))
+        what = "copies" if "unlike" in report else "parity"
+        parts.append(f"{what}: " + ("ok" if report["passed"] else "NOT EQUAL"))
     return "\n\n".join(parts)
 
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.compile.rank_step import RankStep
-from whale.ir.program import Reduce
+from whale.ir.program import Direction, Edge, Reduce
 from whale.runtime.engine import CompiledStep
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
 from whale.runtime.local_program import bound
 from whale.runtime.local_rows import RowTerms
+from whale.runtime.messages import messages_of
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage
@@ -38,8 +39,7 @@ def assemble(
     failures: Failures,
     device: torch.device,
     transport: Any = dist,
-    group: Any = None,
-    backward_group: Any = None,
+    message_group: Callable[[Edge, Direction], Any] = lambda edge, direction: None,
     credit: int | None = None,
 ) -> CompiledStep:
     """The step of *rank*.
@@ -52,7 +52,9 @@ def assemble(
         clock: the RNG position: current step and micro-batch.
         bridge_group: the process group of a bridge's ranks.
         reduce_group: the process group of a bucket's ranks.
-        failures, device, transport, group, backward_group, credit: as in the executor.
+        failures, device, credit: as in the executor.
+        transport: has ``isend``, ``irecv`` and ``all_reduce``: ``torch.distributed``, except in a dry run.
+        message_group: the process group of an edge's messages in a direction.
     """
     stages: dict[int, LocalStage] = {}
     for stage in step.stages:
@@ -92,9 +94,8 @@ def assemble(
         units=units,
         failures=failures,
         device=device,
-        transport=transport,
-        group=group,
-        backward_group=backward_group,
+        messages=messages_of(device, transport),
+        group_of=message_group,
         credit=credit,
     )
     terms = []

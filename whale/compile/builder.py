@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.compile.any_size import AnySize, PlacedStep, TracingAndPlacing
 from whale.compile.assembly import assemble
+from whale.compile.communicators import PURPOSES, Communicator, communicators, message_ranks
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, local_tensors, rows_of
 from whale.compile.kernels import compiled_kernels, kernels_of_inductor, run_alone
@@ -27,7 +29,7 @@ from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.reach import names_in_code
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
-from whale.ir.program import Returns
+from whale.ir.program import Direction, Edge, Returns
 from whale.runtime.agreement import ints_of_all
 from whale.runtime.attributes import Changes, Sources
 from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
@@ -104,9 +106,8 @@ class Builder:
         self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
         self.clock = clock
         self.made = Groups(world)
-        self.groups: dict[tuple[int, ...], Any] = {}
-        self.reduce_groups: dict[tuple[int, ...], Any] = {}
-        self.all_ranks: dict[str, Any] = {}
+        self.groups: dict[Communicator, Any] = {}
+        self.loss_group: Any = None
         self.first: Compilation | None = None
         self.any_size = AnySize(lambda number: ints_of_all(world, number, "the comparison of compiled steps"))
         self.shards: dict[str, Shard] = {}
@@ -162,10 +163,9 @@ class Builder:
         self.model = self.initial = None
         if world.size > 1:
             self._make_groups(compilation)
-            # Operations that may wait for each other on a device's queue have separate groups.
-            purposes = ["loss", "forward", "backward"] if world.device.type == "cuda" else ["loss"]
-            everyone = tuple(range(world.size))
-            self.all_ranks = {purpose: self.made.make([everyone])[everyone] for purpose in purposes}
+            if world.device.type != "cuda":  # the default group has no messages there
+                everyone = tuple(range(world.size))
+                self.loss_group = self.made.make([everyone])[everyone]
         shares, refusals = row_shares(compilation), Refusals(world)
         engine = Engine(
             world=world,
@@ -175,7 +175,7 @@ class Builder:
             aliases=aliases,
             tensors=held,
             clock=self.clock,
-            loss_group=self.all_ranks["loss"] if self.all_ranks else None,
+            loss_group=self.loss_group,
             shares=shares,
             refusals=refusals,
             local=self._local_batches(compilation, shares, refusals) if bring != "global" else None,
@@ -209,16 +209,34 @@ class Builder:
         self.any_size.learn(kind, batch, placed, TracingAndPlacing(trace_other, place_like, conditions))
 
     def _make_groups(self, compilation: Compilation) -> None:
-        """Make the groups that a compilation needs and earlier ones did not; all ranks must call it."""
-        meshes = [stage.mesh for stage in compilation.stages]
-        bridged = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
-        reduced = {spec.ranks for spec in compilation.reduces}
-        self.groups |= self.made.make(bridged - self.groups.keys())
-        self.reduce_groups |= self.made.make(reduced - self.reduce_groups.keys())
+        """Make the groups that a compilation needs and earlier ones did not; all ranks must call it. On NCCL each is
+        used once, in the same order, so that ranks connect before a step and not in it."""
+        on_device = self.world.device.type == "cuda"
+        wanted = [c for c in communicators(compilation, for_messages=on_device) if c not in self.groups]
+        for purpose in PURPOSES:
+            made = self.made.make(ranks for other, ranks in wanted if other == purpose)
+            self.groups |= {Communicator(purpose, ranks): group for ranks, group in made.items()}
+        for one in wanted if on_device else ():
+            if self.world.rank in one.ranks:
+                work = dist.all_reduce(torch.zeros(1, device=self.world.device), group=self.groups[one], async_op=True)
+                assert work is not None
+                self.world.failures.wait(work, f"the first use of the group {one}", one.ranks)
+
+    def _group_of(self, purpose: str) -> Callable[[tuple[int, ...]], Any]:
+        """The group of ranks for a purpose; None for one rank."""
+        return lambda ranks: self.groups[Communicator(purpose, ranks)] if len(ranks) > 1 else None
+
+    def _message_group(self) -> Callable[[Edge, Direction], Any]:
+        """The group of an edge's messages; on a CPU the default group."""
+        assert self.first is not None
+        if self.world.device.type != "cuda":
+            return lambda edge, direction: None
+        specs, found = self.first.rank_specs, self.groups
+        return lambda edge, direction: found.get(Communicator(direction, message_ranks(specs, edge)))
 
     def _local_batches(self, compilation: Compilation, shares: RowShares, refusals: Refusals) -> LocalBatches:
-        host = self.all_ranks.get("loss")
-        if host is not None and self.world.device.type != "cpu":
+        host = self.loss_group
+        if self.world.size > 1 and self.world.device.type != "cpu":
             host = self.made.of_hosts()
         return LocalBatches(
             world=self.world,
@@ -226,7 +244,7 @@ class Builder:
             refusals=refusals,
             leaves=batch_leaf_names(compilation),
             host_group=host,
-            group=self.all_ranks.get("loss"),
+            group=self.loss_group,
             compared_first=FIRST_COMPARED,
             compared_each=COMPARED_EACH,
         )
@@ -355,7 +373,13 @@ class Builder:
             rank, failures = self.world.rank, self.world.failures
             tensors.units = {
                 unit.spec.index: HeldUnit(
-                    unit, rank, tensors, self.world.device, self.reduce_groups.get(unit.spec.ranks), failures
+                    unit,
+                    rank,
+                    tensors,
+                    self.world.device,
+                    self._group_of("gathers of parameters")(unit.spec.ranks),
+                    self._group_of("sums of gradients")(unit.spec.ranks),
+                    failures,
                 )
                 for unit in self.first.units
                 if rank in unit.spec.ranks
@@ -368,12 +392,11 @@ class Builder:
             self.world.rank,
             tensors=self._held(step, tensors),
             clock=self.clock,
-            bridge_group=self.groups.get,
-            reduce_group=self.reduce_groups.get,
+            bridge_group=self._group_of("inside stages"),
+            reduce_group=self._group_of("sums of gradients"),
             failures=self.world.failures,
             device=self.world.device,
-            group=self.all_ranks.get("forward"),
-            backward_group=self.all_ranks.get("backward"),
+            message_group=self._message_group(),
         )
 
 

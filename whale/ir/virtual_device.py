@@ -47,6 +47,7 @@ class VirtualDevice:
         axes: from the outermost (slowest) to the innermost; none for a single device.
         speeds: FLOP/s of each device, in the order of ``ranks``.
         memory_bytes: capacity of each device, in the order of ``ranks``.
+        types: name of the type of each device, in the order of ``ranks``; none if all are alike.
 
     >>> mesh = VirtualDevice(
     ...     stage=0,
@@ -66,6 +67,7 @@ class VirtualDevice:
     axes: tuple[MeshAxis, ...]
     speeds: tuple[float, ...]
     memory_bytes: tuple[int, ...]
+    types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         size = prod(axis.size for axis in self.axes)
@@ -76,6 +78,8 @@ class VirtualDevice:
                 f"a mesh of {size} devices needs a speed and a memory for each, not {len(self.speeds)} speeds and "
                 f"{len(self.memory_bytes)} memories"
             )
+        if self.types and len(self.types) != size:
+            raise UsageError(f"a mesh of {size} devices needs a type for each, not {len(self.types)} types")
         if len({axis.name for axis in self.axes}) != len(self.axes):
             raise UsageError(f"the axes of a mesh need different names, not {[axis.name for axis in self.axes]}")
 
@@ -113,6 +117,12 @@ class VirtualDevice:
         stride = self._stride(axis_index)
         first = self.position(rank) - self.coordinates(rank)[axis_index] * stride
         return tuple(self.ranks[first + index * stride] for index in range(self.axes[axis_index].size))
+
+    def is_mixed(self, axis_index: int) -> bool:
+        """Whether devices of different types differ only along that axis: kernels of one type round as on no other."""
+        type_of = dict(zip(self.ranks, self.types, strict=False))
+        lines = {self.group(axis_index, rank) for rank in self.ranks} if type_of else ()
+        return any(len({type_of[rank] for rank in line}) > 1 for line in lines)
 
     def slices(self, axis_index: int) -> tuple[tuple[int, ...], ...]:
         """The ranks at each index of that axis: every device is at exactly one."""

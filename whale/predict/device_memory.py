@@ -13,14 +13,15 @@ from typing import Any
 from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.program import box_size
+from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
 from whale.planner.cost.memory import framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer
-from whale.predict.peak_memory import Device, PeakMemory
+from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory
 from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import like_ranks
 
-__all__ = ["device_memory", "peak_memories"]
+__all__ = ["device_memory", "memory_advice", "peak_memories"]
 
 
 def peak_memories(
@@ -94,3 +95,31 @@ def device_memory(cluster: Cluster, rank: int, held: PeakMemory) -> DeviceMemory
         buffers=held.buffers + wasted,
         framework=round(framework_bytes(device.type, len(cluster.devices))),
     )
+
+
+def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedule: str, device: Device) -> str:
+    """Predicted memory of a rank, and options that would need less, for a rank that is out of memory."""
+    held = device_memory(cluster, rank, brief_peak_memory(compilation, rank, schedule=schedule, device=device))
+    parts = {
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "AdamW's states": held.optimizer,
+        "activations": held.activations,
+        "buffers": held.buffers,
+        "the framework": held.framework if device == "cuda" else 0,
+    }
+    shown = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
+    stages = [stage.index for stage in compilation.stages if rank in stage.mesh.ranks]
+    cures = []
+    rules = {stage.recompute for stage in compilation.stages if rank in stage.mesh.ranks}
+    if rules != {"full"}:
+        cures.append(f'recompute="{"full" if rules == {"selective"} else "selective"}"')
+    level = 0 if compilation.state is None else compilation.state.level
+    if level < 3 and any(rank in spec.ranks for spec in compilation.reduces):
+        cures.append(f"zero={3 if level else 1}")
+    rows = compilation.rows[0]
+    if rows > 1:
+        smallest = next(n for n in range(2, rows + 1) if rows % n == 0)
+        cures.append(f"micro_batches={len(compilation.rows) * smallest}")
+    cures.append(f"more devices for stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}, split among them")
+    return f"predicted were {bytes_text(sum(parts.values()))}: {shown}; what needs less: {', or '.join(cures)}"

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.ir.check import CollectiveCall
 from whale.ir.program import Returns
+from whale.runtime.agreement import checksums_of_all
 from whale.runtime.attributes import Changes
 from whale.runtime.compiled_steps import CompiledSteps, StepKey
 from whale.runtime.executor import Executor
@@ -34,6 +36,7 @@ from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.stage import LocalStage, part
 from whale.runtime.store import Board
+from whale.runtime.uploads import OnHost, upload
 
 __all__ = ["FIRST_COMPARED", "CompiledStep", "Engine", "Modes", "Result", "Shard", "StepSource"]
 
@@ -90,6 +93,36 @@ class CompiledStep:
     gathered: tuple[str, ...] | None = None
     numbers: tuple[str, ...] = ()
     is_made: bool = False
+
+
+class Gathered(NamedTuple):
+    """A part of a tensor that becomes whole: who sends it, and the ranks that take part."""
+
+    intervals: Intervals
+    owner: int
+    ranks: tuple[int, ...]
+
+
+def gathered_parts(shard: Shard, size: int, to: int | None) -> Iterator[Gathered]:
+    """The parts of a tensor that ranks exchange, in their order, so that all have the whole of it, or rank *to* has."""
+    receivers = range(size) if to is None else (to,)
+    if all(shard.parts.get(receiver) == shard.whole for receiver in receivers):
+        return
+    for intervals, owner in shard.distinct().items():
+        if all(any(a < b for a, b in dim) for dim in intervals):
+            yield Gathered(intervals, owner, tuple(sorted({owner, *receivers})))
+
+
+def gather_calls(
+    shards: Mapping[str, Shard], names: Iterable[str], size: int, to: int | None, rank: int
+) -> Iterator[CollectiveCall]:
+    """Collectives of a rank while tensors of these names become whole, as when a checkpoint is written."""
+    for name in names:
+        shard = shards[name]
+        for number, piece in enumerate(gathered_parts(shard, size, to)):
+            if rank in piece.ranks and len(piece.ranks) > 1:
+                dtype = str(shard.dtype).removeprefix("torch.")
+                yield CollectiveCall(f"part {number} of {name}", "gather", piece.ranks, dtype, (shard.shape,))
 
 
 StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns, Collection[str]], CompiledStep]
@@ -149,6 +182,7 @@ class Engine:
     constants: set[str] = field(default_factory=set)
     done: Counter[str] = field(init=False, default_factory=Counter)
     _shapes: list[torch.Size] = field(init=False)
+    _num_steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.steps = CompiledSteps(self.world.warn)
@@ -192,6 +226,31 @@ class Engine:
             UsageError: there is nothing to train, the ranks were given other batches, or one refused the step.
             WorkerError: a rank failed, or did not come within the timeout.
         """
+        supervisor = self.world.supervisor
+        if supervisor is not None:
+            supervisor.check()
+        try:
+            return self._run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
+        except torch.OutOfMemoryError as error:  # outside of its tasks
+            raise self.world.failures.failed("a step", error) from error
+        finally:
+            self._num_steps += 1
+            if supervisor is not None:
+                done = torch.cuda.Event()
+                done.record()
+                supervisor.watch(f"step {self._num_steps}", done, self.world.failures.timeout_seconds)
+
+    def _run(
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        train: bool,
+        changes: Changes,
+        *,
+        returns: Returns,
+        to: int | None,
+        scale: float | Tensor,
+    ) -> Result:
         if train and not changes.key and not any(shard.trainable for shard in self.shards.values()):
             raise UsageError(
                 "train_step has nothing to train: the loss depends on no parameter that requires a gradient; unfreeze "
@@ -215,7 +274,9 @@ class Engine:
             self.clock.step += 1
         device = self.world.device
         batch = {k: torch.tensor(v, dtype=torch.float64) if k in step.numbers else v for k, v in batch.items()}
-        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        # A rank copies the parts that it reads of a global batch on the host.
+        as_read = OnHost if device.type == "cuda" and self.local is None else upload
+        batch = {k: as_read(v, device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if self.local is not None:
             if step.gathered is None:
                 step.gathered = self.local.read_whole(whole, [*step.stages, *step.sums.stages])
@@ -288,12 +349,13 @@ class Engine:
 
     def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
         seen = self.compared.get(key, 0)
-        looks = self.world.size > 1 and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
+        checks = not seen or self.world.device.type != "cuda"  # which is waiting for the device
+        looks = self.world.size > 1 and checks and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
         given = f"{_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         replicas = self._look_at_replicas() if looks else 0.0
         alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values, replicas)
-        if not seen or self.world.device.type != "cuda":  # looking is waiting for the device
+        if checks:
             alike.check()
         self.compared[key] = seen + 1
 
@@ -345,18 +407,18 @@ class Engine:
 
     def _gathered(self, name: str, own: Tensor | None, to: int | None) -> Tensor | None:
         shard, rank, size = self.shard(name), self.world.rank, self.world.size
-        receivers = range(size) if to is None else (to,)
-        if all(shard.parts.get(receiver) == shard.whole for receiver in receivers):
-            return own.detach().clone() if own is not None and rank in receivers else None
-        whole = None
-        if rank in receivers:
-            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device)
-        for intervals, owner in shard.distinct().items():
-            piece = own.detach().contiguous() if own is not None and owner == rank else None
-            if piece is None and whole is not None:
-                piece = whole.new_empty([sum(b - a for a, b in dim) for dim in intervals])
-            if piece is None or not piece.numel():
+        receives = to is None or rank == to
+        parts = list(gathered_parts(shard, size, to))
+        if not parts and shard.parts.get(0 if to is None else to) == shard.whole:
+            return own.detach().clone() if own is not None and receives else None
+        whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device) if receives else None
+        for intervals, owner, ranks in parts:
+            if rank not in ranks:
                 continue
+            piece = own.detach().contiguous() if own is not None and owner == rank else None
+            if piece is None:
+                assert whole is not None
+                piece = whole.new_empty([sum(b - a for a, b in dim) for dim in intervals])
             if to is None:
                 work = dist.broadcast(piece, owner, async_op=True)
             elif owner == to:
@@ -365,7 +427,7 @@ class Engine:
                 work = dist.isend(piece, to) if owner == rank else dist.irecv(piece, owner)
             if work is not None:
                 what = f"the parts of {name}, which every rank must ask for (full_state_dict, full_gradients)"
-                self.world.failures.wait(work, what, range(size) if to is None else (owner, to))
+                self.world.failures.wait(work, what, ranks)
             if whole is not None:
                 put(whole, piece, intervals)
         return whole
@@ -424,6 +486,22 @@ class Engine:
         ranks = range(self.world.size)
         return all(shard.parts.get(rank) == shard.whole for shard in self.shards.values() for rank in ranks)
 
+    def unlike_copies(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of which ranks that have the same part have other bits, with these ranks: those that differ
+        from the first one. All ranks must call it.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout.
+        """
+        told = checksums_of_all(self.world, [self.tensors.get(name) for name in self.shards])
+        found: dict[str, tuple[int, ...]] = {}
+        for position, (name, shard) in enumerate(self.shards.items()):
+            first = shard.distinct()
+            unlike = [r for r in sorted(shard.parts) if told[r][position] != told[first[shard.parts[r]]][position]]
+            if unlike:
+                found[name] = tuple(unlike)
+        return found
+
     def gradient_norm(self, norm_type: float = 2.0, names: Iterable[str] | None = None) -> Tensor:
         """The norm of gradients, in float64, the same on every rank; every element of the local model's counts once.
         All ranks must call it.
@@ -435,16 +513,17 @@ class Engine:
         Raises:
             WorkerError: a rank did not come within the timeout.
         """
-        terms = [torch.zeros((), dtype=torch.float64, device=self.world.device)]
+        gradients: list[Tensor] = []
         for name in self.shards if names is None else names:
             shard, tensor = self.shards[name], self.tensors.get(name)
             if tensor is None or tensor.grad is None:
                 continue
             if shard.distinct()[shard.parts[self.world.rank]] != self.world.rank:
                 continue
-            norm = torch.linalg.vector_norm(tensor.grad, norm_type).to(torch.float64)
-            terms.append(norm if norm_type == torch.inf else norm**norm_type)
-        stacked = torch.stack(terms)
+            gradients.append(tensor.grad)
+        norms = [norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
+        terms = [norm if norm_type == torch.inf else norm**norm_type for norm in norms]
+        stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=self.world.device), *terms])
         total = stacked.max() if norm_type == torch.inf else stacked.sum()
         if self.world.size > 1:
             op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM

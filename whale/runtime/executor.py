@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -33,10 +32,12 @@ from whale.ir.program import (
     Reduce,
     Send,
     SumLoss,
+    box_shape,
     fills,
     forward_only,
 )
 from whale.runtime.failure import Failures
+from whale.runtime.messages import Messages, Work, messages_of
 from whale.runtime.owned import HeldUnit
 from whale.runtime.ranges import named
 from whale.runtime.reduce import Reducer
@@ -86,6 +87,10 @@ class StageProgram(Protocol):
         ...
 
 
+def _default_group(edge: Edge, direction: Direction) -> None:
+    return None
+
+
 class Executor:
     """Runs one rank's program repeatedly.
 
@@ -97,11 +102,10 @@ class Executor:
         reducer: sums the gradients; its buckets are in the program's order. None if no gradient is shared.
         units: buckets of which this rank owns a stretch.
         failures: reports and looks up failures; has the timeout of every wait.
-        group: the process group of all ranks for forward messages; None is the default group.
-        backward_group: a separate one for backward messages. On NCCL a group's messages between two ranks wait for each
-            other, so a late one could block the opposite direction. None is the same as ``group``.
+        group_of: the process group of an edge's messages in a direction; None is the default group. On NCCL a group's
+            messages wait for each other, so those of other stages, or of the opposite direction, need another one.
         device: receives tensors.
-        transport: has ``isend`` and ``irecv``: ``torch.distributed``, except in a dry run.
+        messages: starts messages; by default as the device wants it.
         credit: limit of values in flight to this rank before the program asks for them. By default 2, or as many as the
             program has micro-batches in flight; on CUDA 0, because there the program itself runs ahead of the device.
     """
@@ -116,10 +120,9 @@ class Executor:
         reducer: Reducer | None = None,
         units: Mapping[int, HeldUnit] | None = None,
         failures: Failures | None = None,
-        group: dist.ProcessGroup | None = None,
-        backward_group: dist.ProcessGroup | None = None,
+        group_of: Callable[[Edge, Direction], Any] = _default_group,
         device: torch.device | str = "cpu",
-        transport: Any = dist,
+        messages: Messages | None = None,
         credit: int | None = None,
     ) -> None:
         self.rank = rank
@@ -128,12 +131,10 @@ class Executor:
         self.reducer = reducer
         self.units = units or {}
         self.failures = failures or Failures(rank)
-        self.groups: dict[Direction, dist.ProcessGroup | None] = {
-            "forward": group,
-            "backward": backward_group if backward_group is not None else group,
-        }
+        directions: tuple[Direction, ...] = ("forward", "backward")
+        self.groups = {(edge.index, direction): group_of(edge, direction) for edge in edges for direction in directions}
         self.device = torch.device(device)
-        self.transport = transport
+        self.messages = messages or messages_of(self.device)
         self.programs = {True: program, False: forward_only(program)}
         self.credit = credit if credit is not None else 0 if self.device.type == "cuda" else max(2, _most_kept(program))
         self.entering = {s: [edge for edge in edges if edge.target_stage == s] for s in stages}
@@ -210,7 +211,7 @@ class _Arrival:
     """A tensor that is being received in parts."""
 
     buffer: Tensor | None = None
-    parts: list[tuple[dist.Work | None, Tensor | None, Box, int]] = field(default_factory=list)
+    parts: list[tuple[Work | None, Tensor | None, Box, int]] = field(default_factory=list)
 
 
 class _Step:
@@ -226,7 +227,7 @@ class _Step:
         self.program = executor.programs[train]
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.arrivals: dict[_Key, _Arrival] = {}
-        self.sends: deque[tuple[int, dist.Work, Tensor, Send]] = deque()
+        self.sends: deque[tuple[int, Work, Tensor, Send]] = deque()
         self.task: Compute | None = None
         self.num_tasks = 0
         self.next_receive = 0  # receives before this position are posted
@@ -241,10 +242,14 @@ class _Step:
             if reducer is not None:
                 reducer.begin()
             for position, instruction in enumerate(self.program):
+                if isinstance(instruction, Compute):
+                    self.post_receives(position)
+                if not isinstance(instruction, Send | Receive | Copy):
+                    executor.messages.start()
                 match instruction:
                     case Compute():
-                        self.post_receives(position)
                         self.compute(instruction)
+                        executor.messages.task_ended()
                     case Send():
                         self.send(instruction)
                     case Receive():
@@ -258,9 +263,11 @@ class _Step:
                         executor.units[instruction.bucket].begin()
                     case Free():
                         del self.kept[instruction.stage, instruction.micro_batch]
+                        executor.messages.task_ended()
                     case SumLoss():
                         self.on_loss(self.loss)
             self.task = None
+            executor.messages.start()
             while self.sends:
                 self.complete_send()
             for unit in executor.units.values():
@@ -353,7 +360,7 @@ class _Step:
         edge, direction, _, peer, box = instruction
         with self.message(range_names.SEND, *instruction[:4]):
             part = _part(self.value(instruction), box).contiguous()
-            work = self.executor.transport.isend(part, peer, group=self.executor.groups[direction])
+            work = self.executor.messages.send(part, peer, self.executor.groups[edge, direction])
         if work is None:
             raise ScheduleError(f"edge {edge}: rank {self.executor.rank} is not in the group of its edges")
         self.sends.append((self.num_tasks, work, part, instruction))
@@ -401,13 +408,14 @@ class _Step:
         target: Tensor | None = None
         if executor.disjoint[key]:
             if arrival.buffer is None:
-                arrival.buffer = torch.empty(executor.shape(*key), dtype=dtype, device=executor.device)
+                arrival.buffer = executor.messages.blank(executor.shape(*key), dtype)
             target = _part(arrival.buffer, instruction.box)
         apart = target is None or not target.is_contiguous()
         if target is None or apart:
-            target = torch.empty([stop - start for start, stop in instruction.box], dtype=dtype, device=executor.device)
+            target = executor.messages.blank(box_shape(instruction.box), dtype)
         with self.message(range_names.RECEIVE, *instruction[:4]):
-            work = executor.transport.irecv(target, instruction.peer, group=executor.groups[instruction.direction])
+            group = executor.groups[instruction.edge, instruction.direction]
+            work = executor.messages.receive(target, instruction.peer, group)
         arrival.parts.append((work, target if apart else None, instruction.box, instruction.peer))
 
     def take(self, edge: int, direction: Direction, micro_batch: int) -> Tensor | None:
@@ -436,9 +444,7 @@ class _Step:
         _, work, _, instruction = self.sends.popleft()
         self.wait(work, instruction.edge, instruction.direction, instruction.micro_batch, instruction.peer, "to")
 
-    def wait(
-        self, work: dist.Work, edge: int, direction: Direction, micro_batch: int, peer: int, preposition: str
-    ) -> None:
+    def wait(self, work: Work, edge: int, direction: Direction, micro_batch: int, peer: int, preposition: str) -> None:
         what = "value" if direction == "forward" else "gradient of value"
         description = (
             f"{what} {self.executor.edges[edge].value!r} of micro-batch {micro_batch} {preposition} rank {peer}, "

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from whale.errors import WhaleError, WorkerError
+from whale.runtime.messages import Work
 
 __all__ = ["Failures"]
 
@@ -30,15 +32,21 @@ class Failures:
         rank: this rank.
         store: where all ranks read and write; None for one process.
         timeout_seconds: the longest that any wait may take.
+
+    Attributes:
+        memory_advice: says what was predicted of this rank's memory, and what would need less.
     """
 
     def __init__(self, rank: int, store: dist.Store | None = None, timeout_seconds: float = 60.0) -> None:
         self.rank = rank
         self.timeout_seconds = timeout_seconds
         self._store = store
+        self.has_reported = False
+        self.memory_advice: Callable[[], str] | None = None
 
     def report(self, message: str) -> None:
         """Report why this rank stops; only the first report of all ranks counts."""
+        self.has_reported = True
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that hosts it
                 self._store.compare_set(_FAILURE, "", f"{self.rank}:{message}")
@@ -57,7 +65,7 @@ class Failures:
             return int(rank), message
         return None
 
-    def wait(self, work: dist.Work, what: str, ranks: Sequence[int], *, blocking: bool = True) -> None:
+    def wait(self, work: Work, what: str, ranks: Sequence[int], *, blocking: bool = True) -> None:
         """Wait for communication with ``ranks``; ``what`` describes it, as in "rank 1 in 1F0, value 'h'".
 
         With ``blocking`` false the device's queue waits and not this process; the timeout is then the process group's.
@@ -105,12 +113,24 @@ class Failures:
         root: BaseException = error
         while root.__cause__ is not None:  # the innermost exception says the most
             root = root.__cause__
-        message = f"rank {self.rank} failed in {where}: {type(root).__name__}: {root}"
+        if isinstance(root, torch.OutOfMemoryError):
+            message = f"rank {self.rank} is out of memory in {where}: {self._memory_text(root)}"
+        else:
+            message = f"rank {self.rank} failed in {where}: {type(root).__name__}: {root}"
         self.report(message)
         if isinstance(error, WhaleError):
             error.add_note(f"rank {self.rank}, in {where}")
             return error
         return WorkerError(message)
+
+    def _memory_text(self, error: BaseException) -> str:
+        """Text of torch for an allocation that failed, in a line, with the advice on memory."""
+        said = str(error).strip().splitlines()[0].split(". See documentation")[0]
+        advice = ""
+        if self.memory_advice is not None:
+            with contextlib.suppress(Exception):  # the error of the allocation is what counts
+                advice = self.memory_advice()
+        return f"{said}; {advice}" if advice else said
 
     def _late(self, what: str, ranks: Sequence[int]) -> list[int]:
         """Return those of ``ranks`` that are not waiting for the same thing; all others are, if there is no store."""

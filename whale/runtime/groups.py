@@ -40,13 +40,13 @@ class Groups:
 
     def make(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """New groups, as by :func:`whale.runtime.launch.groups`."""
-        made = groups(rank_sets, self._world.failures.timeout_seconds)
+        made = groups(rank_sets, self._world.step_timeout_seconds)
         self._made.extend(made.values())
         return made
 
     def of_hosts(self) -> dist.ProcessGroup:
         """A new group of all ranks, for tensors on the CPU."""
-        timeout = timedelta(seconds=self._world.failures.timeout_seconds)
+        timeout = timedelta(seconds=self._world.step_timeout_seconds)
         made = dist.new_group(timeout=timeout, backend="gloo")
         self._made.append(made)
         return made

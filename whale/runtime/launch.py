@@ -12,19 +12,39 @@ import atexit
 import contextlib
 import os
 import re
+import socket
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from whale.errors import PlanMismatchError, UsageError, WorkerError
 from whale.runtime.failure import Failures
+from whale.runtime.supervision import Supervisor
 from whale.runtime.warn import warn
 
-__all__ = ["World", "finalize", "groups", "initialize"]
+__all__ = [
+    "SHARE_GPU",
+    "START_SECONDS",
+    "STEP_SECONDS",
+    "World",
+    "describe",
+    "families",
+    "finalize",
+    "groups",
+    "initialize",
+    "name_of_unsupported",
+]
+
+START_SECONDS, STEP_SECONDS = 60.0, 600.0
+"""Default limits for waits of a rank for another: while they start, where one that is missing should be noticed soon,
+and in steps, where one may write a checkpoint or evaluate meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +57,8 @@ class World:
         device: of this process.
         failures: failure reports; has the timeout.
         store: the rendezvous store; None for one process.
+        step_timeout_seconds: limit for waits in steps; that of `failures` is for the start, until steps begin.
+        supervisor: looks at steps that the device runs; None where waits block the host.
     """
 
     rank: int
@@ -44,7 +66,13 @@ class World:
     device: torch.device
     failures: Failures
     store: dist.Store | None = None
+    step_timeout_seconds: float = STEP_SECONDS
+    supervisor: Supervisor | None = field(default=None, repr=False, compare=False)
     _said: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def begin_steps(self) -> None:
+        """All ranks have started: from now on waits have the limit of those in steps."""
+        self.failures.timeout_seconds = self.step_timeout_seconds
 
     def warn(self, text: str) -> None:
         """Warn of what all ranks know: on rank 0, once."""
@@ -96,7 +124,7 @@ def describe(device_type: str | None = None) -> Launch:
 
 
 def initialize(
-    timeout_seconds: float = 60.0, expected_world_size: int | None = None, device_type: str | None = None
+    timeout_seconds: float | None = None, expected_world_size: int | None = None, device_type: str | None = None
 ) -> World:
     """Join the processes of a launch; a process that nothing launched is a world of one.
 
@@ -105,66 +133,206 @@ def initialize(
     used.
 
     Args:
-        timeout_seconds: limit for every wait of a rank for another, here and later.
+        timeout_seconds: limit for every wait of a rank for another, here and later; by default `START_SECONDS` here and
+            `STEP_SECONDS` later.
         expected_world_size: how many processes the plan is for.
         device_type: ``cpu`` or ``cuda``; by default cuda where there is one.
 
     Raises:
         PlanMismatchError: there is another number of processes than the plan is for.
-        UsageError: see `describe`.
+        UsageError: see `describe`; two ranks have one device.
         WorkerError: a rank did not start within the timeout; names all that did not.
     """
     launch = describe(device_type)
     rank, size, device = launch.rank, launch.size, launch.device
+    step_seconds = STEP_SECONDS if timeout_seconds is None else timeout_seconds
+    timeout_seconds = START_SECONDS if timeout_seconds is None else timeout_seconds
     if expected_world_size is not None and size != expected_world_size:
         raise PlanMismatchError(
             f"the plan is for {expected_world_size} processes, but {size} {'was' if size == 1 else 'were'} started; "
             f"use torchrun with {expected_world_size} in total, or make a plan for {size}"
         )
+    failures = Failures(rank, None, timeout_seconds)
     if size == 1:
-        return World(rank=0, size=1, device=device, failures=Failures(0, None, timeout_seconds))
+        return World(rank=0, size=1, device=device, failures=failures, step_timeout_seconds=step_seconds)
     timeout = timedelta(seconds=timeout_seconds)
     begin = time.monotonic()
     joined = dist.is_initialized()
     # A connection of its own: a long wait for a message would hold up torch's use of the script's store.
-    store = dist.distributed_c10d._get_default_store().clone() if joined else _store(rank, timeout)  # type: ignore[attr-defined]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = dist.PrefixStore(f"whale/attempt/{attempt}", store)
-    if joined:
-        return World(
-            rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared
-        )
-    _wait_for_all(shared, rank, size, max(1.0, timeout_seconds - (time.monotonic() - begin)), timeout_seconds)
+    store: Any = dist.distributed_c10d._get_default_store().clone() if joined else _store(rank, timeout)  # type: ignore[attr-defined]
+    prefix = f"whale/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    shared = dist.PrefixStore(prefix, store)
+    failures = Failures(rank, shared, timeout_seconds)
+    supervisor = None
+    if device.type == "cuda":
+        beside = Failures(rank, dist.PrefixStore(prefix, store.clone()), step_seconds)
+        supervisor = Supervisor(beside, size, _abort)
+    world = World(
+        rank=rank,
+        size=size,
+        device=device,
+        failures=failures,
+        store=shared,
+        step_timeout_seconds=step_seconds,
+        supervisor=supervisor,
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if not joined:
+        _wait_for_all(shared, rank, size, max(1.0, timeout_seconds - (time.monotonic() - begin)), timeout_seconds)
+    if device.type == "cuda" and not _shares_gpu():
+        _check_devices_apart(shared, rank, size, device, timeout)
+    if joined:
+        _bind(device)
+        if device.type == "cuda":
+            atexit.register(partial(_leave, world))
+        return world
+    backend = _backend(device)
     try:
         dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             store=dist.PrefixStore("groups", shared),
             rank=rank,
             world_size=size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            timeout=_limit(step_seconds, device),
+            device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
         raise WorkerError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
     # A gloo thread that releases a tensor after the interpreter has exited aborts the process.
-    atexit.register(finalize)
-    return World(rank=rank, size=size, device=device, failures=Failures(rank, shared, timeout_seconds), store=shared)
+    atexit.register(partial(_leave, world))
+    return world
+
+
+SHARE_GPU = "WHALE_SHARE_GPU"
+"""Environment variable that lets several ranks have one GPU, for tests: 1 says so."""
+
+_NCCL_THAT_SHARES = (2, 31)
+"""The first version of NCCL in which ranks of one GPU can communicate, if a variable says so."""
+
+
+def _shares_gpu() -> bool:
+    return os.environ.get(SHARE_GPU) == "1"
+
+
+def _backend(device: torch.device) -> str:
+    """The backend of process groups. Ranks that share a GPU need a new NCCL, or else gloo, through the host."""
+    if device.type != "cuda":
+        return "gloo"
+    if not _shares_gpu():
+        return "nccl"
+    version: Any = torch.cuda.nccl.version() if dist.is_nccl_available() else (0,)
+    if tuple(version) < _NCCL_THAT_SHARES:
+        return "cpu:gloo,cuda:gloo"
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    return "nccl"
+
+
+def _limit(seconds: float, device: torch.device) -> timedelta:
+    """The timeout of process groups. NCCL's own watch ends the process without a word: ours comes first."""
+    return timedelta(seconds=2 * seconds + 60 if device.type == "cuda" else seconds)
+
+
+def _bind(device: torch.device) -> None:
+    """Let the process group of a script know this rank's device, if it does not: NCCL would otherwise connect pairs of
+    ranks at their first message, each waiting for the other, in any order; and groups of it could not be split."""
+    group = dist.distributed_c10d._get_default_group()
+    if device.type == "cuda" and group.bound_device_id is None and "cuda:gloo" not in str(dist.get_backend_config()):
+        group.bound_device_id = device
+        group._get_backend(device).eager_connect_single_device(device)
+
+
+def _check_devices_apart(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    """Refuse ranks that have one device, which NCCL finds late and says badly.
+
+    Raises:
+        UsageError: names the ranks and the device.
+    """
+    key = "devices"
+    store.set(f"{key}/{rank}", _identity(device))
+    names = [f"{key}/{other}" for other in range(size)]
+    store.wait(names, timeout)
+    found: dict[str, int] = {}
+    for other, name in enumerate(names):
+        identity = store.get(name).decode()
+        first = found.setdefault(identity, other)
+        if first != other:
+            raise UsageError(
+                f"ranks {first} and {other} have the same device, {identity}: start one process for each GPU, or show "
+                "each process its own (CUDA_VISIBLE_DEVICES)"
+            )
+
+
+def _identity(device: torch.device) -> str:
+    """The name of a GPU among all of a launch."""
+    properties = torch.cuda.get_device_properties(device)
+    unique = getattr(properties, "uuid", None) or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device}"
+    return f"{properties.name} {unique} of {socket.gethostname()}"
+
+
+def families(rank_sets: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Sets of ranks in families without common ranks, as few as the first fit gives: a family is one split of NCCL's
+    communicator, at which all ranks meet.
+
+    >>> families([(0, 1), (0, 2), (1, 3), (2, 3)])
+    [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
+    """
+    found: list[tuple[set[int], list[tuple[int, ...]]]] = []
+    for ranks in rank_sets:
+        members, family = next(((m, f) for m, f in found if m.isdisjoint(ranks)), (set[int](), []))
+        if not family:
+            found.append((members, family))
+        members.update(ranks)
+        family.append(ranks)
+    return [family for _, family in found]
 
 
 def groups(
-    rank_sets: Iterable[Iterable[int]], timeout_seconds: float = 60.0
+    rank_sets: Iterable[Iterable[int]], timeout_seconds: float = START_SECONDS
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make a process group for each distinct set of ranks; the ranks of a key are in order.
 
-    All ranks must call this with the same sets, including ranks in none of them; groups are made in one sorted order.
-    Sets of one rank need no group and are omitted. Every call makes new groups, so that operations that must not wait
-    for each other, such as collectives of stages and gradient reductions, can have different ones.
+    All ranks must call this with the same sets, including ranks in none of them; groups are made in one sorted order,
+    and on NCCL those of a family (see `families`) by one split. Sets of one rank need no group and are omitted. Every
+    call makes new groups, so that operations that must not wait for each other, such as collectives of stages and
+    gradient reductions, can have different ones.
     """
     wanted = sorted({tuple(sorted(set(ranks))) for ranks in rank_sets})
-    timeout = timedelta(seconds=timeout_seconds)
-    return {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted if len(ranks) > 1}
+    wanted = [ranks for ranks in wanted if len(ranks) > 1]
+    if not wanted:
+        return {}
+    world = dist.distributed_c10d._get_default_group()
+    bound = world.bound_device_id
+    if bound is None or not world._get_backend(bound).supports_splitting:
+        timeout = timedelta(seconds=timeout_seconds)
+        return {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for family in families(wanted):
+        split: Sequence[list[int]] = [list(ranks) for ranks in family]
+        own = dist.split_group(split_ranks=split, timeout=_limit(timeout_seconds, bound))  # type: ignore[arg-type]
+        for ranks in family:
+            made[ranks] = own if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[assignment]
+    return {ranks: made[ranks] for ranks in wanted}
+
+
+def _abort() -> None:
+    """End all communication of this process: kernels that wait for other ranks end."""
+    with contextlib.suppress(Exception):  # a group may be half made
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+
+def _leave(world: World) -> None:
+    """Leave the launch at exit. Where communication has failed on a device, destroying its groups would wait for
+    kernels that never end; and a script that has not seen the failure must not end as if there were none."""
+    supervisor = world.supervisor
+    if supervisor is None or not (supervisor.error or world.failures.has_reported):
+        finalize()
+        return
+    _abort()
+    if supervisor.error is not None and not supervisor.is_told:
+        sys.stdout.flush()
+        os._exit(WorkerError.exit_code)
 
 
 def finalize() -> None:
@@ -196,17 +364,37 @@ def _integer(name: str, default: int | None = None) -> int:
     return int(text)
 
 
+_UNSUPPORTED = {
+    "xpu": "Whale does not run on Intel GPUs (xpu)",
+    "mps": "Whale does not run on Apple GPUs (mps)",
+    "hpu": "Whale does not run on Gaudi (hpu)",
+    "npu": "Whale does not run on Ascend (npu)",
+    "rocm": "AMD GPUs are 'cuda' in torch for ROCm",
+    "hip": "AMD GPUs are 'cuda' in torch for ROCm",
+}
+
+
+def name_of_unsupported(device_type: str) -> str:
+    """A sentence on a kind of device on which Whale does not run; empty for others.
+
+    >>> name_of_unsupported("mps")
+    'Whale does not run on Apple GPUs (mps)'
+    """
+    return _UNSUPPORTED.get(device_type, "")
+
+
 def _device(device_type: str | None) -> torch.device:
     if device_type not in (None, "cpu", "cuda"):
-        raise UsageError(f"device_type is {device_type!r}; it can be 'cpu' or 'cuda'")
+        why = name_of_unsupported(device_type)
+        raise UsageError(f"device_type is {device_type!r}; it can be 'cpu' or 'cuda'{f': {why}' if why else ''}")
     if device_type == "cpu" or not torch.cuda.is_available():
         if device_type == "cuda":
             raise UsageError("device_type is 'cuda', but torch sees no CUDA device")
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1 and _variables() == _SLURM:
-        return torch.device("cuda", 0)  # Slurm may show each process its own device only
-    local_rank = _local_rank(count)
+    if count == 1:  # launchers may show each process its own device only; `initialize` checks that no two are the same
+        return torch.device("cuda", 0)
+    local_rank = _local_rank(count) % count if _shares_gpu() else _local_rank(count)
     if local_rank >= count:
         raise UsageError(
             f"local rank {local_rank} has no CUDA device of its own, this node has {count}; "

@@ -19,6 +19,7 @@ from whale.runtime.agreement import fingerprint
 from whale.runtime.launch import World
 from whale.runtime.ranges import named
 from whale.runtime.refusals import Refusals
+from whale.runtime.uploads import upload
 
 __all__ = ["ROUNDING", "GlobalLoss", "LikeBatches", "check_replicas", "look_at"]
 
@@ -31,9 +32,11 @@ class _Sum:
         self, world: World, group: dist.ProcessGroup | None, what: str, name: str, *terms: Tensor | float
     ) -> None:
         self._world, self._what, self._name = world, what, name
-        self._total = torch.zeros(len(terms), dtype=torch.float64, device=world.device)
+        on_host = [0.0 if isinstance(term, Tensor) and term.device.type != "cpu" else float(term) for term in terms]
+        self._total = upload(torch.tensor(on_host, dtype=torch.float64), world.device)
         for position, term in enumerate(terms):
-            self._total[position] = term
+            if isinstance(term, Tensor) and term.device.type != "cpu":
+                self._total[position] = term
         with named(name):
             work = dist.all_reduce(self._total, group=group, async_op=True)
         assert work is not None
@@ -74,7 +77,7 @@ class LikeBatches:
         # All labels are equal if n times the squares' sum is the sum's square, for up to 1024 ranks.
         label = math.nan if given is None else float(crc32(given.encode()) % 2**16)
         if world.size > 1:
-            look = sum((look_at(x) for x in values), torch.zeros((), dtype=torch.float64))
+            look: Tensor | float = sum((look_at(x) for x in values), 0.0)
             terms = (label, label * label, look, look * look, replicas, replicas * replicas)
             self._sum = _Sum(world, group, "what all ranks were given", range_names.COMPARISON_SUM, *terms)
             refusals.joined += 1

@@ -225,6 +225,15 @@ class ParallelModule(nn.Module):
         }
         return dict(engine.whole(local, trainable, None))
 
+    def unlike_copies(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of which several ranks have a copy and not all copies have the same bits, with the ranks that
+        differ from the first one that has it; none, in a sound run. Every rank must call it, between steps.
+
+        Copies drift where a script changes them on some ranks alone, and where devices round differently, which steps
+        prevent between devices of different types in the cluster.
+        """
+        return self._whale.engine.unlike_copies()
+
     def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load whole tensors under the local model's names: each rank takes its parts. Every rank must call it, with
         the same tensors.
@@ -332,9 +341,12 @@ class ParallelModule(nn.Module):
         """
         norm = self._whale.engine.gradient_norm(norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self._whale.engine.tensors.values():
             if tensor.grad is not None:
-                tensor.grad.mul_(scale.to(tensor.grad.dtype))
+                by_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
+        for dtype, gradients in by_dtype.items():  # a few kernels on a device, not one for each parameter
+            torch._foreach_mul_(gradients, scale.to(dtype))
         return norm
 
     # What a module can do, and a parallel one cannot

@@ -112,7 +112,8 @@ class HeldUnit:
         rank: that holds it.
         tensors: the parameters that it owns, by name; new ones are made of those that are missing.
         device: of all of its tensors.
-        group: of the gathers and the sums; a dry one makes no calls.
+        group: of the gathers; a dry one makes no calls.
+        sum_group: of the sums, which a gather ahead does not wait for.
         failures: waits.
     """
 
@@ -123,9 +124,11 @@ class HeldUnit:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         group: Any,
+        sum_group: Any,
         failures: Failures,
     ) -> None:
-        self.unit, self.group, self.failures, self.device = unit, group, failures, device
+        self.unit, self.group, self.sum_group = unit, group, sum_group
+        self.failures, self.device = failures, device
         self.bounds = unit.spec.bounds
         self.position = unit.spec.ranks.index(rank)
         first, last = self.bounds[self.position : self.position + 2]
@@ -239,13 +242,13 @@ class HeldUnit:
     def scatter(self, total: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Start to sum a vector of the whole unit over its ranks; the first result is this rank's stretch of it."""
         own = torch.empty_like(self.own)
-        if isinstance(self.group, DryGroup):
-            self.group.note("reduce_scatter", total, *((size,) for size in self._sizes))
+        if isinstance(self.sum_group, DryGroup):
+            self.sum_group.note("reduce_scatter", total, *((size,) for size in self._sizes))
             return own, None
         if total.is_cuda and len(set(self._sizes)) == 1:
-            return own, reduce_scatter_single(own, total, group=self.group, async_op=True)
+            return own, reduce_scatter_single(own, total, group=self.sum_group, async_op=True)
         pieces = [total[start:stop] for start, stop in pairwise(self.bounds)]
-        return own, dist.reduce_scatter(own, pieces, group=self.group, async_op=True)
+        return own, dist.reduce_scatter(own, pieces, group=self.sum_group, async_op=True)
 
     def add_gradients(self, own: Tensor) -> None:
         """Add the sums of this rank's stretch to the gradients of what it owns."""
@@ -267,7 +270,7 @@ class HeldUnit:
         """The same without other ranks, and with no gradients."""
         made = HeldUnit.__new__(HeldUnit)
         made.__dict__.update(self.__dict__)
-        made.group = DryGroup("", self.unit.spec.ranks, [])
+        made.group = made.sum_group = DryGroup("", self.unit.spec.ranks, [])
         made.slots = {n: GradientSlot(slot.shape, slot.dtype, slot.device) for n, slot in self.slots.items()}
         return made
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from whale.runtime.recording import call, is_recording
 
@@ -242,11 +243,15 @@ class SeededBernoulli(nn.Module):
 class SeededCall(nn.Module):
     """A random operator that is computed whole, with the default generator of its device, which is seeded for it and
     restored afterwards. Those of other devices are left alone: to seed them takes milliseconds, and none of them
-    draws."""
+    draws.
 
-    def __init__(self, target: Callable[..., Any], key: int, clock: RNGPosition) -> None:
+    Numbers of a GPU's generator depend on its type, whose multiprocessors limit how a kernel is divided. Where ranks
+    with devices of different types draw the same numbers (*mixed*), they draw them on the CPU.
+    """
+
+    def __init__(self, target: Callable[..., Any], key: int, clock: RNGPosition, mixed: bool = False) -> None:
         super().__init__()
-        self.target, self.key, self.clock = target, key, clock
+        self.target, self.key, self.clock, self.mixed = target, key, clock, mixed
 
     def seed(self) -> int:
         """The seed of this step, the same in all micro-batches."""
@@ -254,7 +259,7 @@ class SeededCall(nn.Module):
 
     def of(self, target: Callable[..., Any]) -> SeededCall:
         """Another operator with this seed."""
-        return type(self)(target, self.key, self.clock)
+        return type(self)(target, self.key, self.clock, self.mixed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator."""
@@ -262,7 +267,11 @@ class SeededCall(nn.Module):
             return self.target(*args, **kwargs)
         named = kwargs.get("device")
         devices = [a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        generator = _generator_of(torch.device(named) if named is not None else devices[0] if devices else None)
+        device = torch.device(named) if named is not None else devices[0] if devices else None
+        if self.mixed and device is not None and device.type != "cpu":
+            moved = pytree.tree_map_only((Tensor, torch.device), _on_host, (args, kwargs))
+            return pytree.tree_map_only(Tensor, lambda x: x.to(device), self(*moved[0], **moved[1]))
+        generator = _generator_of(device)
         state = generator.get_state()
         generator.manual_seed(self.seed())
         try:
@@ -282,17 +291,20 @@ class SeededPart(SeededCall):
 class SeededAttention(SeededPart):
     """Attention whose dropout mask depends on positions in the whole tensor.
 
-    On a CPU torch computes attention with dropout in steps, as this does. GPUs have a kernel for it, which draws by
-    itself: it is seeded as any other random operator.
+    On a CPU torch computes attention with dropout in steps, as this does. GPUs have kernels for it, which draw by
+    themselves: they are seeded as any other random operator. Which kernel there is depends on the type of the GPU, so
+    where types compute the same attention (*mixed*) it is computed in steps, too, with the scores in memory.
     """
 
-    def __init__(self, target: Callable[..., Any], key: int, key_of_all: int, clock: RNGPosition) -> None:
-        super().__init__(target, key, clock)
+    def __init__(
+        self, target: Callable[..., Any], key: int, key_of_all: int, clock: RNGPosition, mixed: bool = False
+    ) -> None:
+        super().__init__(target, key, clock, mixed)
         self.key_of_all = key_of_all
 
     def of(self, target: Callable[..., Any]) -> SeededCall:
         """Another operator with this seed."""
-        return SeededPart(target, self.key, self.clock)
+        return SeededPart(target, self.key, self.clock, self.mixed)
 
     def forward(
         self,
@@ -308,7 +320,7 @@ class SeededAttention(SeededPart):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Compute ``scaled_dot_product_attention``; *rows* are the numbers of the output's rows."""
-        if query.is_cuda:
+        if query.is_cuda and not self.mixed:
             options = {"scale": scale, "enable_gqa": enable_gqa}
             found: Tensor = super().forward(query, key, value, attn_mask, dropout_p, is_causal, **options)
             return found
@@ -329,6 +341,10 @@ class SeededAttention(SeededPart):
         columns = column_numbers((((0, key.shape[-2]),),), scores.device)
         mask = PositionMask(1.0 - dropout_p, self.key_of_all, self.clock)
         return _dropped(weights, mask, rows, columns)[0] @ value
+
+
+def _on_host(x: Any) -> Any:
+    return x.cpu() if isinstance(x, Tensor) else torch.device("cpu")
 
 
 def _generator_of(device: torch.device | None) -> torch.Generator:

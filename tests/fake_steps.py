@@ -1,0 +1,193 @@
+"""Runs steps on CUDA devices that do not exist, without data, and prints as JSON what would have waited for the device.
+
+    LD_PRELOAD=GUARD python -m tests.fake_steps MODEL...     # GUARD: of `tests.fake_cuda.build_guard`
+
+The step is that of a real rank: its engine, executor, graphs, messages and sums, on fake tensors and with torch's fake
+process groups. Operators that would make the host wait for the device are noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import whale
+from tests.fake_cuda import SMALL
+from whale.annotations import annotate
+from whale.cli.model_loader import load_model
+from whale.compile.assembly import assemble
+from whale.compile.compile import Options, compile_model
+from whale.compile.rank_step import rank_step
+from whale.compile.row_shares import row_shares
+from whale.graph.capture import batch_leaves
+from whale.ir.cluster import Cluster
+from whale.runtime import messages, random, uploads
+from whale.runtime.attributes import Changes
+from whale.runtime.engine import Engine, signature
+from whale.runtime.failure import Failures
+from whale.runtime.launch import World
+from whale.runtime.random import RNGPosition
+
+SIZE = 4
+DEVICE = torch.device("cuda", 1)
+
+LAYOUTS: dict[str, Any] = {
+    "replicate": ({"": whale.replicate()}, {}),
+    "split": ({"": whale.split()}, {}),
+    "stages": (None, {"micro_batches": 2}),
+}
+
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+}
+
+
+class Waits(TorchDispatchMode):
+    """Notes operators for which the host would wait for the device: those that read values, and copies between both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        devices = {x.device.type for x in given}
+        if "cuda" in devices and func in WAITS:
+            self.note(func)
+        if func is aten._to_copy.default and "device" in kwargs:
+            target = torch.device(kwargs["device"]).type
+            if target != given[0].device.type:
+                self.copied += given[0].numel()
+                if target == "cpu" or not kwargs.get("non_blocking"):
+                    self.note(func)
+        if func is aten.copy_.default and len(devices) > 1 and not (len(args) > 2 and args[2]):
+            self.note(func)
+        return func(*args, **kwargs)
+
+    def note(self, func: Any) -> None:
+        where = [frame for frame in traceback.extract_stack() if "/whale/" in frame.filename or "fx" in frame.name]
+        place = where[-1] if where else None
+        self.found.append(f"{func}{f' at {place.filename}:{place.lineno}' if place else ''}")
+
+
+class NoQueue(nullcontext[None]):
+    """Streams of a device that does not exist."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+
+    def beside(self) -> NoQueue:
+        return self
+
+    def mark(self) -> None:
+        """Nothing."""
+
+    def follow(self, mark: None) -> None:
+        """Nothing."""
+
+
+def layout_of(model: nn.Module, name: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Annotations and options; None where the model has no list of layers that can be staged."""
+    annotations, options = LAYOUTS[name]
+    if annotations is not None:
+        return annotations, options
+    lists = [path for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if len(lists) != 1:
+        return None
+    (path,) = lists
+    return {f"{path}.0": [whale.stage(2), whale.replicate(2)], f"{path}.1": [whale.stage(2), whale.split(2)]}, options
+
+
+def step(spec: str, name: str) -> dict[str, Any] | None:
+    """Waits of a training step of rank 1 of four, and the number of elements of the batch that it copies."""
+    loaded = load_model(spec, SMALL[spec], device="meta", batch_size=8)
+    found = layout_of(loaded.model, name)
+    if found is None:
+        return None
+    annotations, options = found
+    annotate(loaded.model, annotations)
+    cluster = Cluster.homogeneous(SIZE)
+    compilation = compile_model(loaded.model, loaded.batch, cluster, Options(**options), device=DEVICE, training=True)
+    leaves = batch_leaves(loaded.batch)
+    rank, clock = DEVICE.index, RNGPosition(0)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        tensors: dict[str, Tensor] = {}
+        for path, own in compilation.local_parameters(rank).items():
+            blank = torch.empty(own.shape, dtype=own.dtype, device=DEVICE)
+            tensors[path] = nn.Parameter(blank, requires_grad=own.trainable)
+        for path, buffer in loaded.model.named_buffers():
+            tensors[path] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
+        data = rank_step(compilation, rank, compilation.program(rank), clock, device=DEVICE)
+        held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", n): t for n, t in tensors.items()}
+        held |= {("constant", n): fake.from_tensor(t).to(DEVICE) for n, t in data.constants.items()}
+        assembled = assemble(
+            data,
+            rank,
+            tensors=held,
+            clock=clock,
+            bridge_group=lambda ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None,
+            reduce_group=lambda ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None,
+            failures=Failures(rank),
+            device=DEVICE,
+        )
+        engine = Engine(
+            world=World(rank=rank, size=SIZE, device=DEVICE, failures=Failures(rank)),
+            source=None,  # type: ignore[arg-type]
+            shards=compilation.shards(),
+            buffers={},
+            aliases={},
+            tensors=tensors,
+            clock=clock,
+            shares=row_shares(compilation),
+            refusals=SimpleNamespace(joined=0),  # type: ignore[arg-type]
+        )
+        engine.install(leaves, (True,), assembled)
+        engine.compared[signature(leaves)] = 1  # the first step looks at all batches
+        batch = {n: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for n, v in leaves.items()}
+        waits = Waits()
+        for number in range(2):  # constants are made in the first
+            with waits if number else nullcontext():
+                engine.run(batch, (True,), True, Changes())
+    return {
+        "waits": sorted(set(waits.found)),
+        "copied": waits.copied,
+        "whole": sum(v.numel() for v in leaves.values() if isinstance(v, Tensor)),
+    }
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    specs = sys.argv[1:]
+    dist.init_process_group("fake", store=FakeStore(), rank=DEVICE.index, world_size=SIZE)
+    messages._Streams = NoQueue  # type: ignore[misc, assignment]
+    no_generator = SimpleNamespace(get_state=lambda: None, set_state=lambda state: None, manual_seed=lambda seed: None)
+    random._generator_of = lambda device: no_generator  # type: ignore[assignment, return-value]
+    uploads._pinned = lambda x: x.clone()
+    print(json.dumps({spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs}), flush=True)
+    os._exit(0)  # threads of autograd for devices that do not exist would not end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The process groups of a compiled step, in the order in which all ranks make them and use them first.
+
+A process group is a communicator on NCCL: it costs memory on its ranks, and all ranks of the launch meet where it is
+made. So there is one set of ranks for each line of a mesh, for each set that sums gradients, for each that gathers
+parameters, and for each two stages that exchange values in a direction; sets without common ranks are made together. Knows compilations; makes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from whale.compile.compilation import Compilation
+from whale.ir.check import CollectiveCall
+from whale.ir.program import Direction, Edge, StageSpec
+from whale.runtime.launch import families
+
+__all__ = ["PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
+
+PURPOSES = ("inside stages", "sums of gradients", "gathers of parameters", "forward", "backward")
+"""Uses of process groups that must not wait for each other, in the order in which groups are made."""
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class Communicator(NamedTuple):
+    """Ranks that communicate for one purpose."""
+
+    purpose: str
+    ranks: tuple[int, ...]
+
+
+def communicators(compilation: Compilation, *, for_messages: bool) -> tuple[Communicator, ...]:
+    """The process groups of more than one rank, in the order of their making.
+
+    Args:
+        compilation: of the model.
+        for_messages: whether messages have groups of their own: on NCCL all that is started on a group runs one after
+            another.
+    """
+    meshes = [stage.mesh for stage in compilation.stages]
+    lines = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
+    sets: dict[str, set[tuple[int, ...]]] = {
+        "inside stages": {tuple(sorted(line)) for line in lines},
+        "sums of gradients": {spec.ranks for spec in compilation.reduces},
+        "gathers of parameters": {unit.spec.ranks for unit in compilation.units},
+    }
+    if for_messages:
+        for direction in DIRECTIONS:
+            edges = [edge for edge in compilation.edges if direction == "forward" or edge.needs_grad]
+            sets[direction] = {message_ranks(compilation.rank_specs, edge) for edge in edges}
+    return tuple(
+        Communicator(purpose, ranks)
+        for purpose in PURPOSES
+        for ranks in sorted(sets.get(purpose, ()))
+        if len(ranks) > 1
+    )
+
+
+def message_ranks(stages: Sequence[StageSpec], edge: Edge) -> tuple[int, ...]:
+    """The ranks of both ends of an edge."""
+    return tuple(sorted({*stages[edge.source_stage].ranks, *stages[edge.target_stage].ranks}))
+
+
+def start_up(wanted: Sequence[Communicator], rank: int, size: int) -> Iterator[CollectiveCall]:
+    """Collectives of a rank before its first step, for :func:`whale.ir.check.check_collectives`: each family
+    of groups is made by all ranks together, and then each group is used once, in the same order."""
+    everyone = tuple(range(size))
+    for purpose in PURPOSES:
+        sets = [ranks for other, ranks in wanted if other == purpose]
+        for family in families(sets):
+            yield CollectiveCall(f"groups {purpose} {family}", "split", everyone, "", ())
+    for purpose, ranks in wanted:
+        if rank in ranks:
+            yield CollectiveCall(f"the first use {purpose}", "all_reduce", ranks, "", ())
