@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from whale.compile.rank_step import RankStage, RankStep
 from whale.runtime.collectives import DryGroup
 from whale.runtime.local_program import Derivative, LocalProgram, bound
+from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalStage
 from whale.strategies.segments import Segments
@@ -52,10 +53,15 @@ def compiled_kernels(step: RankStep, segments: Segments) -> RankStep:
 
 
 def run_alone(
-    step: RankStep, tensors: Mapping[tuple[str, str], Tensor], batch: Mapping[str, Any], clock: RNGPosition
+    step: RankStep, tensors: Mapping[tuple[str, Any], Any], batch: Mapping[str, Any], clock: RNGPosition
 ) -> None:
     """Run every program of a rank once, forward and backward, without other ranks and without a trace: parameters,
     gradients, buffers and generators are as before."""
+    tensors = dict(tensors)
+    for unit in [x for x in tensors.values() if isinstance(x, HeldUnit)]:
+        alone = unit.alone()
+        tensors["unit", unit.unit.spec.index] = alone
+        tensors |= {("gradient", name): slot for name, slot in alone.slots.items()}
     parameters = [x for x in tensors.values() if isinstance(x, nn.Parameter)]
     gradients = [x.grad for x in parameters]
     device = next(iter(tensors.values())).device
@@ -73,7 +79,7 @@ def run_alone(
 
 def _run_stage(
     stage: RankStage,
-    tensors: Mapping[tuple[str, str], Tensor],
+    tensors: Mapping[tuple[str, Any], Any],
     given: tuple[Mapping[str, Any], Sequence[Tensor]],
     clock: RNGPosition,
     device: torch.device,

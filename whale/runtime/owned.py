@@ -272,6 +272,7 @@ class HeldUnit:
         made.__dict__.update(self.__dict__)
         made.group = made.sum_group = DryGroup("", self.unit.spec.ranks, [])
         made.slots = {n: GradientSlot(slot.shape, slot.dtype, slot.device) for n, slot in self.slots.items()}
+        made.begin()
         return made
 
 
