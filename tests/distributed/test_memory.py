@@ -17,6 +17,7 @@ from whale import replicate, split, stage
 from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.state import StateSharding
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import peak_memory
 from whale.runtime.launch import World
@@ -84,6 +85,23 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         {"micro_batches": 4, "precision": "bf16", "recompute": "full"},
         "adamw",
     ),
+    "optimizer states in stretches": ({"": replicate()}, {"zero": 1}, "adamw"),
+    "optimizer states in stretches, several micro-batches": (
+        {"": replicate()},
+        {"zero": 1, "micro_batches": 4},
+        "adamw",
+    ),
+    "gradients in stretches of 3 : 1": (
+        {"": replicate()},
+        {"zero": 2, "micro_batches": 4, "state_shares": [3, 1]},
+        "adamw",
+    ),
+    "parameters in stretches": ({"": replicate()}, {"zero": 3}, "adamw"),
+    "parameters in stretches, layers computed again, bfloat16": (
+        {"": replicate()},
+        {"zero": 3, "micro_batches": 2, "recompute": "full", "precision": "bf16"},
+        "adamw",
+    ),
     "pipeline with two stages a rank, one of them computed again": (
         EVERY | {"layers.0": stage(recompute="full")},
         {"micro_batches": 2, "schedule": "interleaved"},
@@ -111,6 +129,7 @@ def test_predicted_bytes_are_the_counted_ones(
         plan=plan,
         recompute=options.get("recompute", "none"),
         precision=options.get("precision"),
+        state=StateSharding(options["zero"], tuple(options.get("state_shares", ()))) if "zero" in options else None,
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)

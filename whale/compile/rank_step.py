@@ -102,7 +102,7 @@ def rank_step(
         rank: of the step.
         program: of that rank.
         seeded: the RNG position of random operators; None: they draw as the local model does.
-        device: on which it runs; None if it does not train.
+        device: on which it runs; None for programs without derivatives and gathers.
         layouts: strides of the rank's parameters and buffers, where they are not contiguous.
     """
     in_parts = any(isinstance(task, Compute) and task.kind == "I" for task in program)
@@ -121,7 +121,7 @@ def rank_step(
         programs = compilation.local_programs(stage, rank, seeded)
         if device is not None and captured.has_loss:
             programs = with_derivatives(captured, stage, rank, programs, device, in_parts=in_parts, layouts=layouts)
-        if units:
+        if units and device is not None:
             programs = gathered(programs, units)
         stages.append(
             RankStage(

@@ -135,6 +135,7 @@ def _fingerprint(
             tuple(known.number("parameter", name) for name in names),
             tuple(known.number("stage", stage) for stage in spec.stages if stage in own),
             len(spec.ranks),
+            (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each) if spec.bounds else (),
         )
         for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
         if rank in spec.ranks

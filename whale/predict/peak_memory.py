@@ -36,12 +36,14 @@ from whale.predict.replay import Event, Log, Replay, marked
 from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
+from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import TaskCalls, WithoutData
 from whale.strategies.folding import Fold
 from whale.strategies.fused import accelerated, fused
+from whale.strategies.gathering import gathered
 
 __all__ = ["Device", "Known", "PeakMemory", "TaskBytes", "brief_peak_memory", "peak_memory"]
 
@@ -109,7 +111,7 @@ def peak_memory(
     Raises:
         UsageError: an unknown optimizer.
     """
-    trial = _Trial(compilation, rank, device, clock)
+    trial = _Trial(compilation, rank, device, clock, several=len(compilation.rows) > 1)
     trial.run(_program(compilation, rank, schedule))
     found = trial.found()
     assert found is not None  # nothing is folded
@@ -135,9 +137,11 @@ def brief_peak_memory(
     first, known = compilation.of_first, Known() if known is None else known
     program = first.program(rank)
     like = sketch(first, rank, program, clock)
-    if (device, like.description) not in known.sketched:
-        known.sketched[device, like.description] = like, _found(first, rank, device, clock, program, known)
-    found = _renamed(*known.sketched[device, like.description], like)
+    several = bool(compilation.units) and len(compilation.rows) > 1
+    key = device, several, like.description
+    if key not in known.sketched:
+        known.sketched[key] = like, _found(first, rank, device, clock, program, known, several)
+    found = _renamed(*known.sketched[key], like)
     most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
@@ -145,22 +149,34 @@ def brief_peak_memory(
 
 
 def _found(
-    compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None, program: Program, known: Known
+    compilation: Compilation,
+    rank: int,
+    device: Device,
+    clock: RNGPosition | None,
+    program: Program,
+    known: Known,
+    several: bool,
 ) -> _Found:
     """Result of a single micro-batch, unless a rank with an equal fingerprint is known."""
     short = compilation if _runs_graphs(compilation, program) else compilation.folded
     like = fingerprint(short, rank, program, clock)
-    if (device, like.description) not in known.runs:
-        known.runs[device, like.description] = like, _brief((short, compilation), rank, device, clock, program)
-    return _renamed(*known.runs[device, like.description], like)
+    key = device, several, like.description
+    if key not in known.runs:
+        known.runs[key] = like, _brief((short, compilation), rank, device, clock, program, several)
+    return _renamed(*known.runs[key], like)
 
 
 def _brief(
-    compilations: Iterable[Compilation], rank: int, device: Device, clock: RNGPosition | None, program: Program
+    compilations: Iterable[Compilation],
+    rank: int,
+    device: Device,
+    clock: RNGPosition | None,
+    program: Program,
+    several: bool,
 ) -> _Found:
     """Dry-run a single micro-batch of the first of equal compilations whose omitted layers can be replayed."""
     for compilation in compilations:
-        trial = _Trial(compilation, rank, device, clock)
+        trial = _Trial(compilation, rank, device, clock, several=several)
         trial.run(program, begin=trial.hold_gradients)
         if (found := trial.found()) is not None:
             return found
@@ -241,24 +257,26 @@ def _splits(program: Program) -> bool:
 
 def _runs_graphs(compilation: Compilation, program: Program) -> bool:
     """Whether a dry run needs the graphs of backwards: autograd keeps other values."""
-    return _splits(program) or compilation.computes_again
+    return _splits(program) or compilation.computes_again or bool(compilation.units)
 
 
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
     """The rank's program, shortened if there are many micro-batches and the micro-batches in flight repeat."""
     order = _short(compilation, schedule)
-    return project_rank(order, compilation.rank_specs, compilation.edges, compilation.reduces, rank)
+    return project_rank(
+        order, compilation.rank_specs, compilation.edges, compilation.reduces, rank, compilation.gathers
+    )
 
 
 def _short(compilation: Compilation, schedule: str) -> Order:
     """The order of the fewest micro-batches with as many in flight as in the whole step.
 
     With messages some more are needed, because these are freed a few tasks after they were sent: twice the credit,
-    which is the number of micro-batches in flight, and two.
+    which is the number of micro-batches in flight, and two. So are two with sums in every micro-batch.
     """
     most = compilation.most_in_flight
     depth = max(2, *most.values())
-    more = depth + 3 if compilation.edges else 0
+    more = depth + 3 if compilation.edges else 2 * any(spec.each for spec in compilation.reduces)
     sets = tuple(frozenset(stage.mesh.ranks) for stage in compilation.stages)
     for count in range(depth, len(compilation.rows) - more if len(set(compilation.rows)) == 1 else 0):
         if peak_in_flight(schedule_order(schedule, len(compilation.stages), count, sets)) == most:
@@ -304,12 +322,17 @@ class _Done:
 class _Trial:
     """One rank's step on fake tensors."""
 
-    def __init__(self, compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None) -> None:
+    def __init__(
+        self, compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None, *, several: bool
+    ) -> None:
         self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
+        self.several = several
         self.place = torch.device("meta" if device == "cuda" else "cpu")
         self.live = _Living(device)
         self.parameters: dict[str, nn.Parameter] = {}
-        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self.tensors: dict[tuple[str, Any], Any] = {}
+        self.units: list[HeldUnit] = []
+        self.in_flight: list[Tensor] = []
         self.batch: dict[str, Any] = {}
         self.noting = _Noting()
         self._replays: list[Replay] = []
@@ -321,13 +344,24 @@ class _Trial:
     def _make(self) -> None:
         """Everything that exists before the step: parameters, buffers, constants and the whole batch."""
         captured = self.compilation.captured
+        units = [unit for unit in self.compilation.units if self.rank in unit.spec.ranks]
+        divided = {name for unit in units for name in unit.names}
         for name, part in self.compilation.local_parameters(self.rank).items():
+            if name in divided:
+                continue
             blank = torch.empty(part.shape, dtype=part.dtype, device=self.place)
             self.parameters[name] = nn.Parameter(blank, requires_grad=part.trainable)
             self.live.add(self.parameters[name], "parameters")
             if part.trainable:
                 self.parameters[name].register_post_accumulate_grad_hook(partial(self._accumulated, name))
         self.tensors = {("parameter", name): parameter for name, parameter in self.parameters.items()}
+        for unit in units:
+            group = DryGroup("", unit.spec.ranks, [])
+            held = HeldUnit(unit, self.rank, {}, self.place, group, group, Failures(self.rank))
+            self.live.add(held.own, "parameters")
+            self.units.append(held)
+            self.tensors["unit", unit.spec.index] = held
+            self.tensors |= {("gradient", name): slot for name, slot in held.slots.items()}
         for node in captured.graph.nodes:
             if node.op != "placeholder" or not isinstance(node.meta.get("val"), Tensor):
                 continue
@@ -346,11 +380,18 @@ class _Trial:
                 self.live.add(tensor, "parameters")
 
     def hold_gradients(self) -> None:
-        """Create the gradient of every parameter."""
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-                self.live.mark(parameter.grad, "gradients")
+        """Create the gradients that exist when a micro-batch begins which is not the first: of what ranks divide, their
+        sums if these are made in every micro-batch."""
+        summed = [p for held in self.units if held.unit.spec.each for p in held.parameters.values()]
+        slots = [slot for held in self.units if not held.unit.spec.each for slot in held.slots.values()]
+        holders: list[Any] = [p for p in self.parameters.values() if p.requires_grad] + summed
+        for holder in holders + slots * self.several:
+            holder.grad = torch.empty(holder.shape, dtype=holder.dtype, device=self.place)
+            self.live.mark(holder.grad, "gradients")
+        for held in [held for held in self.units if held.unit.spec.each][-2:]:  # sums in flight
+            size = held.bounds[-1] + held.own.numel()
+            self.in_flight.append(torch.empty(size, dtype=held.unit.dtype, device=self.place))
+            self.live.mark(self.in_flight[-1], "sums")
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         self.live.log.add("ready", name)
@@ -378,6 +419,7 @@ class _Trial:
             own = [programs[id(one)] for one in stage.programs]
             where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
             own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=_splits(program))
+            own = gathered(own, data.units)
             stages.append(replace(stage, programs=tuple(own)))
         return replace(data, stages=tuple(stages))
 
@@ -448,7 +490,8 @@ class _Trial:
             replay.finish()
         if any(replay.failed for replay in self._replays):
             return None
-        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        trained: list[Tensor] = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        trained += [parameter for held in self.units for parameter in held.parameters.values()]
         return _Found(
             at_peak=self.live.at_peak.copy(),
             after=self.live.by_purpose.copy(),

@@ -155,6 +155,11 @@ class HeldUnit:
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.unit.dtype, device=self.device)
 
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What the rank owns, by name."""
+        return {name: tensor for name, (tensor, _) in self.owned.items()}
+
     def take_own(self) -> None:
         """Make the owned parameters parts of the stretch, again where a script gave one other memory."""
         with torch.no_grad():

@@ -127,6 +127,7 @@ class Reducer:
     def arm(self, stage: int, last: bool = True) -> None:
         """Announce the stage's next backward: in its *last* one gradients are final unless another stage adds to
         them."""
+        self._land(0)  # those of an earlier micro-batch, which had its forward's time
         for pending in self._pending:
             bucket = pending.bucket
             if bucket.early and pending.stages == {stage} and (last or bucket.each):
