@@ -2,7 +2,8 @@
 
 A process group is a communicator on NCCL: it costs memory on its ranks, and all ranks of the launch meet where it is
 made. So there is one set of ranks for each line of a mesh, for each set that sums gradients, for each that gathers
-parameters, and for each two stages that exchange values in a direction; sets without common ranks are made together. Knows compilations; makes nothing.
+parameters, and for each two stages that exchange values in a direction; sets without common ranks are made together.
+Knows compilations; makes nothing.
 """
 
 from __future__ import annotations

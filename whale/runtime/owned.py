@@ -157,7 +157,7 @@ class HeldUnit:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What the rank owns, by name."""
+        """Owned parameters, by name."""
         return {name: tensor for name, (tensor, _) in self.owned.items()}
 
     def take_own(self) -> None:
