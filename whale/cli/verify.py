@@ -18,6 +18,7 @@ import click
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.cli.tables import cell_text, text_table
+from whale.ir.strategy import RECOMPUTES
 
 EXIT_NOT_EQUAL = 1
 
@@ -30,6 +31,8 @@ EXIT_NOT_EQUAL = 1
 @click.option("--plan", metavar="FILE", help="A plan file, or 'auto' to search.")
 @click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Micro-batches in a step.")
 @click.option("--schedule", metavar="NAME", help="The pipeline schedule, for example 1f1b.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="As of parallelize [the plan's].")
+@click.option("--recompute", type=click.Choice(("auto", *RECOMPUTES)), help="As of parallelize [the plan's].")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
 def verify(
