@@ -280,7 +280,7 @@ def in_bfloat16(world: World) -> tuple[list[float], list[int], bool, float]:
     options: dict[str, Any] = {"device": "cpu", "timeout_seconds": 20}
     staged = decoder(layers=2).float()
     whale.annotate(staged, {"layers.0": whale.stage(recompute="full"), "layers.1": whale.stage()})
-    low = {"precision": "bf16", "micro_batches": 2}
+    low: dict[str, Any] = {"precision": "bf16", "micro_batches": 2}
     plan = Plan.parse(LOW)
     made = [
         whale.parallelize(decoder(layers=2).float(), tokens(), plan=plan, **options),
