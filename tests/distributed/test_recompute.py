@@ -254,6 +254,53 @@ def test_an_annotation_says_the_rule_of_its_stage(ranks: Two) -> None:
     assert by_annotation[1] > everywhere[1]
 
 
+LOW = """{"world_size": 2, "batch": 8, "micro_batches": 2, "precision": "bf16", "annotations": {
+    "layers.0": "stage()", "layers.1": "stage()"}, "stages": [
+    {"ranks": [0], "axes": [], "recompute": "full"}, {"ranks": [1], "axes": [], "recompute": "none"}]}"""
+
+
+class Entering(nn.Module):
+    """A decoder that enters its stages in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = decoder(layers=2).float()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        with whale.stage(recompute="full"):
+            x = self.inner.layers[0](self.inner.embed(tokens))
+        with whale.stage(recompute="none"):
+            x = self.inner.head(self.inner.layers[1](x))
+        return F.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+def in_bfloat16(world: World) -> tuple[list[float], list[int], bool, float]:
+    """Losses and what is kept by a plan, by arguments with annotations, and by annotations in the forward; whether
+    gradients of the first two have the same bits; and the error of ``verify`` by the plan."""
+    options: dict[str, Any] = {"device": "cpu", "timeout_seconds": 20}
+    staged = decoder(layers=2).float()
+    whale.annotate(staged, {"layers.0": whale.stage(recompute="full"), "layers.1": whale.stage()})
+    low: dict[str, Any] = {"precision": "bf16", "micro_batches": 2}
+    plan = Plan.parse(LOW)
+    made = [
+        whale.parallelize(decoder(layers=2).float(), tokens(), plan=plan, **options),
+        whale.parallelize(staged, tokens(), **low, **options),
+        whale.parallelize(Entering(), tokens(), **low, **options),
+    ]
+    losses = [one.train_step(**tokens()).item() for one in made]
+    gradients = [one.full_gradients() for one in made]
+    error = whale.verify(decoder(layers=2).float(), tokens(), plan=plan, **options).loss_error
+    return losses, [calls(one)[1] for one in made], equal(gradients[0], gradients[1]), error
+
+
+def test_a_plan_says_the_precision_and_the_rules_that_run(ranks: Two) -> None:
+    for losses, kept, equal_bits, error in ranks.run(in_bfloat16):
+        assert losses[0] == losses[1] == losses[2]
+        assert kept[0] == kept[1] == kept[2]
+        assert equal_bits
+        assert error < 1e-3
+
+
 def of_memory(memory_bytes: int) -> Cluster:
     card = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=memory_bytes, memory_bandwidth=1e9)
     return Cluster.homogeneous(2, card, intra=Link(bandwidth=1e9, latency=1e-5))

@@ -20,6 +20,7 @@ from whale.errors import InputFileError, UsageError
 from whale.graph.capture import batch_leaves
 from whale.ir.cluster import DTYPES
 from whale.ir.profile import LayerKind, ModelProfile
+from whale.ir.strategy import RECOMPUTES
 from whale.runtime.launch import initialize
 from whale.runtime.store import from_first
 from whale.strategies.layers import LayeredModel, layered
@@ -95,7 +96,7 @@ def _start(output: Path | None, loaded: LoadedModel | None, degrees: tuple[int, 
         return found or ModelProfile(name="machines", layers=(), kinds=())
     if found is not None and found.kinds:
         known = {variant.tensor_degree for variant in found.kinds[0].variants} | {degree for degree, _ in found.refused}
-        if set(degrees) <= known:
+        if set(degrees) <= known and found.rules == RECOMPUTES:
             return found
         degrees = tuple(sorted(known.union(degrees)))
     made = profile_model(

@@ -19,6 +19,7 @@ from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.cli.tables import cell_text, text_table
 from whale.errors import UsageError
+from whale.ir.strategy import RECOMPUTES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,9 @@ EXIT_NOT_EQUAL = 1
 @click.option("--schedule", metavar="NAME", help="The pipeline schedule, for example 1f1b.")
 @click.option("--replicas", is_flag=True, help="Train some steps, and compare the copies of parameters to the bit.")
 @click.option("--steps", type=AT_LEAST_1, metavar="N", help="Steps of --replicas [20].")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="As of parallelize [the plan's].")
+@click.option("--recompute", type=click.Choice(("auto", *RECOMPUTES)), help="As of parallelize [the plan's].")
+@click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="As of parallelize [0].")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
 def verify(
