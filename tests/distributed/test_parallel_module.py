@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import whale
@@ -537,8 +538,8 @@ def name_parameters_of_modules(world: World) -> tuple[list[Any], float, str]:
             optimizer.zero_grad()
     whole = model.full_state_dict()
     error = max(float((whole[name] - x).abs().max()) for name, x in local.named_parameters())
-    state = optimizers[1].state_dict()
-    optimizers[1].load_state_dict(state)
+    optimizers[1].load_state_dict(optimizers[1].state_dict())
+    assert set(get_optimizer_state_dict(model, optimizers[1])["state"]) == {n for n, _ in model.named_parameters()}
     copy.deepcopy(model)
     return shapes, error, refusal(lambda: [model.head.weight.norm().item(), model.embed.weight.norm().item()])
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.proxy import TracerBase
 from torch.fx.traceback import annotate as annotate_nodes
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from whale.errors import CaptureError, UsageError
@@ -163,9 +164,25 @@ def located(message: str, place: SourceLine | None) -> CaptureError:
 # --- before the capture -----------------------------------------------------------------------------------------------
 
 
+def _refuse_nested(key: str, leaf: Any) -> None:
+    if not isinstance(leaf, (Mapping, list, tuple)) or not any(
+        isinstance(x, torch.Tensor) for x in pytree.tree_leaves(leaf)
+    ):
+        return
+    names = list(map(str, leaf)) if isinstance(leaf, Mapping) else [f"x{i}" for i in range(len(leaf))]
+    inside = f"dict({', '.join(f'{n}={n}' for n in names)})" if isinstance(leaf, Mapping) else f"[{', '.join(names)}]"
+    raise UsageError(
+        f"the batch's {key} is a {type(leaf).__name__} of tensors, but each tensor of a batch is an argument of its "
+        f"own: put the model in a module whose forward(self, {', '.join(names)}) calls self.model({inside}), with the other "
+        "arguments beside, and give the batch as those"
+    )
+
+
 def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[..., Any] | None) -> None:
     """Refuse a batch without tensors, with nested ones, or whose leaves are not what the model's forward takes."""
     name = type(model).__name__
+    for key, leaf in leaves.items():
+        _refuse_nested(key, leaf)
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves.values()):
         shown = ", ".join(f"{key}: {type(leaf).__name__}" for key, leaf in leaves.items()) or "nothing"
         raise UsageError(

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whale.errors import UsageError
 from whale.runtime.checkpoints import attend_checkpoints
+from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine, Shard
 from whale.runtime.launch import World
 from whale.runtime.shard_tensor import ShardTensor
@@ -135,10 +136,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
-    """The method by which every optimizer takes its parameters; those of parts get hooks for their states."""
+    """The method by which every optimizer takes its parameters, without those of other ranks; those of parts get hooks
+    for their states."""
 
     @functools.wraps(add_param_group)
     def attending(self: Optimizer, param_group: dict[str, Any]) -> None:
+        given = param_group.get("params") if isinstance(param_group, dict) else None
+        if isinstance(given, Iterable) and not isinstance(given, (Tensor, set)):
+            own = [x for x in given if not isinstance(x[-1] if isinstance(x, tuple) else x, Elsewhere)]
+            param_group["params"] = own
         add_param_group(self, param_group)
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self not in _saved and any(_cut(*owner) is not None for owner in _owners(parameters).values()):

@@ -192,6 +192,14 @@ def test_a_loss_without_a_parameter_or_a_gradient_is_refused_with_its_line() -> 
         ({}, ["holds no tensor (nothing)", "Decoder.forward"]),
         ((None,), ["holds no tensor (args[0]: NoneType)"]),
         ({"tokens": [torch.zeros(4, 6).long()] * 2, "labels": torch.zeros(4, 6).long()}, ["tokens is a list"]),
+        (
+            {"batch": {"tokens": torch.zeros(4, 6).long(), "labels": torch.zeros(4, 6).long()}},
+            [
+                "batch is a dict of tensors",
+                "forward(self, tokens, labels) calls self.model(dict(tokens=tokens, labels=la",
+            ],
+        ),
+        (([torch.zeros(4, 6).long()],), ["args[0] is a list of tensors", "forward(self, x0) calls self.model([x0])"]),
         ({"tokens": torch.zeros(4, 6).long()}, ["the batch has tokens", "(tokens, labels)", "'labels'"]),
         (tokens() | {"mask": torch.ones(8)}, ["tokens, labels, mask", "unexpected keyword argument 'mask'"]),
         (tuple(tokens().values()) * 2, ["4 positional", "too many positional"]),
