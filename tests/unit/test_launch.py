@@ -188,6 +188,7 @@ class Bindable:
         self.bound_device_id: torch.device | None = None
         self.connected: list[torch.device] = []
         self.supports_splitting = True
+        self._device_types = [torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> Bindable:
         return self
@@ -226,6 +227,9 @@ def test_groups_without_common_ranks_are_one_split(monkeypatch: pytest.MonkeyPat
     assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     outside = dist.GroupMember.NON_GROUP_MEMBER
     assert made == {(0, 1): outside, (0, 2): "group 2", (1, 3): outside, (2, 3): "group 1"}
+    group._device_types.append(torch.device("cpu"))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: f"new {ranks}")
+    assert groups([(0, 1)]) == {(0, 1): "new [0, 1]"}
 
 
 def test_waits_are_short_while_ranks_start_and_long_in_steps() -> None:
