@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -258,3 +259,34 @@ def test_ranks_that_share_a_gpu_have_a_backend_that_can(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert describe().device == torch.device("cuda", 1)
+
+
+def test_ranks_on_gpus_join_nccl_with_their_devices_and_are_supervised(
+    monkeypatch: pytest.MonkeyPatch, one_gpu: None, store: dist.TCPStore
+) -> None:
+    launched(monkeypatch, 0, 2, store.port)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    store.set("whale/attempt/0/alive/1", "")
+    store.set("whale/attempt/0/devices/1", "NVIDIA L4 GPU-1 of node0")
+    joined: list[dict[str, Any]] = []
+    current: list[torch.device] = []
+    monkeypatch.setattr(launch, "_identity", lambda device: "NVIDIA L4 GPU-0 of node0")
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
+    monkeypatch.setattr(launch.atexit, "register", lambda function: function)
+    world = initialize(5)
+    gpu = torch.device("cuda", 0)
+    assert (world.device, current) == (gpu, [gpu])
+    assert (joined[0]["backend"], joined[0]["device_id"]) == ("nccl", gpu)
+    assert joined[0]["timeout"] > timedelta(seconds=5 + 5)  # the supervisor comes first, and has a message
+    assert world.supervisor is not None
+    world.supervisor.check()
+    world.supervisor.error = WorkerError("rank 1 failed")
+    left: list[int] = []
+    monkeypatch.setattr(launch.os, "_exit", left.append)
+    launch._leave(world)
+    assert left == [WorkerError.exit_code]  # a script that did not see the failure does not end well
+    with pytest.raises(WorkerError, match="rank 1 failed"):
+        world.supervisor.check()
+    launch._leave(world)
+    assert len(left) == 1
