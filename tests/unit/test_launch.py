@@ -224,13 +224,14 @@ def test_groups_without_common_ranks_are_one_split(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
-    made = groups([(2, 3), (0, 1), (0, 2), (1, 3), (3,)], timeout_seconds=600)
+    made: Any = groups([(2, 3), (0, 1), (0, 2), (1, 3), (3,)], timeout_seconds=600)
     assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     outside = dist.GroupMember.NON_GROUP_MEMBER
     assert made == {(0, 1): outside, (0, 2): "group 2", (1, 3): outside, (2, 3): "group 1"}
     group._device_types.append(torch.device("cpu"))
     monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: f"new {ranks}")
-    assert groups([(0, 1)]) == {(0, 1): "new [0, 1]"}
+    unsplit: Any = groups([(0, 1)])
+    assert unsplit == {(0, 1): "new [0, 1]"}
 
 
 def test_waits_are_short_while_ranks_start_and_long_in_steps() -> None:
