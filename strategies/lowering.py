@@ -510,8 +510,10 @@ class Lowering:
         if self.clock is not None and is_random(op.node):
             part = tuple((a, self.coordinates[a]) for a in range(1, len(choices)) if outputs[0][a].kind == "S")
             key, of_all = (position_key(self.order[op.node], where) for where in (part, ()))
-            copied = [a - 1 for a in range(1, len(choices)) if outputs[0][a].kind != "S"]
-            mixed = any(map(self.stage.mesh.is_mixed, copied))
+            copied = [placed.kind != "S" for placed in outputs[0][1:]]
+            mixed = any(
+                is_copied and unlike for is_copied, unlike in zip(copied, self.stage.mesh.mixed_axes, strict=True)
+            )
             where = ((op.node, 0), self._normal((op.node, 0), outputs[0]))
             positional, keyword = arguments(op, bound)
             target: Any = op.target

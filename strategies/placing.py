@@ -79,8 +79,8 @@ class StageProblem:
             return None
         tables = (self.mutated, self.returned, self.fixed, self.leaving)
         placed = (self.loss, self.shared, self.sent, *(tuple(table.items()) for table in tables))
-        mixed = tuple(map(self.mesh.is_mixed, range(len(self.mesh.axes))))
-        return graph.nodes, graph.received, graph.sent, roles, tuple(layout_axes(self.mesh, self.rows)), mixed, placed
+        axes = tuple(layout_axes(self.mesh, self.rows)), self.mesh.mixed_axes
+        return graph.nodes, graph.received, graph.sent, roles, axes, placed
 
 
 def batch_placeholders(captured: Captured) -> list[fx.Node]:
@@ -166,7 +166,7 @@ def place_stage(
             )
             # Gradients that stages sum must be partial on every rank. So are those of copies on devices of different
             # types, which round differently: the sum of the first one's and of zeros keeps copies equal.
-            summed = value in problem.shared or (value in trained and mesh.is_mixed(axis))
+            summed = value in problem.shared or (value in trained and mesh.mixed_axes[axis])
             stored[value].append(REPLICATE_PARTIAL if summed and placement.kind == "R" else placement)
         for value in solution.forbidden:
             _check_units(captured, analysis, problem, value, axis)

@@ -131,6 +131,8 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
     cluster = Cluster.homogeneous(SIZE)
     compilation = compile_model(loaded.model, loaded.batch, cluster, Options(**options), device=DEVICE, training=True)
     leaves = batch_leaves(loaded.batch)
+    watched: list[str] = []
+    supervisor: Any = SimpleNamespace(check=lambda: None, watch=lambda what, done, seconds: watched.append(what))
     rank, clock = DEVICE.index, RNGPosition(0)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         tensors: dict[str, Tensor] = {}
@@ -153,7 +155,7 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
             device=DEVICE,
         )
         engine = Engine(
-            world=World(rank=rank, size=SIZE, device=DEVICE, failures=Failures(rank)),
+            world=World(rank=rank, size=SIZE, device=DEVICE, failures=Failures(rank), supervisor=supervisor),
             source=None,  # type: ignore[arg-type]
             shards=compilation.shards(),
             buffers={},
@@ -171,6 +173,7 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
             with waits if number else nullcontext():
                 engine.run(batch, (True,), True, Changes())
     return {
+        "watched": watched,
         "waits": sorted(set(waits.found)),
         "copied": waits.copied,
         "whole": sum(v.numel() for v in leaves.values() if isinstance(v, Tensor)),
@@ -185,6 +188,7 @@ def main() -> None:
     no_generator = SimpleNamespace(get_state=lambda: None, set_state=lambda state: None, manual_seed=lambda seed: None)
     random._generator_of = lambda device: no_generator  # type: ignore[assignment, return-value]
     uploads._pinned = lambda x: x.clone()
+    torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None)  # type: ignore[misc, assignment]
     print(json.dumps({spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs}), flush=True)
     os._exit(0)  # threads of autograd for devices that do not exist would not end
 

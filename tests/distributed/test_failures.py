@@ -193,7 +193,7 @@ def run_out_of_memory(world: World) -> None:
     """Train a model whose second stage finds no memory in its second step."""
     model = decoder(layers=2)
     whale.annotate(model, {"layers.0": whale.stage(), "layers.1": whale.stage()})
-    made = whale.parallelize(model, tokens(), device="cpu", micro_batches=2, timeout_seconds=TIMEOUT_SECONDS)
+    made = whale.parallelize(model, tokens(), device="cpu", micro_batches=2, timeout_seconds=20)
     made.train_step(**tokens())
     if world.rank == 1:
         steps = made._whale.engine.steps
@@ -210,9 +210,8 @@ def run_out_of_memory(world: World) -> None:
 
 
 def test_a_rank_out_of_memory_says_where_what_was_predicted_and_what_would_help() -> None:
-    with Ranks(2, TIMEOUT_SECONDS) as ranks:
-        begin = time.monotonic()
-        outcomes = ranks.outcomes(run_out_of_memory, timeout=60)
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(run_out_of_memory, timeout=100)
     for outcome in outcomes:
         assert (
             "rank 1 is out of memory in task 1F0 (stage 1, micro-batch 0): CUDA out of memory. Tried" in outcome.error
@@ -222,4 +221,3 @@ def test_a_rank_out_of_memory_says_where_what_was_predicted_and_what_would_help(
         assert re.match(r"predicted were [\d.]+ [KM]iB: parameters [\d.]+ [KM]iB, gradients", said), said
         assert 'recompute="selective", or micro_batches=4, or more devices for stage 1' in outcome.error
     assert abs(outcomes[0].seconds - outcomes[1].seconds) < TIMEOUT_SECONDS + 5
-    assert max(outcome.seconds for outcome in outcomes) - begin < 60

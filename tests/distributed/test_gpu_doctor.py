@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from whale.cli import doctor
@@ -33,6 +34,14 @@ def test_a_part_runs_on_two_ranks(name: str) -> None:
     assert found["passed"], found
     if name == "failures":
         assert all("rank 1 is out of memory" in rank["message"] for rank in found["ranks"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.timeout(1200)
+def test_every_part_passes_on_gpus() -> None:
+    found = run_parts(PARTS, torch.cuda.device_count(), "cuda", print)
+    assert all(part["passed"] for part in found.values()), found
 
 
 def test_a_part_that_hangs_is_a_result() -> None:

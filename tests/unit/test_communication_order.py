@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ import whale
 from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
-from whale.compile.communicators import PURPOSES, communicators, start_up
+from whale.compile.communicators import PURPOSES, communicators, message_ranks, start_up
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
 from whale.compile.rank_step import rank_step
@@ -32,6 +33,7 @@ from whale.runtime.collectives import CollectiveModule, DryGroup
 from whale.runtime.engine import gather_calls
 from whale.runtime.failure import Failures
 from whale.runtime.launch import families
+from whale.runtime.messages import CoalescedMessages, Messages
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
@@ -97,12 +99,12 @@ class Recorder:
         self.messages[kind, ranks] += 1
         self.events.append(((kind, ranks, self.messages[kind, ranks]), ranks))
 
-    def isend(self, tensor: Tensor, peer: int, group: str) -> Recorder:
-        self.meet_peer((self.rank, peer), group)
+    def isend(self, tensor: Tensor, peer: int, group: list[str]) -> Recorder:
+        self.meet_peer((self.rank, peer), group[0])
         return self
 
-    def irecv(self, tensor: Tensor, peer: int, group: str) -> Recorder:
-        self.meet_peer((peer, self.rank), group)
+    def irecv(self, tensor: Tensor, peer: int, group: list[str]) -> Recorder:
+        self.meet_peer((peer, self.rank), group[0])
         return self
 
     def meet_peer(self, ends: tuple[int, int], group: str) -> None:
@@ -117,9 +119,66 @@ class Recorder:
         return True
 
 
+class CoalescingRecorder(Recorder):
+    """The same of a rank on a device: messages that start together are one list of events."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.together: list[list[Event]] = []
+
+    def start_all(self, messages: Sequence[tuple[bool, Tensor, int]], group: Any) -> list[Recorder]:
+        self.close()
+        for sends, tensor, peer in messages:
+            (self.isend if sends else self.irecv)(tensor, peer, group)
+        self.together.append(self.events)
+        self.events = []
+        return [self]
+
+    def close(self) -> None:
+        """All since the last messages started one after another."""
+        self.together += [[event] for event in self.events]
+        self.events = []
+
+
+class NoQueue(nullcontext[None]):
+    """A device without queues."""
+
+    def beside(self) -> NoQueue:
+        return self
+
+    def mark(self) -> None:
+        """Nothing."""
+
+    def follow(self, mark: None) -> None:
+        """Nothing."""
+
+
+def recorded_together(compilation: Compilation, rank: int, world: int) -> list[list[Event]]:
+    """Everything that a rank on a device starts in a step: lists of what starts together."""
+    recorder, meta = CoalescingRecorder(rank), torch.device("meta")
+    messages = CoalescedMessages(meta, NoQueue(), recorder.start_all)
+    record(compilation, rank, world, recorder, messages=messages)
+    recorder.close()
+    return recorder.together
+
+
 def recorded(compilation: Compilation, rank: int, world: int, program: Program | None = None) -> list[Event]:
     """Everything that a rank starts in a step, of its own program or another, in this order."""
-    recorder, clock, meta = Recorder(rank), RNGPosition(0), torch.device("meta")
+    recorder = Recorder(rank)
+    record(compilation, rank, world, recorder, program)
+    return recorder.events
+
+
+def record(
+    compilation: Compilation,
+    rank: int,
+    world: int,
+    recorder: Recorder,
+    program: Program | None = None,
+    messages: Messages | None = None,
+) -> None:
+    """Run a step of a rank without data."""
+    clock, meta = RNGPosition(0), torch.device("meta")
     tensors: dict[tuple[str, Any], Any] = {}
     for name, part in compilation.local_parameters(rank).items():
         blank = torch.empty(part.shape, dtype=part.dtype, device=meta)
@@ -139,7 +198,8 @@ def recorded(compilation: Compilation, rank: int, world: int, program: Program |
             dry = DryGroup("", unit.spec.ranks, recorder)  # type: ignore[arg-type]
             held = tensors["unit", unit.spec.index] = HeldUnit(unit, rank, {}, meta, dry, dry, Failures(rank))
             tensors |= {("gradient", name): slot for name, slot in held.slots.items()}
-    everyone = tuple(range(world))
+    everyone, specs = tuple(range(world)), compilation.rank_specs
+    groups: dict[Hashable, Any] = {}
     data = rank_step(compilation, rank, program or compilation.program(rank), clock, device=torch.device("cpu"))
     with WithoutData():
         step = assemble(
@@ -152,14 +212,17 @@ def recorded(compilation: Compilation, rank: int, world: int, program: Program |
             failures=Failures(rank),
             device=meta,
             transport=recorder,
-            message_group=lambda edge, direction: direction,
+            message_group=lambda edge, direction: groups.setdefault(
+                (direction, message_ranks(specs, edge)), [direction]
+            ),
             credit=0,
         )
+        if messages is not None:
+            step.executor.messages = messages
         for stage in step.stages:
             stage.begin(batch)
         recorder.meet("loss", everyone)  # the comparison of batches
         step.executor.run(True, lambda loss: recorder.meet("loss", everyone))
-    return recorder.events
 
 
 def check_one_queue(events: dict[int, list[Event]]) -> None:
@@ -170,6 +233,27 @@ def check_one_queue(events: dict[int, list[Event]]) -> None:
             for rank, own in events.items()
         }
     )
+
+
+def ends(events: dict[int, list[list[Event]]]) -> bool:
+    """Whether all ranks come to their ends if each runs one list at a time, all of it at once."""
+    position = dict.fromkeys(events, 0)
+    done: set[Hashable] = set()
+    moved = True
+    while moved:
+        moved = False
+        present: Counter[Hashable] = Counter()
+        for rank, own in events.items():
+            while position[rank] < len(own) and all(key in done for key, _ in own[position[rank]]):
+                position[rank] += 1
+                moved = True
+            if position[rank] < len(own):
+                present.update(key for key, _ in own[position[rank]])
+        sizes = {key: len(set(ranks)) for own in events.values() for each in own for key, ranks in each}
+        met = {key for key, count in present.items() if count == sizes[key]} - done
+        done |= met
+        moved = moved or bool(met)
+    return all(position[rank] == len(own) for rank, own in events.items())
 
 
 def compiled(
@@ -209,6 +293,22 @@ def test_ranks_start_gathers_and_sums_of_stretches_in_one_order(nesting: str, le
         texts = {compilation.check(rank, clock) for rank in range(world)}
         assert len(texts) == 1
         check_one_queue({rank: recorded(compilation, rank, world) for rank in range(world)})
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_2p"])
+def test_messages_that_start_together_end_as_well(schedule: str, nesting: str) -> None:
+    compilation, world = compiled(schedule, nesting, True, 2)
+    events = {rank: recorded_together(compilation, rank, world) for rank in range(world)}
+    assert ends(events)
+    if nesting == "one to three":
+        assert max(len(each) for each in events[0]) >= 3
+
+
+def test_a_list_that_waits_for_another_in_a_circle_does_not_end() -> None:
+    one, two = ("one", (0, 1)), ("two", (0, 1))
+    assert ends({0: [[one, two]], 1: [[two], [one]]})
+    assert not ends({0: [[one], [two]], 1: [[two], [one]]})
 
 
 def collectives_of(graph: fx.Graph, root: nn.Module) -> list[tuple[str, tuple[int, ...]]]:

@@ -190,3 +190,12 @@ def test_nvlinks_are_counted_where_torch_tells(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(c10d, "_detect_dma_connectivity", lambda *_: SimpleNamespace(matrix=matrix), raising=False)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     assert device_links(2, [])[0]["nvlinks"] == 12
+
+
+def test_a_build_for_rocm_is_not_taken_for_one_for_processors() -> None:
+    report = examine()
+    assert report["torch"]["rocm"] is None
+    report["torch"]["rocm"] = "7.0.2"
+    shown = _as_text(report)
+    assert "ROCm of torch" in shown and "7.0.2" in shown
+    assert "a CPU build" not in shown

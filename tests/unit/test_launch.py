@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +189,7 @@ class Bindable:
         self.bound_device_id: torch.device | None = None
         self.connected: list[torch.device] = []
         self.supports_splitting = True
+        self._device_types = [torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> Bindable:
         return self
@@ -222,10 +224,14 @@ def test_groups_without_common_ranks_are_one_split(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
-    made = groups([(2, 3), (0, 1), (0, 2), (1, 3), (3,)], timeout_seconds=600)
+    made: Any = groups([(2, 3), (0, 1), (0, 2), (1, 3), (3,)], timeout_seconds=600)
     assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     outside = dist.GroupMember.NON_GROUP_MEMBER
     assert made == {(0, 1): outside, (0, 2): "group 2", (1, 3): outside, (2, 3): "group 1"}
+    group._device_types.append(torch.device("cpu"))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: f"new {ranks}")
+    unsplit: Any = groups([(0, 1)])
+    assert unsplit == {(0, 1): "new [0, 1]"}
 
 
 def test_waits_are_short_while_ranks_start_and_long_in_steps() -> None:
@@ -254,3 +260,34 @@ def test_ranks_that_share_a_gpu_have_a_backend_that_can(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert describe().device == torch.device("cuda", 1)
+
+
+def test_ranks_on_gpus_join_nccl_with_their_devices_and_are_supervised(
+    monkeypatch: pytest.MonkeyPatch, one_gpu: None, store: dist.TCPStore
+) -> None:
+    launched(monkeypatch, 0, 2, store.port)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    store.set("whale/attempt/0/alive/1", "")
+    store.set("whale/attempt/0/devices/1", "NVIDIA L4 GPU-1 of node0")
+    joined: list[dict[str, Any]] = []
+    current: list[torch.device] = []
+    monkeypatch.setattr(launch, "_identity", lambda device: "NVIDIA L4 GPU-0 of node0")
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
+    monkeypatch.setattr(launch.atexit, "register", lambda function: function)
+    world = initialize(5)
+    gpu = torch.device("cuda", 0)
+    assert (world.device, current) == (gpu, [gpu])
+    assert (joined[0]["backend"], joined[0]["device_id"]) == ("nccl", gpu)
+    assert joined[0]["timeout"] > timedelta(seconds=5 + 5)  # the supervisor comes first, and has a message
+    assert world.supervisor is not None
+    world.supervisor.check()
+    world.supervisor.error = WorkerError("rank 1 failed")
+    left: list[int] = []
+    monkeypatch.setattr(launch.os, "_exit", left.append)
+    launch._leave(world)
+    assert left == [WorkerError.exit_code]  # a script that did not see the failure does not end well
+    with pytest.raises(WorkerError, match="rank 1 failed"):
+        world.supervisor.check()
+    launch._leave(world)
+    assert len(left) == 1

@@ -72,7 +72,8 @@ def test_models_that_name_a_device_are_among_them(said: dict[str, Any]) -> None:
 def test_a_step_never_waits_for_its_device(spec: str, stepped: dict[str, dict[str, dict[str, Any] | None]]) -> None:
     found = stepped[spec]
     assert found["replicate"] is not None and found["split"] is not None
-    assert [one["waits"] for one in found.values() if one is not None] == [[]] * sum(map(bool, found.values()))
+    for one in found.values():
+        assert one is None or (one["waits"], one["watched"]) == ([], ["step 1", "step 2"])
 
 
 def test_pipelines_are_among_these_steps(stepped: dict[str, dict[str, dict[str, Any] | None]]) -> None:

@@ -1,5 +1,7 @@
 """The mesh of a stage: who stands where, who belongs together, and how fast each slice is."""
 
+from typing import Any
+
 import pytest
 
 from whale.errors import UsageError
@@ -85,3 +87,18 @@ def test_a_region_inside_a_region_inherits_its_roles() -> None:
 def test_a_region_of_another_stage_is_refused() -> None:
     with pytest.raises(UsageError, match="no region"):
         RegionRoles((("head", ("split",)),)).of(())
+
+
+def test_an_axis_is_mixed_where_types_differ_along_it() -> None:
+    axes = (MeshAxis(name="data", size=2), MeshAxis(name="split", size=2))
+
+    def mixed(*types: str) -> tuple[bool, ...]:
+        numbers: dict[str, Any] = {"speeds": (1.0,) * 4, "memory_bytes": (1,) * 4}
+        return VirtualDevice(stage=0, ranks=(4, 5, 6, 7), axes=axes, types=types, **numbers).mixed_axes
+
+    assert mixed() == mixed("a", "a", "a", "a") == (False, False)
+    assert mixed("a", "a", "b", "b") == (True, False)
+    assert mixed("a", "b", "a", "b") == (False, True)
+    assert mixed("a", "b", "c", "d") == (True, True)
+    with pytest.raises(UsageError, match="needs a type for each, not 3 types"):
+        mixed("a", "b", "c")

@@ -197,7 +197,10 @@ def _as_text(report: dict[str, Any]) -> str:
     ]
     if torch_report is not None:
         rows.append(("threads of torch", str(torch_report["num_threads"])))
-        rows.append(("CUDA of torch", torch_report["cuda"] or "none (a CPU build)"))
+        if torch_report.get("rocm"):
+            rows.append(("ROCm of torch", torch_report["rocm"]))  # whose devices are cuda to torch
+        else:
+            rows.append(("CUDA of torch", torch_report["cuda"] or "none (a CPU build)"))
     rows += [
         (f"backend {name}", "available" if there else "not available") for name, there in report["backends"].items()
     ]

@@ -118,11 +118,14 @@ class VirtualDevice:
         first = self.position(rank) - self.coordinates(rank)[axis_index] * stride
         return tuple(self.ranks[first + index * stride] for index in range(self.axes[axis_index].size))
 
-    def is_mixed(self, axis_index: int) -> bool:
-        """Whether devices of different types differ only along that axis: kernels of one type round as on no other."""
-        type_of = dict(zip(self.ranks, self.types, strict=False))
-        lines = {self.group(axis_index, rank) for rank in self.ranks} if type_of else ()
-        return any(len({type_of[rank] for rank in line}) > 1 for line in lines)
+    @cached_property
+    def mixed_axes(self) -> tuple[bool, ...]:
+        """For each axis whether devices of different types differ only along it; types round each in their own way."""
+        if len(set(self.types)) < 2:
+            return (False,) * len(self.axes)
+        type_of = dict(zip(self.ranks, self.types, strict=True))
+        lines = [{self.group(axis, rank) for rank in self.ranks} for axis in range(len(self.axes))]
+        return tuple(any(len({type_of[rank] for rank in line}) > 1 for line in own) for own in lines)
 
     def slices(self, axis_index: int) -> tuple[tuple[int, ...], ...]:
         """The ranks at each index of that axis: every device is at exactly one."""

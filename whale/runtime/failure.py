@@ -8,6 +8,7 @@ texts.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,9 @@ __all__ = ["Failures"]
 _FAILURE = "whale/failure"
 _GRACE_SECONDS = 1.0
 """Seconds for which a rank that lost another waits for its report; reports are written before connections close."""
+
+_ADVICE_SECONDS = 20.0
+"""Limit on the time for advice on memory."""
 
 
 class Failures:
@@ -126,11 +130,18 @@ class Failures:
     def _memory_text(self, error: BaseException) -> str:
         """Text of torch for an allocation that failed, in a line, with the advice on memory."""
         said = str(error).strip().splitlines()[0].split(". See documentation")[0]
-        advice = ""
-        if self.memory_advice is not None:
+        found: list[str] = []
+
+        def advise() -> None:
             with contextlib.suppress(Exception):  # the error of the allocation is what counts
-                advice = self.memory_advice()
-        return f"{said}; {advice}" if advice else said
+                if self.memory_advice is not None:
+                    found.append(self.memory_advice())
+
+        # The other ranks wait meanwhile: for models that take longer they get the error alone.
+        thread = threading.Thread(target=advise, daemon=True)
+        thread.start()
+        thread.join(min(_ADVICE_SECONDS, self.timeout_seconds / 2))
+        return f"{said}; {found[0]}" if found else said
 
     def _late(self, what: str, ranks: Sequence[int]) -> list[int]:
         """Return those of ``ranks`` that are not waiting for the same thing; all others are, if there is no store."""

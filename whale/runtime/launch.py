@@ -303,7 +303,8 @@ def groups(
         return {}
     world = dist.distributed_c10d._get_default_group()
     bound = world.bound_device_id
-    if bound is None or not world._get_backend(bound).supports_splitting:
+    # A group of a script may have gloo for tensors on the host besides, which not all versions of torch split.
+    if bound is None or len(world._device_types) > 1 or not world._get_backend(bound).supports_splitting:
         timeout = timedelta(seconds=timeout_seconds)
         return {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in wanted}
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
