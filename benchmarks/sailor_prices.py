@@ -57,7 +57,6 @@ class SailorPrices(CostModel):
         into: TensorGroup,
         num_bytes: int,
         whole: float,
-        senders: int | None = None,
     ) -> Hop:
         ends = [Slice(ranks=tuple(ranks), rows=1) for ranks in (source, target)]
         seconds = self.rules.message(ends[0], ends[1], max(1.0, whole))

@@ -252,16 +252,6 @@ def _precision(model: nn.Module) -> str:
     return str(kinds[0] if kinds else torch.float32).removeprefix("torch.")
 
 
-def _sent_share(whole: PlacedStage, stage: PlacedStage) -> float:
-    """The part of what a layer hands on that a device of its mesh has."""
-    at = (0,) * len(stage.mesh.axes)
-    every, own = (
-        sum(prod(one.layout.local_shape(value, placements, (0, *where))) for value, placements in one.sent.items())
-        for one, where in ((whole, ()), (stage, at))
-    )
-    return own / every if every else 1.0
-
-
 def _row_tokens(batch: Batch) -> int:
     """Tokens of a row: the length of its first whole-number matrix; 1 where a row is a sample."""
     for x in batch_leaves(batch).values():
@@ -386,6 +376,7 @@ class _KindCosts:
         sizes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
         group: Literal["tensor", "expert"] = "expert" if experts else "tensor"
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
+        received_share, sent_share = (1.0, 1.0) if experts else first.held_shares(self.kind, degree)
         return LayerVariant(
             tensor_degree=1 if experts else degree,
             expert_degree=degree if experts else 1,
@@ -400,7 +391,8 @@ class _KindCosts:
             buffers=frozen,
             largest=max(sizes, default=0),
             sizes=sizes,
-            sent_share=_sent_share(first.place(self.kind, 1), stage),
+            received_share=received_share,
+            sent_share=sent_share,
         )
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:

@@ -265,10 +265,13 @@ class LayerCosts:
         kind = self.profile.kinds[index]
         return variant_of(kind, degree, expert).buffers if kind.variants else 0.0
 
-    def sent_share_of(self, index: int, degree: int, expert: int = 1) -> float:
-        """The part of the output of a kind of layer that a device has where a stage ends with it."""
-        kind = self.profile.kinds[index]
-        return variant_of(kind, degree, expert).sent_share if kind.variants else 1.0
+    def held_shares(self, last: int, tensor: int, first: int, next_tensor: int) -> tuple[float, float]:
+        """The parts of what a kind of layer hands on that a device of its stage has, which ends with it, and of a stage
+        of another tensor degree, which begins with the kind *first*."""
+        kinds = self.profile.kinds
+        sent = variant_of(kinds[last], tensor).sent_share if kinds[last].variants else 1.0
+        received = variant_of(kinds[first], next_tensor).received_share if kinds[first].variants else 1.0
+        return sent, received
 
     def state(self, parameters: float, frozen: float = 0.0, *, shards: int = 1, zero: int = 0) -> StateBytes:
         """Bytes of weights, gradients and optimizer states of a number of parameters, of which *shards* devices divide

@@ -36,8 +36,9 @@ class ReplicaCosts:
         group, rows: whose they are.
         of_kinds: seconds of the kinds of layers (columns): forward, backward, and the optimizer once a step.
         forward, backward, update: their sums up to each part.
-        hop: for each end of a stage the seconds of sending what it hands on to another node, and as much back.
-        near: the same within the node, where there is room for another slice.
+        latency: for each end of a stage the latencies of handing on to another node and back.
+        alone: for each end of a stage the other seconds of a message to another node with what it hands on, alone.
+        near_latency, near_alone: the same within the node, where there is room for another slice.
         fixed: bytes of weights, gradients and optimizer states up to each part.
         step: what the optimizer needs besides while it steps, up to each part.
         kept: bytes of a micro-batch up to each part, with the allocator's waste.
@@ -52,8 +53,10 @@ class ReplicaCosts:
     forward: Array
     backward: Array
     update: Array
-    hop: Array
-    near: Array
+    latency: Array
+    alone: Array
+    near_latency: Array
+    near_alone: Array
     fixed: Array
     step: Array
     kept: Array

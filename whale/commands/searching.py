@@ -540,13 +540,15 @@ class PlanWriter:
         Raises:
             UsageError: it cannot be written as annotations of this model.
         """
-        even = self._tried(self.written(candidate), trial)
+        even = self.with_prediction(self.written(candidate), trial)
         if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
             return even
-        uneven = self._tried(self.written(candidate, by_speed=True), trial)
+        uneven = self.with_prediction(self.written(candidate, by_speed=True), trial)
         return min(even, uneven, key=lambda choice: (bool(choice.reason), choice.prediction.step_seconds))
 
-    def _tried(self, choice: Choice, trial: Trial) -> Choice:
+    def with_prediction(self, choice: Choice, trial: Trial) -> Choice:
+        """Compile a written candidate, and put the prediction into its plan; the reason of the choice says why it does
+        not compile or fit."""
         try:
             prediction, workload = trial.predict(choice.plan, self.profile, self.cluster)
             plan = choice.plan.with_prediction(prediction, workload)
