@@ -17,7 +17,7 @@ import numpy as np
 
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.stage import TensorGroup
-from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts
+from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts, Tied, counted_again
 from whale.planner.search.space import Division, Mesh, MeshSpace
 
 __all__ = ["HELD", "ReplicaTable", "fewest_holding", "total"]
@@ -54,7 +54,8 @@ class ReplicaTable(MeshSpace):
         without its costs of all other parts."""
         first, last = part
         _, _, fixed, step = self._parameters_of(group.tensor, group.expert)
-        state, stepping = float(fixed[last] - fixed[first]), float(step[last] - step[first])
+        state = float(fixed[last] - fixed[first]) - counted_again(self._tied_state(group.tensor), first, last)
+        stepping = float(step[last] - step[first])
         room = self._room_of(group)
         nums = self._nums_in(part)
 
@@ -108,6 +109,7 @@ class ReplicaTable(MeshSpace):
                 near_latency=near_latency,
                 near_alone=near_alone,
                 fixed=self._parameters_of(group.tensor, group.expert)[2],
+                tied=self._tied_state(group.tensor),
                 step=self._parameters_of(group.tensor, group.expert)[3],
                 kept=kept,
                 handed=self._handed(rows / group.expert),
@@ -313,8 +315,8 @@ class ReplicaTable(MeshSpace):
         return inf if link is None else link.bandwidth
 
     def _parameters_of(self, tensor: int, expert: int) -> tuple[Array, Array, Array, Array]:
-        """Sums up to each part of a device's elements of parameters, dense ones and those of experts, of its bytes of
-        states, and of what its optimizer takes besides while it steps."""
+        """Sums up to each part of a device's elements of parameters, dense ones and those of experts, tied ones where
+        they are read first; of its bytes of states, and of what its optimizer takes besides while it steps."""
         key = (tensor, expert)
         if key not in self._parameters:
             prices, kinds = self.prices, range(len(self.prices.profile.kinds))
@@ -323,8 +325,14 @@ class ReplicaTable(MeshSpace):
             states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
             steps = [prices.waste * prices.step_bytes(number) for number in elements]
             found = np.array([dense, experts, states, steps]) @ self._counts
+            for parts, shared in self.tied:  # its gradient is one, ready with the first of its readers
+                found[0] -= shared / tensor * np.searchsorted(parts[1:], np.arange(found.shape[1]), side="left")
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]
+
+    def _tied_state(self, tensor: int) -> Tied:
+        """Bytes of the states of each tied parameter, with its parts."""
+        return tuple((parts, self.prices.state(shared / tensor).total) for parts, shared in self.tied)
 
     @cached_property
     def _layers(self) -> Integers:

@@ -298,7 +298,7 @@ class CostTable(ReplicaTable):
     def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[ReplicaCosts, float, float]]:
         """The kinds of data slices of a mesh, and which rows of a micro-batch those of a kind have: first and last."""
         slices, (groups, _) = self.costs(mesh, rows, micro_batches).slices, self.sample(mesh)
-        shares = [max(1, one.rows) * num for one, (_, num) in zip(slices, groups, strict=True)]
+        shares = [one.rows * num for one, (_, num) in zip(slices, groups, strict=True)]
         ends = np.cumsum([0, *shares]) * (rows / sum(shares))
         return list(zip(slices, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
 

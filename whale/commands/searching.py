@@ -60,9 +60,9 @@ LEAST_SHARE = 0.25
 RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
 
-MOST_UNSURE, UNSURE_SECONDS = 8, 1.0
+MOST_UNSURE, UNSURE_OPERATORS = 8, 8192
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
-the seconds that this takes."""
+the operators of all of them together. Both are counted, so that a busy machine leads to the same plans."""
 
 WORTH_SHARING = 4096
 """Operators of all candidates together, about a second of compiling, that are shared with other processes; a fork, and
@@ -207,8 +207,13 @@ def search_plans(
     writer = PlanWriter(profile, cluster, batch, trial)
     tried = _Tried(writer, trial, base, begin + settings.time_limit, stop, processes)
     wanted = replace(settings, top=settings.top + RESERVE)
-    found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
     simple = partial(simple_plans, profile, batch=batch, settings=settings)
+    if settings.thorough:  # what is sold without it is compiled too
+        with suppress(InfeasibleError):
+            quick = replace(wanted, thorough=False)
+            found = search(profile, cluster, batch=batch, settings=quick, progress=told, stop=over, known=known)
+            tried.best_of(found, partial(simple, cluster, known=known), settings.top)
+    found = search(profile, cluster, batch=batch, settings=wanted, progress=told, stop=over, known=known)
     tried.best_of(found, partial(simple, cluster, known=known), settings.top)
     while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
@@ -277,7 +282,7 @@ class _Tried:
         first, *others = found.candidates[:top]
         with self._shared(others) as shared:
             self.compile(first, self.schedule)
-            for candidate in simple():
+            for candidate in () if self.late() else simple():
                 best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
                 least = max(least_after_compiling(candidate), _least_with_sums(candidate.workload))
                 if least < best and not self.late():
@@ -289,7 +294,7 @@ class _Tried:
                 break
             self.compile(candidate, self.schedule)
         unsure = sorted((*found.candidates[top:], *found.near), key=lambda one: one.prediction.step_seconds)
-        for candidate in unsure[: min(MOST_UNSURE, int(UNSURE_SECONDS / max(self.longest, 1e-3)))]:
+        for candidate in unsure[: min(MOST_UNSURE, UNSURE_OPERATORS // max(1, self.trial.num_operators))]:
             compiled = [one for one in self.choices if one.compiled]
             gained = min((_seconds(one) / one.candidate.prediction.step_seconds for one in compiled), default=0.0)
             best = min(map(_seconds, compiled), default=0.0)
