@@ -23,7 +23,7 @@ from whale.graph.capture import Batch, Captured, batch_leaves
 from whale.graph.chain import Layer
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
-from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved
+from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, ModelProfile, Saved, Skip
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Kept, KernelRun, Trace, trace
@@ -116,6 +116,7 @@ def profile_model(
         row_tokens=_row_tokens(batch),
         row_bytes=_row_bytes(batch),
         tied=_tied(model, first),
+        skips=_skips(costs, first),
         refused=tuple(refused.items()),
     )
 
@@ -277,6 +278,19 @@ def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...
         if len(layers) > 1:
             shared[tuple(layers)] = shared.get(tuple(layers), 0) + model.get_parameter(name).numel()
     return tuple(shared.items())
+
+
+def _skips(costs: Sequence[_KindCosts], layered: LayeredModel) -> tuple[Skip, ...]:
+    """Values that are read beyond the next layer, those with the same readers together."""
+    found: dict[tuple[int, tuple[int, ...]], list[Value]] = {}
+    for position, layer in enumerate(layered.chain.layers):
+        for value, readers in layer.read.items():
+            if readers[-1] > position + 1:
+                found.setdefault((position, readers), []).append(value)
+    return tuple(
+        Skip(layer=layer, readers=readers, size=_sum(costs, layered, values))
+        for (layer, readers), values in found.items()
+    )
 
 
 def _next_kinds(layers: Sequence[int]) -> dict[int, set[int]]:

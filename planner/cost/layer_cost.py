@@ -240,6 +240,22 @@ class LayerCosts:
         kind = self.profile.kinds[self.profile.layers[layer]]
         return kind.output.total(rows, self.precision.element_bytes)
 
+    def handed_on(self, source: range, target: range, rows: float) -> float:
+        """Bytes that a stage of layers *source* sends to a later stage of layers *target* for the given rows: what the
+        last of its layers makes if the other stage is the next one, and what is read beyond the next layer."""
+        size, found = self.precision.element_bytes, 0.0
+        if source.stop == target.start:
+            found = self.output_bytes(source.stop - 1, rows)
+            first = self.profile.layers.index(self.profile.layers[source.stop - 1])  # whose output that is
+            found -= sum(
+                skip.size.total(rows, size) for skip in self.profile.skips if skip.layer <= first < skip.readers[-1]
+            )
+        return max(0.0, found) + sum(
+            skip.size.total(rows, size)
+            for skip in self.profile.skips
+            if skip.layer in source and any(layer in target for layer in skip.readers)
+        )
+
     def parameters(self, layers: Iterable[int], degree: int, expert: int = 1) -> tuple[float, float]:
         """Elements of parameters of *layers* on a device: dense, and of experts. Tied ones count once."""
         positions = set(layers)

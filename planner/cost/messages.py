@@ -1,4 +1,4 @@
-"""Messages between two stages that follow each other: who sends what to whom, and how long it takes.
+"""Messages between two stages: who sends what to whom, and how long it takes.
 
 Replicas have their rows in order, as ranges of the micro-batch. Whale sends each device of the next stage what it has
 of its rows, which is a part where its tensor group divides them, from those that have it
@@ -107,6 +107,8 @@ def exchange(
         prices: of the devices' links.
         here, there: the stages.
         pairs: positions of a replica in each, which have rows in common.
+
+    The stages may have others between them: then what passes over these is sent.
     """
     owners = _Owners.of(here), _Owners.of(there)
     found = list(in_common(owners[0].rows, owners[1].rows))
@@ -121,7 +123,7 @@ def exchange(
     near = [one for one in found if close[0] & nodes[0][one.source] or close[1] & nodes[1][one.target]]
     layers = prices.profile.layers
     shares = prices.held_shares(layers[here.last - 1], here.tensor, layers[there.first], there.tensor)
-    sizes = [prices.output_bytes(here.last - 1, one.rows) for one in near]
+    sizes = [prices.handed_on(here.layers, there.layers, one.rows) for one in near]
     back_again = [InCommon(one.target, one.source, one.rows) for one in near]
     ahead = _slowest(prices, _messages(owners, near, sizes, shares), wanted)
     back = _slowest(prices, _messages(owners[::-1], back_again, sizes, shares[::-1]), {pair[::-1] for pair in wanted})

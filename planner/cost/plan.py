@@ -8,10 +8,11 @@ how a step goes in `whale.planner.cost.step`. It decides nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
@@ -75,7 +76,7 @@ class PlanCost:
         stages: in the order of the pipeline.
         micro_batches, schedule: of a step.
         kinds: of each stage; ``of`` says the kind of each replica, by position in ``kinds``.
-        pairs: of each boundary.
+        pairs: by stages, of which the first sends to the second.
         costs: of each stage and kind, for one micro-batch.
     """
 
@@ -85,7 +86,7 @@ class PlanCost:
     schedule: str
     kinds: tuple[tuple[_Kind, ...], ...]
     of: tuple[tuple[int, ...], ...]
-    pairs: tuple[tuple[_Pair, ...], ...]
+    pairs: Mapping[tuple[int, int], tuple[_Pair, ...]]
     costs: tuple[tuple[StageCost, ...], ...]
 
     @classmethod
@@ -98,15 +99,18 @@ class PlanCost:
             [prices.group(stage.slice(index), stage.data, stage.expert, stage.context) for index in range(stage.data)]
             for stage in stages
         ]
-        pairs = tuple(tuple(_pairs(prices.cluster, *both)) for both in pairwise(stages))
+        pairs = {
+            (source, target): tuple(_pairs(prices.cluster, stages[source], stages[target]))
+            for source, target in _senders(prices, stages)
+        }
         looks: list[list[set[tuple[object, ...]]]] = [[set() for _ in stage.rows] for stage in stages]
-        for boundary, found in enumerate(pairs):
-            here, there = stages[boundary], stages[boundary + 1]
+        for (source, target), found in pairs.items():
+            here, there = stages[source], stages[target]
             for pair in found:
-                ahead = (groups[boundary + 1][pair.target].kind, there.rows[pair.target], pair.same_node)
-                back = (groups[boundary][pair.source].kind, here.rows[pair.source], pair.same_node)
-                looks[boundary][pair.source].add(("to", *ahead))
-                looks[boundary + 1][pair.target].add(("from", *back))
+                ahead = (groups[target][pair.target].kind, there.rows[pair.target], pair.same_node)
+                back = (groups[source][pair.source].kind, here.rows[pair.source], pair.same_node)
+                looks[source][pair.source].add(("to", target, *ahead))
+                looks[target][pair.target].add(("from", source, *back))
         keys = [
             [(group.kind, rows, frozenset(see)) for group, rows, see in zip(own, stage.rows, seen, strict=True)]
             for stage, own, seen in zip(stages, groups, looks, strict=True)
@@ -224,62 +228,56 @@ class PlanCost:
         in common, forward and back."""
         boundaries: list[Boundary] = []
         links: dict[tuple[int, int], LinkTime] = {}
-        for boundary, pairs in enumerate(self.pairs):
+        for (here, there), pairs in self.pairs.items():
             example: dict[tuple[int, int], _Pair] = {}
             for pair in pairs:
-                example.setdefault((self.of[boundary][pair.source], self.of[boundary + 1][pair.target]), pair)
+                example.setdefault((self.of[here][pair.source], self.of[there][pair.target]), pair)
             ways: list[list[Transfer]] = [[], []]
             messages = self._whales if self.prices.runs else self._of_others
-            for (source, target), both in messages(boundary, example).items():
-                ends = self.kinds[boundary][source].rank, self.kinds[boundary + 1][target].rank
+            for (source, target), both in messages(here, there, example).items():
+                ends = self.kinds[here][source].rank, self.kinds[there][target].rank
                 for way, sent, (a, b) in zip(ways, both, (ends, ends[::-1]), strict=True):
                     way.append(Transfer(source=a, target=b, bytes=sent.bytes))
                     spent = max(1e-12, sent.seconds - sent.latency)
-                    links[a, b] = LinkTime(
-                        source=a, target=b, latency=sent.latency, bandwidth=max(1, sent.bytes) / spent
-                    )
+                    link = LinkTime(source=a, target=b, latency=sent.latency, bandwidth=max(1, sent.bytes) / spent)
+                    if (a, b) not in links or link.bandwidth < links[a, b].bandwidth:
+                        links[a, b] = link
             boundaries.append(
-                Boundary(
-                    source_stage=boundary,
-                    target_stage=boundary + 1,
-                    forward=tuple(ways[0]),
-                    backward=tuple(ways[1]),
-                )
+                Boundary(source_stage=here, target_stage=there, forward=tuple(ways[0]), backward=tuple(ways[1]))
             )
         return tuple(boundaries), tuple(links.values())
 
-    def _whales(self, boundary: int, example: Mapping[tuple[int, int], _Pair]) -> dict[tuple[int, int], Exchange]:
+    def _whales(
+        self, here: int, there: int, example: Mapping[tuple[int, int], _Pair]
+    ) -> dict[tuple[int, int], Exchange]:
         """The messages between an example of each two kinds, with all that share their adapters."""
-        found = exchange(
-            self.prices,
-            self.stages[boundary],
-            self.stages[boundary + 1],
-            [(pair.source, pair.target) for pair in example.values()],
-        )
+        pairs = [(pair.source, pair.target) for pair in example.values()]
+        found = exchange(self.prices, self.stages[here], self.stages[there], pairs)
         return {kinds: found[pair.source, pair.target] for kinds, pair in example.items()}
 
-    def _of_others(self, boundary: int, example: Mapping[tuple[int, int], _Pair]) -> dict[tuple[int, int], Exchange]:
+    def _of_others(
+        self, here: int, there: int, example: Mapping[tuple[int, int], _Pair]
+    ) -> dict[tuple[int, int], Exchange]:
         """The same in stacks other than Whale's. A replica that sends to several of a kind, or receives from several,
         uses one link for all: the busier end counts."""
-        here, there = self.stages[boundary], self.stages[boundary + 1]
         sent: dict[tuple[int, int], float] = {}
         received: dict[tuple[int, int], float] = {}
-        for pair in self.pairs[boundary]:
-            source, target = self.of[boundary][pair.source], self.of[boundary + 1][pair.target]
+        for pair in self.pairs[here, there]:
+            source, target = self.of[here][pair.source], self.of[there][pair.target]
             sent[pair.source, target] = sent.get((pair.source, target), 0) + pair.rows
             received[source, pair.target] = received.get((source, pair.target), 0) + pair.rows
         rows = dict.fromkeys(example, 0.0)
         for (index, target), count in sent.items():
-            between = self.of[boundary][index], target
+            between = self.of[here][index], target
             rows[between] = max(rows[between], count)
         for (source, index), count in received.items():
-            between = source, self.of[boundary + 1][index]
+            between = source, self.of[there][index]
             rows[between] = max(rows[between], count)
         found = {}
         for kinds, pair in example.items():
-            whole = self.prices.output_bytes(here.last - 1, rows[kinds])
-            groups = self.kinds[boundary][kinds[0]].group, self.kinds[boundary + 1][kinds[1]].group
-            ends = here.slice(pair.source), there.slice(pair.target)
+            whole = self.prices.output_bytes(self.stages[here].last - 1, rows[kinds])
+            groups = self.kinds[here][kinds[0]].group, self.kinds[there][kinds[1]].group
+            ends = self.stages[here].slice(pair.source), self.stages[there].slice(pair.target)
             ways = ((*ends, groups[1]), (*ends[::-1], groups[0]))
             found[kinds] = Exchange(*(self._of_other(*way, whole) for way in ways))
         return found
@@ -555,6 +553,18 @@ def _with_gathers(
     forward, backward = sharded_seconds(units, regather=regather, slowdown=prices.stack.calibration.sharded_slowdown)
     communication = cost.communication + forward - cost.forward + backward - cost.backward
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
+
+
+def _senders(prices: CostModel, stages: Sequence[ChainStage]) -> list[tuple[int, int]]:
+    """The stages that send to others: each to the next, and those that make what passes over stages."""
+    found = {(index, index + 1): None for index in range(len(stages) - 1)}
+    if prices.runs:
+        bounds = [stage.last for stage in stages]
+        for skip in prices.profile.skips:
+            source = bisect_right(bounds, skip.layer)
+            targets = {bisect_right(bounds, layer) for layer in skip.readers}
+            found |= {(source, target): None for target in sorted(targets - {source})}
+    return list(found)
 
 
 def _pairs(cluster: Cluster, here: ChainStage, there: ChainStage) -> Iterator[_Pair]:

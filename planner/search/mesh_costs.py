@@ -34,7 +34,7 @@ Tied = tuple[tuple[tuple[int, ...], float], ...]
 
 
 def counted_again(tied: Tied, first: int, last: int) -> float:
-    """What sums up to parts count more than once in the parts [first, last), because several of these share it.
+    """Amount that sums up to parts count more than once in the parts [first, last), because several of these share it.
 
     >>> counted_again((((0, 3, 5), 10.0),), 0, 4), counted_again((((0, 3, 5), 10.0),), 1, 4)
     (10.0, 0.0)

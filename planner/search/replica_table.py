@@ -39,6 +39,7 @@ class ReplicaTable(MeshSpace):
     _parts: dict[Any, Array] = field(default_factory=dict, init=False)
     _commonest_held: dict[tuple[Mesh, int, int], list[int]] = field(default_factory=dict, init=False)
     _near_sends: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+    _direct_parts: dict[tuple[int, int, int, int], float] = field(default_factory=dict, init=False)
     _held_shares: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict, init=False)
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
     _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
@@ -274,6 +275,17 @@ class ReplicaTable(MeshSpace):
                 shares[:, 1:-1] = np.array(each).reshape(-1, 2).T
             self._held_shares[key] = shares[0], shares[1]
         return self._held_shares[key]
+
+    def direct_part(self, first: int, part: int, end: int, rows: int) -> float:
+        """The part of what crosses a cut that the stage before it, of parts [first, part), sends to the next one, of
+        parts [part, end); the rest goes from or to other stages."""
+        key = (first, part, end, rows)
+        if key not in self._direct_parts:
+            start, cut, stop = (self.chain.bounds[at] for at in (first, part, end))
+            whole = self.prices.output_bytes(cut - 1, rows)
+            sent = self.prices.handed_on(range(start, cut), range(cut, stop), rows)
+            self._direct_parts[key] = min(1.0, sent / whole) if whole else 1.0
+        return self._direct_parts[key]
 
     def _nears(self, group: TensorGroup, rows: int) -> Array | None:
         """Times (rows) like `_sent` for each kind of layer, to a replica of the same node; None if there is no room for

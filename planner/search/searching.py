@@ -226,7 +226,7 @@ class _Search:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self.bound = least_seconds(self.meshes.prices, self.batch)
         candidates, near = self._tried(micro_batches, max_stages)
-        if self.settings.thorough and not self._over():  # what a quick search finds is among what this one does
+        if self.settings.thorough and not self._over():  # after all that a search does by default
             self.effort = THOROUGH
             self.dropped.clear()
             self.lacking.clear()

@@ -189,6 +189,19 @@ def test_a_tensor_group_that_needs_its_input_whole_receives_it_whole() -> None:
     assert abs(ratio(trial, profile, SLOW_NODES, meshes, 4) - 1) < 0.03
 
 
+def test_stages_send_what_an_encoder_makes_to_every_stage_of_the_decoder() -> None:
+    """Not from each to the next: with it a boundary within the decoder has twice as many bytes."""
+    sizes = {"layers": 3, "hidden": 256, "heads": 4, "seq": 256, "vocab": 1000}
+    loaded = load_model(str(EXAMPLES / "t5.py:t5"), sizes, batch_size=BATCH, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), name="t5")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="t5")
+    first = profile.paths.index("decoder.0")
+    assert [(skip.layer, skip.readers) for skip in profile.skips] == [(0, (1, 2, 3)), (4, (5, 6, 7))]
+    last = Mesh(first + 1, len(profile.layers), (1,), 1, 1)
+    meshes = Mesh(0, first, (0,), 1, 1), Mesh(first, first + 1, (4,), 1, 1), last
+    assert abs(ratio(trial, profile, SLOW_NODES, meshes, 4) - 1) < 0.05
+
+
 def ratio(
     trial: CandidateCompiler,
     profile: ModelProfile,

@@ -31,6 +31,7 @@ __all__ = [
     "MeasuredTimes",
     "ModelProfile",
     "Saved",
+    "Skip",
 ]
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -291,6 +292,21 @@ class LinkCurve(Record):
         return self
 
 
+class Skip(Record):
+    """A value that other layers read than the one after the layer that makes it, such as what an encoder hands to all
+    layers of a decoder. A stage sends it to each later stage that has a reader; ``output`` of every kind has it too.
+
+    Attributes:
+        layer: that makes it, by position.
+        readers: layers that read it, ascending.
+        size: of it.
+    """
+
+    layer: Count
+    readers: Annotated[tuple[Count, ...], Field(min_length=1)]
+    size: Amount
+
+
 class ModelProfile(FileRecord):
     """A model as a chain of costed layers; and, where they were measured, the machines. Without layers, only these.
 
@@ -312,6 +328,7 @@ class ModelProfile(FileRecord):
         links: measured curves.
         rates: measured rates of devices.
         tied: groups of layers (positions) that share a parameter, with its elements.
+        skips: values that pass over layers.
         refused: tensor degrees over which the model cannot be split, with the reason; no kind has a variant for them.
     """
 
@@ -329,6 +346,7 @@ class ModelProfile(FileRecord):
     links: tuple[LinkCurve, ...] = ()
     rates: tuple[MeasuredRate, ...] = ()
     tied: tuple[tuple[tuple[Count, ...], NonNegative], ...] = ()
+    skips: tuple[Skip, ...] = ()
     refused: tuple[tuple[Count, str], ...] = ()
 
     def chain(self) -> Iterator[LayerKind]:
@@ -341,6 +359,12 @@ class ModelProfile(FileRecord):
         for name, positions, count, what in (
             ("layers", self.layers, len(self.kinds), "kinds"),
             ("tied", [layer for group, _ in self.tied for layer in group], len(self.layers), "layers"),
+            (
+                "skips",
+                [layer for skip in self.skips for layer in (skip.layer, *skip.readers)],
+                len(self.layers),
+                "layers",
+            ),
         ):
             if max(positions, default=-1) >= count:
                 raise ValueError(f"{name} refers to position {max(positions)}, but there are only {count} {what}")
