@@ -233,7 +233,7 @@ class PlanCost:
             for pair in pairs:
                 example.setdefault((self.of[here][pair.source], self.of[there][pair.target]), pair)
             ways: list[list[Transfer]] = [[], []]
-            messages = self._whales if self.prices.runs else self._of_others
+            messages = self._whales if self.prices.exchanges else self._of_others
             for (source, target), both in messages(here, there, example).items():
                 ends = self.kinds[here][source].rank, self.kinds[there][target].rank
                 for way, sent, (a, b) in zip(ways, both, (ends, ends[::-1]), strict=True):
@@ -558,7 +558,7 @@ def _with_gathers(
 def _senders(prices: CostModel, stages: Sequence[ChainStage]) -> list[tuple[int, int]]:
     """The stages that send to others: each to the next, and those that make what passes over stages."""
     found = {(index, index + 1): None for index in range(len(stages) - 1)}
-    if prices.runs:
+    if prices.exchanges:
         bounds = [stage.last for stage in stages]
         for skip in prices.profile.skips:
             source = bisect_right(bounds, skip.layer)

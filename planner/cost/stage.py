@@ -529,6 +529,12 @@ class CostModel(LayerCosts):
 
     # Messages
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether devices of two stages exchange parts of what is handed on (`whale.planner.cost.messages`); else their
+        messages are those of `hop`."""
+        return self.runs
+
     def collective(
         self, kind: str, ranks: Sequence[int], num_bytes: float, sharing: int = 1, shape: Shape | None = None
     ) -> float:

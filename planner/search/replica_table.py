@@ -254,7 +254,7 @@ class ReplicaTable(MeshSpace):
             return 0.0, 0.0
         prices = self.prices
         whole = prices.profile.kinds[kind].output.total(rows, prices.precision.element_bytes)
-        if prices.runs:
+        if prices.exchanges:
             size = round(whole / group.positions)
             hop = prices.link(group.ranks[0], target[0], size)
         else:
@@ -269,7 +269,7 @@ class ReplicaTable(MeshSpace):
         if key not in self._held_shares:
             starts, last_layers = self._ends
             shares = np.ones((2, len(self.chain) + 1))
-            if self.prices.runs:
+            if self.prices.exchanges:
                 layers = zip(last_layers.tolist(), self._layers[starts[1:]].tolist(), strict=True)
                 each = [self.prices.held_shares(last, tensor, first, next_tensor) for last, first in layers]
                 shares[:, 1:-1] = np.array(each).reshape(-1, 2).T

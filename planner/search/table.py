@@ -227,7 +227,7 @@ class CostTable(ReplicaTable):
         source, target = ends
         shares = self.held_shares(source.group.tensor, target.group.tensor)
         parts = [min(1.0, common / max(1, own.rows)) for own in ends]
-        ratio = target.group.tensor / source.group.tensor if self.prices.runs else 1.0
+        ratio = target.group.tensor / source.group.tensor if self.prices.exchanges else 1.0
         if near:  # each device sends and receives on its own
             sent = [part * own.near_alone for part, own in zip(parts, ends, strict=True)]
             latency, loads = np.maximum(source.near_latency, target.near_latency), (1.0, 1.0)
@@ -259,7 +259,7 @@ class CostTable(ReplicaTable):
 
     def _load(self, group: TensorGroup, mesh: Mesh) -> float:
         """Messages that move through an adapter of a node at a time, if each device of a mesh there has one."""
-        if not self.prices.runs:  # in their own price
+        if not self.prices.exchanges:  # in their own price
             return 1.0
         key = (group.kind, mesh)
         if key not in self._loads:
