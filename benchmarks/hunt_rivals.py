@@ -19,7 +19,7 @@ from whale.planner.search import Candidate, SearchSettings, StageChoice
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 
-__all__ = ["Makers", "Rival", "rivals"]
+__all__ = ["Makers", "Rival", "random_meshes", "rivals", "simple_meshes"]
 
 MOST_RANDOM, MOST_LOCAL = 60, 80
 """Random plans and local changes that are scored."""
@@ -152,19 +152,19 @@ class Makers:
 
 
 def rivals(makers: Makers, searched: Searched | None, numbers: random.Random) -> Iterator[Rival]:
-    for kind, meshes in _simple(makers):
+    for kind, meshes in simple_meshes(makers):
         for count in makers.few_counts(len(meshes)):
             if candidate := makers.made(meshes, count):
                 yield Rival(kind, candidate)
     for _ in range(MOST_RANDOM):
-        meshes, count = _random(makers, numbers)
+        meshes, count = random_meshes(makers, numbers)
         if candidate := makers.made(meshes, count):
             yield Rival("random", candidate)
     if searched is not None:
         yield from islice(_local(makers, searched.best.candidate, numbers), MOST_LOCAL)
 
 
-def _simple(makers: Makers) -> Iterator[tuple[str, list[Mesh]]]:
+def simple_meshes(makers: Makers) -> Iterator[tuple[str, list[Mesh]]]:
     """The plans that people write down without a search."""
     cluster = makers.cluster
     every = tuple(range(len(cluster.devices)))
@@ -206,7 +206,7 @@ def _simple(makers: Makers) -> Iterator[tuple[str, list[Mesh]]]:
             )
 
 
-def _random(makers: Makers, numbers: random.Random) -> tuple[list[Mesh], int]:
+def random_meshes(makers: Makers, numbers: random.Random) -> tuple[list[Mesh], int]:
     """Any plan: how many stages, which devices in each and in which mesh, how many micro-batches."""
     num = len(makers.cluster.devices)
     order = list(range(num))

@@ -37,6 +37,10 @@ class SailorPrices(CostModel):
     def by(cls, rules: Strict) -> SailorPrices:
         return cls(profile=rules.profile, cluster=rules.cluster, precision=precision_named("tf32"), rules=rules)
 
+    @property
+    def exchanges(self) -> bool:
+        return False
+
     @cached_property
     def overhead_bytes(self) -> dict[str, float]:
         return {device.type.name: PROCESS_BYTES[True] for device in self.cluster.devices}
@@ -57,7 +61,6 @@ class SailorPrices(CostModel):
         into: TensorGroup,
         num_bytes: int,
         whole: float,
-        senders: int | None = None,
     ) -> Hop:
         ends = [Slice(ranks=tuple(ranks), rows=1) for ranks in (source, target)]
         seconds = self.rules.message(ends[0], ends[1], max(1.0, whole))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -76,31 +77,55 @@ class LayeredModel:
             self._placed[key] = _translated(self.like.place(*key), self.like, self)
         elif key not in self._placed:
             graph = self.chain.partition.stages[kind]
-            outputs: tuple[Any, ...] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
-            mutated = zip(self.captured.mutated, map(resolve, outputs[1:]), strict=True)
-            loss = resolve(outputs[0])
             rows = {v: self._in_rows(v) for v in (*graph.received, *graph.sent)}
             whole = (REPLICATE,) * (2 if degree > 1 else 1)
             received = {v: p if experts else whole for v in graph.received if (p := rows[v])}
             if experts == NOTHING_SPLIT:  # the layer that made it sums its gradient, once for all of its readers
                 received |= {v: (REPLICATE, REPLICATE_PARTIAL) for v in graph.received if not rows[v]}
-            problem = StageProblem(
-                task_graph=graph,
-                mesh=_mesh(kind, degree),
-                roles={node: _roles(node, degree, experts) for node in graph.nodes},
-                rows=self.rows,
-                time=self.time,
-                loss=loss if self.chain.partition.stage_of[loss[0]] == kind else None,
-                mutated={name: v for name, v in mutated if self.chain.partition.stage_of.get(v[0]) == kind},
+            problem = replace(
+                self._problem(kind, degree, experts),
                 fixed=received | ({} if experts else self._shared(kind, degree)),
                 sent="whole",
                 leaving={v: p for v in graph.sent if experts and (p := rows[v])},
             )
-            prices = Prices() if experts else MEGATRON
-            self._placed[key] = place_stage(
-                self.captured, self.analysis, self.chain.partition, problem, prices=prices, report=Report()
-            )
+            self._placed[key] = self._solved(problem, Prices() if experts else MEGATRON)
         return self._placed[key]
+
+    def held_shares(self, kind: int, degree: int) -> tuple[float, float]:
+        """The parts of what a kind of layer receives from the layers before, and of what it hands on, that each of
+        *degree* devices has where it is the first, or the last, of a stage."""
+        if degree == 1:
+            return 1.0, 1.0
+        stage = self._solved(replace(self._problem(kind, degree), fixed=self._shared(kind, degree)), Prices())
+        at = (0,) * (1 + len(stage.mesh.axes))
+        shares = []
+        for placed in ({value: stage.stored[value] for value in stage.received}, stage.sent):
+            every = sum(prod(value_shape(value)) for value in placed)
+            own = sum(
+                prod(stage.layout.local_shape(value, (REPLICATE, *placements[1:]), at))
+                for value, placements in placed.items()
+            )
+            shares.append(own / every if every else 1.0)
+        return shares[0], shares[1]
+
+    def _problem(self, kind: int, degree: int, experts: tuple[str, ...] = ()) -> StageProblem:
+        """A kind of layer as a stage whose values may come and leave in any form."""
+        graph = self.chain.partition.stages[kind]
+        outputs: tuple[Any, ...] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
+        mutated = zip(self.captured.mutated, map(resolve, outputs[1:]), strict=True)
+        loss = resolve(outputs[0])
+        return StageProblem(
+            task_graph=graph,
+            mesh=_mesh(kind, degree),
+            roles={node: _roles(node, degree, experts) for node in graph.nodes},
+            rows=self.rows,
+            time=self.time,
+            loss=loss if self.chain.partition.stage_of[loss[0]] == kind else None,
+            mutated={name: v for name, v in mutated if self.chain.partition.stage_of.get(v[0]) == kind},
+        )
+
+    def _solved(self, problem: StageProblem, prices: Prices) -> PlacedStage:
+        return place_stage(self.captured, self.analysis, self.chain.partition, problem, prices=prices, report=Report())
 
     @cached_property
     def factors_of_like(self) -> dict[int, int]:

@@ -35,6 +35,7 @@ from whale.ir.profile import (
     ModelProfile,
     RuleCosts,
     Saved,
+    Skip,
 )
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.runtime.random import RNGPosition
@@ -136,6 +137,7 @@ def profile_model(
         row_tokens=_row_tokens(batch),
         row_bytes=_row_bytes(batch),
         tied=_tied(model, first),
+        skips=_skips(costs, first),
         refused=tuple(refused.items()),
         rules=RECOMPUTES if rules else ("none",),
         autocast=precision or "",  # type: ignore[arg-type]
@@ -275,16 +277,6 @@ def _precision(model: nn.Module) -> str:
     return str(kinds[0] if kinds else torch.float32).removeprefix("torch.")
 
 
-def _sent_share(whole: PlacedStage, stage: PlacedStage) -> float:
-    """The part of what a layer hands on that a device of its mesh has."""
-    at = (0,) * len(stage.mesh.axes)
-    every, own = (
-        sum(prod(one.layout.local_shape(value, placements, (0, *where))) for value, placements in one.sent.items())
-        for one, where in ((whole, ()), (stage, at))
-    )
-    return own / every if every else 1.0
-
-
 def _row_tokens(batch: Batch) -> int:
     """Tokens of a row: the length of its first whole-number matrix; 1 where a row is a sample."""
     for x in batch_leaves(batch).values():
@@ -310,6 +302,19 @@ def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...
         if len(layers) > 1:
             shared[tuple(layers)] = shared.get(tuple(layers), 0) + model.get_parameter(name).numel()
     return tuple(shared.items())
+
+
+def _skips(costs: Sequence[_KindCosts], layered: LayeredModel) -> tuple[Skip, ...]:
+    """Values that are read beyond the next layer, those with the same readers together."""
+    found: dict[tuple[int, tuple[int, ...]], list[Value]] = {}
+    for position, layer in enumerate(layered.chain.layers):
+        for value, readers in layer.read.items():
+            if readers[-1] > position + 1:
+                found.setdefault((position, readers), []).append(value)
+    return tuple(
+        Skip(layer=layer, readers=readers, size=_sum(costs, layered, values))
+        for (layer, readers), values in found.items()
+    )
 
 
 def _next_kinds(layers: Sequence[int]) -> dict[int, set[int]]:
@@ -433,6 +438,7 @@ class _KindCosts:
         sizes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
         group: Literal["tensor", "expert"] = "expert" if experts else "tensor"
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
+        received_share, sent_share = (1.0, 1.0) if experts else first.held_shares(self.kind, degree)
         return LayerVariant(
             tensor_degree=1 if experts else degree,
             expert_degree=degree if experts else 1,
@@ -448,7 +454,8 @@ class _KindCosts:
             largest=max(sizes, default=0),
             sizes=sizes,
             rules=self._under_rules(again, sent=sent),
-            sent_share=_sent_share(first.place(self.kind, 1), stage),
+            received_share=received_share,
+            sent_share=sent_share,
         )
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:

@@ -268,6 +268,22 @@ class LayerCosts:
         kind = self.profile.kinds[self.profile.layers[layer]]
         return kind.output.total(rows, self.precision.element_bytes)
 
+    def handed_on(self, source: range, target: range, rows: float) -> float:
+        """Bytes that a stage of layers *source* sends to a later stage of layers *target* for the given rows: what the
+        last of its layers makes if the other stage is the next one, and what is read beyond the next layer."""
+        size, found = self.precision.element_bytes, 0.0
+        if source.stop == target.start:
+            found = self.output_bytes(source.stop - 1, rows)
+            first = self.profile.layers.index(self.profile.layers[source.stop - 1])  # whose output that is
+            found -= sum(
+                skip.size.total(rows, size) for skip in self.profile.skips if skip.layer <= first < skip.readers[-1]
+            )
+        return max(0.0, found) + sum(
+            skip.size.total(rows, size)
+            for skip in self.profile.skips
+            if skip.layer in source and any(layer in target for layer in skip.readers)
+        )
+
     def parameters(self, layers: Iterable[int], degree: int, expert: int = 1) -> tuple[float, float]:
         """Elements of parameters of *layers* on a device: dense, and of experts. Tied ones count once."""
         positions = set(layers)
@@ -293,10 +309,13 @@ class LayerCosts:
         kind = self.profile.kinds[index]
         return variant_of(kind, degree, expert).buffers if kind.variants else 0.0
 
-    def sent_share_of(self, index: int, degree: int, expert: int = 1) -> float:
-        """The part of the output of a kind of layer that a device has where a stage ends with it."""
-        kind = self.profile.kinds[index]
-        return variant_of(kind, degree, expert).sent_share if kind.variants else 1.0
+    def held_shares(self, last: int, tensor: int, first: int, next_tensor: int) -> tuple[float, float]:
+        """The parts of what a kind of layer hands on that a device of its stage has, which ends with it, and of a stage
+        of another tensor degree, which begins with the kind *first*."""
+        kinds = self.profile.kinds
+        sent = variant_of(kinds[last], tensor).sent_share if kinds[last].variants else 1.0
+        received = variant_of(kinds[first], next_tensor).received_share if kinds[first].variants else 1.0
+        return sent, received
 
     def state(self, parameters: float, frozen: float = 0.0, *, shards: int = 1, zero: int = 0) -> StateBytes:
         """Bytes of weights, gradients and optimizer states of a number of parameters, of which *shards* devices divide

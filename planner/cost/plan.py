@@ -8,17 +8,18 @@ how a step goes in `whale.planner.cost.step`. It decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
-from math import ceil
+from itertools import groupby
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
+from whale.planner.cost.messages import Exchange, Sent, exchange, in_common
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
 from whale.planner.cost.replicas import between_replicas, with_meetings
 from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
@@ -31,9 +32,6 @@ __all__ = ["PlanCost"]
 
 SCATTERED_BEFORE = 0.3
 """Part of the last backward before which the scattering of gradients (ZeRO 1) does not begin (assumed)."""
-
-ROW = 1e-9
-"""Less than that is no row; balanced replicas have fractions of rows, on average over micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ class PlanCost:
         stages: in the order of the pipeline.
         micro_batches, schedule: of a step.
         kinds: of each stage; ``of`` says the kind of each replica, by position in ``kinds``.
-        pairs: of each boundary.
+        pairs: by stages, of which the first sends to the second.
         costs: of each stage and kind, for one micro-batch.
     """
 
@@ -88,7 +86,7 @@ class PlanCost:
     schedule: str
     kinds: tuple[tuple[_Kind, ...], ...]
     of: tuple[tuple[int, ...], ...]
-    pairs: tuple[tuple[_Pair, ...], ...]
+    pairs: Mapping[tuple[int, int], tuple[_Pair, ...]]
     costs: tuple[tuple[StageCost, ...], ...]
 
     @classmethod
@@ -101,15 +99,18 @@ class PlanCost:
             [prices.group(stage.slice(index), stage.data, stage.expert, stage.context) for index in range(stage.data)]
             for stage in stages
         ]
-        pairs = tuple(tuple(_pairs(prices.cluster, *both)) for both in pairwise(stages))
+        pairs = {
+            (source, target): tuple(_pairs(prices.cluster, stages[source], stages[target]))
+            for source, target in _senders(prices, stages)
+        }
         looks: list[list[set[tuple[object, ...]]]] = [[set() for _ in stage.rows] for stage in stages]
-        for boundary, found in enumerate(pairs):
-            here, there = stages[boundary], stages[boundary + 1]
+        for (source, target), found in pairs.items():
+            here, there = stages[source], stages[target]
             for pair in found:
-                ahead = (groups[boundary + 1][pair.target].kind, there.rows[pair.target], pair.same_node)
-                back = (groups[boundary][pair.source].kind, here.rows[pair.source], pair.same_node)
-                looks[boundary][pair.source].add(("to", *ahead))
-                looks[boundary + 1][pair.target].add(("from", *back))
+                ahead = (groups[target][pair.target].kind, there.rows[pair.target], pair.same_node)
+                back = (groups[source][pair.source].kind, here.rows[pair.source], pair.same_node)
+                looks[source][pair.source].add(("to", target, *ahead))
+                looks[target][pair.target].add(("from", source, *back))
         keys = [
             [(group.kind, rows, frozenset(see)) for group, rows, see in zip(own, stage.rows, seen, strict=True)]
             for stage, own, seen in zip(stages, groups, looks, strict=True)
@@ -224,65 +225,68 @@ class PlanCost:
         return -min(reduction.stages), len(reduction.stages) > 1
 
     def _boundaries(self) -> tuple[tuple[Boundary, ...], tuple[LinkTime, ...]]:
-        """Transfers between kinds of replicas. A replica that sends to several of a kind, or receives from
-        several, uses one link for all: the busier end counts."""
+        """The messages between kinds of replicas: the slowest of those between the replicas of two kinds that have rows
+        in common, forward and back."""
         boundaries: list[Boundary] = []
         links: dict[tuple[int, int], LinkTime] = {}
-        for boundary, pairs in enumerate(self.pairs):
-            sent: dict[tuple[int, int], float] = {}
-            received: dict[tuple[int, int], float] = {}
+        for (here, there), pairs in self.pairs.items():
             example: dict[tuple[int, int], _Pair] = {}
             for pair in pairs:
-                source, target = self.of[boundary][pair.source], self.of[boundary + 1][pair.target]
-                sent[pair.source, target] = sent.get((pair.source, target), 0) + pair.rows
-                received[source, pair.target] = received.get((source, pair.target), 0) + pair.rows
-                example.setdefault((source, target), pair)
-            rows = dict.fromkeys(example, 0.0)
-            for (index, target), count in sent.items():
-                between = self.of[boundary][index], target
-                rows[between] = max(rows[between], count)
-            for (source, index), count in received.items():
-                between = source, self.of[boundary + 1][index]
-                rows[between] = max(rows[between], count)
-            forward, backward = [], []
-            for (source, target), pair in example.items():
-                one, other = self._links(boundary, pair, rows[source, target])
-                links |= {(link.source, link.target): link for _, link in (one, other)}
-                forward.append(one[0])
-                backward.append(other[0])
+                example.setdefault((self.of[here][pair.source], self.of[there][pair.target]), pair)
+            ways: list[list[Transfer]] = [[], []]
+            messages = self._whales if self.prices.exchanges else self._of_others
+            for (source, target), both in messages(here, there, example).items():
+                ends = self.kinds[here][source].rank, self.kinds[there][target].rank
+                for way, sent, (a, b) in zip(ways, both, (ends, ends[::-1]), strict=True):
+                    way.append(Transfer(source=a, target=b, bytes=sent.bytes))
+                    spent = max(1e-12, sent.seconds - sent.latency)
+                    link = LinkTime(source=a, target=b, latency=sent.latency, bandwidth=max(1, sent.bytes) / spent)
+                    if (a, b) not in links or link.bandwidth < links[a, b].bandwidth:
+                        links[a, b] = link
             boundaries.append(
-                Boundary(
-                    source_stage=boundary,
-                    target_stage=boundary + 1,
-                    forward=tuple(forward),
-                    backward=tuple(backward),
-                )
+                Boundary(source_stage=here, target_stage=there, forward=tuple(ways[0]), backward=tuple(ways[1]))
             )
         return tuple(boundaries), tuple(links.values())
 
-    def _links(
-        self, boundary: int, pair: _Pair, rows: float
-    ) -> tuple[tuple[Transfer, LinkTime], tuple[Transfer, LinkTime]]:
-        """The message of *rows* rows forward and that of gradients back, between the ranks that stand for replicas."""
-        here, there = self.stages[boundary], self.stages[boundary + 1]
-        ends = [
-            (boundary, here.slice(pair.source), self.kinds[boundary][self.of[boundary][pair.source]]),
-            (boundary + 1, there.slice(pair.target), self.kinds[boundary + 1][self.of[boundary + 1][pair.target]]),
-        ]
-        whole = self.prices.output_bytes(here.last - 1, rows)
-        needed = self.prices.sent_share_of(self.prices.profile.layers[here.last - 1], here.tensor, here.expert)
-        found = []
-        for ((index, source, kind), (_, target, other)), share in ((ends, 1.0), (ends[::-1], needed)):
-            size = self.prices.handed(whole, len(source), len(target), positions=other.group.positions, share=share)
-            node = self.prices.cluster.node_of(source[0])
-            # A group that hands to a smaller one sends from as many devices as that has.
-            sending = min(1.0, len(target) / len(source))
-            senders = ceil(sending * len(self._ranks[index].intersection(node.ranks)))
-            hop = self.prices.hop(source, target, other.group, size, whole, senders)
-            transfer = Transfer(source=kind.rank, target=other.rank, bytes=size)
-            link = LinkTime(source=kind.rank, target=other.rank, latency=hop.latency, bandwidth=hop.bandwidth)
-            found.append((transfer, link))
-        return found[0], found[1]
+    def _whales(
+        self, here: int, there: int, example: Mapping[tuple[int, int], _Pair]
+    ) -> dict[tuple[int, int], Exchange]:
+        """The messages between an example of each two kinds, with all that share their adapters."""
+        pairs = [(pair.source, pair.target) for pair in example.values()]
+        found = exchange(self.prices, self.stages[here], self.stages[there], pairs)
+        return {kinds: found[pair.source, pair.target] for kinds, pair in example.items()}
+
+    def _of_others(
+        self, here: int, there: int, example: Mapping[tuple[int, int], _Pair]
+    ) -> dict[tuple[int, int], Exchange]:
+        """The same in stacks other than Whale's. A replica that sends to several of a kind, or receives from several,
+        uses one link for all: the busier end counts."""
+        sent: dict[tuple[int, int], float] = {}
+        received: dict[tuple[int, int], float] = {}
+        for pair in self.pairs[here, there]:
+            source, target = self.of[here][pair.source], self.of[there][pair.target]
+            sent[pair.source, target] = sent.get((pair.source, target), 0) + pair.rows
+            received[source, pair.target] = received.get((source, pair.target), 0) + pair.rows
+        rows = dict.fromkeys(example, 0.0)
+        for (index, target), count in sent.items():
+            between = self.of[here][index], target
+            rows[between] = max(rows[between], count)
+        for (source, index), count in received.items():
+            between = source, self.of[there][index]
+            rows[between] = max(rows[between], count)
+        found = {}
+        for kinds, pair in example.items():
+            whole = self.prices.output_bytes(self.stages[here].last - 1, rows[kinds])
+            groups = self.kinds[here][kinds[0]].group, self.kinds[there][kinds[1]].group
+            ends = self.stages[here].slice(pair.source), self.stages[there].slice(pair.target)
+            ways = ((*ends, groups[1]), (*ends[::-1], groups[0]))
+            found[kinds] = Exchange(*(self._of_other(*way, whole) for way in ways))
+        return found
+
+    def _of_other(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, whole: float) -> Sent:
+        size = self.prices.handed(whole, len(source), len(target), positions=into.positions)
+        hop = self.prices.hop(source, target, into, size, whole)
+        return Sent(source[0], target[0], size, hop.latency, hop.latency + size / hop.bandwidth)
 
     def _reductions(self, last_share: float) -> Iterator[Reduction]:
         """The sums of gradients: of each set of ranks its own over the replicas, and those of tied parameters over the
@@ -496,11 +500,6 @@ class PlanCost:
         """For each stage the set of ranks that runs it, as a number."""
         return tuple(frozenset(own[:1]) for own in _on_same_ranks(self.stages))
 
-    @cached_property
-    def _ranks(self) -> tuple[frozenset[int], ...]:
-        """The ranks of each stage, as a set."""
-        return tuple(frozenset(stage.ranks) for stage in self.stages)
-
     def _messages(self, index: int, kind: _Kind) -> float:
         """Bytes of the messages of a stage that a rank holds at a time."""
         stage, prices = self.stages[index], self.prices
@@ -558,21 +557,20 @@ def _with_gathers(
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 
 
+def _senders(prices: CostModel, stages: Sequence[ChainStage]) -> list[tuple[int, int]]:
+    """The stages that send to others: each to the next, and those that make what passes over stages."""
+    found = {(index, index + 1): None for index in range(len(stages) - 1)}
+    if prices.exchanges:
+        bounds = [stage.last for stage in stages]
+        for skip in prices.profile.skips:
+            source = bisect_right(bounds, skip.layer)
+            targets = {bisect_right(bounds, layer) for layer in skip.readers}
+            found |= {(source, target): None for target in sorted(targets - {source})}
+    return list(found)
+
+
 def _pairs(cluster: Cluster, here: ChainStage, there: ChainStage) -> Iterator[_Pair]:
-    """Pairs of replicas with p2p transfers: replicas have their rows in order, as ranges of the micro-batch."""
-    source = target = 0
-    left, wanted = here.rows[0], there.rows[0]
-    while True:
-        rows = min(left, wanted)
-        if rows > ROW:
-            a, b = here.ranks[source * here.size], there.ranks[target * there.size]
-            yield _Pair(source, target, rows, cluster.devices[a].node == cluster.devices[b].node)
-        left, wanted = left - rows, wanted - rows
-        if left < ROW:
-            source += 1
-            if source == here.data:
-                return
-            left = here.rows[source]
-        if wanted < ROW and target + 1 < there.data:
-            target += 1
-            wanted = there.rows[target]
+    """Pairs of replicas with p2p transfers."""
+    for source, target, rows in in_common(here.rows, there.rows):
+        a, b = here.ranks[source * here.size], there.ranks[target * there.size]
+        yield _Pair(source, target, rows, cluster.devices[a].node == cluster.devices[b].node)

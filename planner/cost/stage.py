@@ -536,6 +536,12 @@ class CostModel(LayerCosts):
 
     # Messages
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether devices of two stages exchange parts of what is handed on (`whale.planner.cost.messages`); else their
+        messages are those of `hop`."""
+        return self.runs
+
     def collective(
         self, kind: str, ranks: Sequence[int], num_bytes: float, sharing: int = 1, shape: Shape | None = None
     ) -> float:
@@ -546,37 +552,30 @@ class CostModel(LayerCosts):
             self.memo.collectives[key] = cost.seconds
         return self.memo.collectives[key]
 
-    def handed(self, whole: float, source: int, target: int, positions: int = 1, share: float = 1.0) -> int:
-        """Bytes that a device sends when its group of *source* devices hands *whole* to one of *target*, or, if that is
-        more, that one of these receives; *positions* of these divide the rows, and each needs a *share* of them.
+    def link(self, source: int, target: int, num_bytes: int) -> Hop:
+        """Cost of a message of *num_bytes* from one rank to another, alone on its links."""
+        same = self._places[source][0] == self._places[target][0]
+        key = (self.shape((source,)), self.shape((target,)), same, num_bytes)
+        if key not in self.memo.hops:
+            cost = send(self.topology, source, target, max(1, num_bytes))
+            self.memo.hops[key] = Hop(cost.latency, max(1, num_bytes) / cost.transfer)
+        return self.memo.hops[key]
 
-        As Whale runs it each device of the target gets all of its rows, from the devices of the source in turn. Other
-        stacks send the whole from one device of each position, or parts, which the target gathers.
-        """
-        if self.runs and positions == 1:
-            return round(whole * share * max(1.0, target / source))
-        return round(whole / (min(source, target) if self.runs or self.stack.scatters else positions))
+    def handed(self, whole: float, source: int, target: int, positions: int = 1) -> int:
+        """Bytes that a device of another stack than Whale's sends when its group of *source* devices hands *whole* to
+        one of *target*, in which *positions* divide the rows: the whole, from one device of each position, or parts,
+        which the target gathers."""
+        return round(whole / (min(source, target) if self.stack.scatters else positions))
 
-    def hop(
-        self,
-        source: Sequence[int],
-        target: Sequence[int],
-        into: TensorGroup,
-        num_bytes: int,
-        whole: float,
-        senders: int | None = None,
-    ) -> Hop:
+    def hop(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, num_bytes: int, whole: float) -> Hop:
         """Seconds of *num_bytes* (`handed`) from a device of the group *source* to one of *target*, all pairs sending
-        at once; in stacks other than Whale's, ``into`` (the target's) then gathers *whole*. *senders* devices of the
-        node belong to the stage that sends; None: all of them."""
+        at once, in stacks other than Whale's; ``into`` (the target's) then gathers *whole*."""
         a, b = source[0], target[0]
         node = self.cluster.node_of(a)
         same = self.cluster.node_of(b) is node
         sharing = 1
         if not same and node.inter is not None:
-            senders = len(node.ranks) if senders is None else senders
-            if not self.runs:
-                senders = min(len(source), len(target)) if self.stack.scatters else into.positions
+            senders = min(len(source), len(target)) if self.stack.scatters else into.positions
             sharing = max(1, senders // node.inter.num_adapters)
         key = (self.shape((a,)), self.shape((b,)), same, into.kind, num_bytes, whole, sharing)
         if key not in self.memo.hops:

@@ -41,7 +41,7 @@ class Effort(NamedTuple):
 
 
 QUICK = Effort(
-    micro_batches=5,
+    micro_batches=7,
     families=12,
     near=1.1,
     stages_cut=400,

@@ -6,6 +6,7 @@ figures are made by `whale.planner.search.table`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -19,13 +20,26 @@ from whale.planner.cost.overlap import Beside, overlap
 from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.space import Mesh
 
-__all__ = ["Array", "Integers", "MeshCosts", "ReplicaCosts", "added_by_sums"]
+__all__ = ["Array", "Integers", "MeshCosts", "ReplicaCosts", "Tied", "added_by_sums", "counted_again"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 BARRED_SECONDS = 1e6
 """Cost of a part on a mesh of other degrees than its fixed ones: larger than any plan."""
+
+
+Tied = tuple[tuple[tuple[int, ...], float], ...]
+"""Parts that share something, in order, and how much."""
+
+
+def counted_again(tied: Tied, first: int, last: int) -> float:
+    """Amount that sums up to parts count more than once in the parts [first, last), because several of these share it.
+
+    >>> counted_again((((0, 3, 5), 10.0),), 0, 4), counted_again((((0, 3, 5), 10.0),), 1, 4)
+    (10.0, 0.0)
+    """
+    return sum(max(0, bisect_left(parts, last) - bisect_left(parts, first) - 1) * much for parts, much in tied)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,9 +50,11 @@ class ReplicaCosts:
         group, rows: whose they are.
         of_kinds: seconds of the kinds of layers (columns): forward, backward, and the optimizer once a step.
         forward, backward, update: their sums up to each part.
-        hop: for each end of a stage the seconds of sending what it hands on to another node, and as much back.
-        near: the same within the node, where there is room for another slice.
+        latency: for each end of a stage the latencies of handing on to another node and back.
+        alone: for each end of a stage the other seconds of a message to another node with what it hands on, alone.
+        near_latency, near_alone: the same within the node, where there is room for another slice.
         fixed: bytes of weights, gradients and optimizer states up to each part.
+        tied: for each parameter that several parts read, these and its bytes, which ``fixed`` has for each of them.
         step: what the optimizer needs besides while it steps, up to each part.
         kept: bytes of a micro-batch up to each part, with the allocator's waste.
         handed: for each end of a stage what it hands on of a micro-batch, likewise; zeros where it does not hold that.
@@ -52,9 +68,12 @@ class ReplicaCosts:
     forward: Array
     backward: Array
     update: Array
-    hop: Array
-    near: Array
+    latency: Array
+    alone: Array
+    near_latency: Array
+    near_alone: Array
     fixed: Array
+    tied: Tied
     step: Array
     kept: Array
     handed: Array
@@ -71,7 +90,7 @@ class ReplicaCosts:
 
     def _need(self, first: int, last: int, held: int) -> float:
         fixed, step, kept, handed, working = self._lists
-        state = fixed[last] - fixed[first]
+        state = fixed[last] - fixed[first] - counted_again(self.tied, first, last)
         way = message_bytes(handed[first], handed[last], held)
         need = state + held * (kept[last] - kept[first]) + way + max(working[first:last])
         return max(need, state + step[last] - step[first])

@@ -161,6 +161,12 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     ways = zip(draft.meshes, draft.meshes[1:], meshes.near_hops(draft.meshes), strict=False)
     sent = _for_each(ways, lambda way: meshes.hops(*way[:2], rows, count, way[2]))
     hops = tuple(seconds[part] / 2 for seconds, part in zip(sent, draft.starts[1:], strict=True))
+    if meshes.prices.exchanges and meshes.prices.profile.skips:
+        ends = (*draft.starts[1:], len(meshes.chain))
+        hops = tuple(
+            hop * meshes.direct_part(first, part, end, rows)
+            for hop, first, part, end in zip(hops, draft.starts, ends, ends[1:], strict=False)
+        )
     times = Times(forward, backward, (*hops, 0.0), once, share)
     loads = tuple(
         (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)

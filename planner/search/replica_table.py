@@ -17,7 +17,7 @@ import numpy as np
 
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.stage import TensorGroup
-from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts
+from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts, Tied, counted_again
 from whale.planner.search.space import Division, Mesh, MeshSpace
 
 __all__ = ["HELD", "ReplicaTable", "fewest_holding", "total"]
@@ -39,6 +39,8 @@ class ReplicaTable(MeshSpace):
     _parts: dict[Any, Array] = field(default_factory=dict, init=False)
     _commonest_held: dict[tuple[Mesh, int, int], list[int]] = field(default_factory=dict, init=False)
     _near_sends: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+    _direct_parts: dict[tuple[int, int, int, int], float] = field(default_factory=dict, init=False)
+    _held_shares: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict, init=False)
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
     _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
     _sizes: dict[float, Array] = field(default_factory=dict, init=False)
@@ -53,7 +55,8 @@ class ReplicaTable(MeshSpace):
         without its costs of all other parts."""
         first, last = part
         _, _, fixed, step = self._parameters_of(group.tensor, group.expert)
-        state, stepping = float(fixed[last] - fixed[first]), float(step[last] - step[first])
+        state = float(fixed[last] - fixed[first]) - counted_again(self._tied_state(group.tensor), first, last)
+        stepping = float(step[last] - step[first])
         room = self._room_of(group)
         nums = self._nums_in(part)
 
@@ -90,8 +93,11 @@ class ReplicaTable(MeshSpace):
             table = self._table(group, rows, micro_batches)
             forward, backward, update, kept = table[:4] @ self._counts
             starts, last_layers = self._ends
-            hop = np.concatenate([[0.0], table[5][last_layers], [0.0]])
             near = self._nears(group, rows)
+            latency, alone, near_latency, near_alone = (
+                np.concatenate([[0.0], of_kinds[last_layers], [0.0]])
+                for of_kinds in (*table[6:], *(table[6:] if near is None else near))
+            )
             self._slices[key] = ReplicaCosts(
                 group=group,
                 rows=rows,
@@ -99,9 +105,12 @@ class ReplicaTable(MeshSpace):
                 forward=forward,
                 backward=backward,
                 update=update,
-                hop=hop,
-                near=hop if near is None else np.concatenate([[0.0], near[last_layers], [0.0]]),
+                latency=latency,
+                alone=alone,
+                near_latency=near_latency,
+                near_alone=near_alone,
                 fixed=self._parameters_of(group.tensor, group.expert)[2],
+                tied=self._tied_state(group.tensor),
                 step=self._parameters_of(group.tensor, group.expert)[3],
                 kept=kept,
                 handed=self._handed(rows / group.expert),
@@ -115,8 +124,9 @@ class ReplicaTable(MeshSpace):
         return group.memory_bytes - max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
 
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
-        """Forward, backward, update, kept, working, sending on and what a later micro-batch's backward takes more
-        (rows) of each kind of layer (columns), interpolated between numbers of rows that are powers of two."""
+        """Forward, backward, update, kept, working, what a later micro-batch's backward takes more, the latency of
+        handing on and back, and the seconds of handing on without latency (rows) of each kind of layer (columns),
+        interpolated between numbers of rows that are powers of two."""
         rows, adding = group.whole_rows(rows), self.prices.adding(micro_batches)
         key = (group.kind, rows, adding)
         found = self._tables.get(key)
@@ -125,7 +135,7 @@ class ReplicaTable(MeshSpace):
             below = group.expert << (own.bit_length() - 1) if rows else 0
             if adding > 1 and self.prices.runs:  # linear in the share of micro-batches that add to gradients
                 found = self._table(group, rows, 1).copy()
-                found[1] += (1 - 1 / adding) * found[6]
+                found[1] += (1 - 1 / adding) * found[5]
             elif own <= self.exact_rows or rows == below:
                 found = self._priced(group, rows, adding)
             else:
@@ -139,8 +149,11 @@ class ReplicaTable(MeshSpace):
         kinds = range(len(self.prices.profile.kinds))
         found = []
         for kind in kinds:
-            one, hop = self.prices.layer(kind, group, rows, micro_batches), self._hop(kind, group, rows)
-            found.append((one.forward, one.backward, one.update, one.kept, one.working, hop, one.accumulation))
+            one = self.prices.layer(kind, group, rows, micro_batches)
+            latency, alone = self._sent(kind, group, self._elsewhere(group.ranks), rows)
+            found.append(
+                (one.forward, one.backward, one.update, one.kept, one.working, one.accumulation, latency, alone)
+            )
         columns = np.array(found).T
         columns[3:5] *= self.prices.waste
         return columns
@@ -233,26 +246,49 @@ class ReplicaTable(MeshSpace):
             self._needs[key] = np.array(found).T
         return self._needs[key]
 
-    def _hop(self, kind: int, group: TensorGroup, rows: int) -> float:
-        """Seconds to send what a layer of this kind hands on, from a slice to another node if there is one, and as much
-        back."""
-        target = self._elsewhere(group.ranks)
+    def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> tuple[float, float]:
+        """Seconds of handing on, and as much back, what a layer of this kind makes of some rows, from a device of a
+        group to another rank: latencies of both ways, and the rest of one way, alone on its links. Nothing without a
+        *target*."""
         if not target:
-            return 0.0
-        return self._sent(kind, group, target, rows)
+            return 0.0, 0.0
+        prices = self.prices
+        whole = prices.profile.kinds[kind].output.total(rows, prices.precision.element_bytes)
+        if prices.exchanges:
+            size = round(whole / group.positions)
+            hop = prices.link(group.ranks[0], target[0], size)
+        else:
+            size = prices.handed(whole, group.degree, group.degree, positions=group.positions)
+            hop = prices.hop(group.ranks, target, group, size, whole)
+        return 2 * hop.latency, size / hop.bandwidth
 
-    def _sent(self, kind: int, group: TensorGroup, target: tuple[int, ...], rows: int) -> float:
-        whole = self.prices.profile.kinds[kind].output.total(rows, self.prices.precision.element_bytes)
-        seconds = 0.0
-        needed = self.prices.sent_share_of(kind, group.tensor, group.expert)
-        for share in dict.fromkeys((1.0, needed)):
-            size = self.prices.handed(whole, group.degree, group.degree, positions=group.positions, share=share)
-            hop = self.prices.hop(group.ranks, target, group, size, whole)
-            seconds += hop.latency + size / hop.bandwidth
-        return 2 * seconds if needed == 1 else seconds
+    def held_shares(self, tensor: int, next_tensor: int) -> tuple[Array, Array]:
+        """For each end of a stage the part of what it hands on that a device has, and one of the next stage, by their
+        tensor degrees."""
+        key = tensor, next_tensor
+        if key not in self._held_shares:
+            starts, last_layers = self._ends
+            shares = np.ones((2, len(self.chain) + 1))
+            if self.prices.exchanges:
+                layers = zip(last_layers.tolist(), self._layers[starts[1:]].tolist(), strict=True)
+                each = [self.prices.held_shares(last, tensor, first, next_tensor) for last, first in layers]
+                shares[:, 1:-1] = np.array(each).reshape(-1, 2).T
+            self._held_shares[key] = shares[0], shares[1]
+        return self._held_shares[key]
+
+    def direct_part(self, first: int, part: int, end: int, rows: int) -> float:
+        """The part of what crosses a cut that the stage before it, of parts [first, part), sends to the next one, of
+        parts [part, end); the rest goes from or to other stages."""
+        key = (first, part, end, rows)
+        if key not in self._direct_parts:
+            start, cut, stop = (self.chain.bounds[at] for at in (first, part, end))
+            whole = self.prices.output_bytes(cut - 1, rows)
+            sent = self.prices.handed_on(range(start, cut), range(cut, stop), rows)
+            self._direct_parts[key] = min(1.0, sent / whole) if whole else 1.0
+        return self._direct_parts[key]
 
     def _nears(self, group: TensorGroup, rows: int) -> Array | None:
-        """p2p time like `_hop` for each kind of layer, to a replica of the same node; None if there is no room for
+        """Times (rows) like `_sent` for each kind of layer, to a replica of the same node; None if there is no room for
         one."""
         node = self.prices.cluster.node_of(group.ranks[0])
         other = next((rank for rank in node.ranks if rank not in group.ranks), None)
@@ -261,7 +297,7 @@ class ReplicaTable(MeshSpace):
         key = (group.kind, rows)
         if key not in self._near_sends:
             target, kinds = (other,) * len(group.ranks), range(len(self.prices.profile.kinds))
-            self._near_sends[key] = np.array([self._sent(kind, group, target, rows) for kind in kinds])
+            self._near_sends[key] = np.array([self._sent(kind, group, target, rows) for kind in kinds]).T
         return self._near_sends[key]
 
     def _handed(self, rows: float) -> Array:
@@ -291,8 +327,8 @@ class ReplicaTable(MeshSpace):
         return inf if link is None else link.bandwidth
 
     def _parameters_of(self, tensor: int, expert: int) -> tuple[Array, Array, Array, Array]:
-        """Sums up to each part of a device's elements of parameters, dense ones and those of experts, of its bytes of
-        states, and of what its optimizer takes besides while it steps."""
+        """Sums up to each part of a device's elements of parameters, dense ones and those of experts, tied ones where
+        they are read first; of its bytes of states, and of what its optimizer takes besides while it steps."""
         key = (tensor, expert)
         if key not in self._parameters:
             prices, kinds = self.prices, range(len(self.prices.profile.kinds))
@@ -301,8 +337,14 @@ class ReplicaTable(MeshSpace):
             states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
             steps = [prices.waste * prices.step_bytes(number) for number in elements]
             found = np.array([dense, experts, states, steps]) @ self._counts
+            for parts, shared in self.tied:  # its gradient is one, ready with the first of its readers
+                found[0] -= shared / tensor * np.searchsorted(parts[1:], np.arange(found.shape[1]), side="left")
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]
+
+    def _tied_state(self, tensor: int) -> Tied:
+        """Bytes of the states of each tied parameter, with its parts."""
+        return tuple((parts, self.prices.state(shared / tensor).total) for parts, shared in self.tied)
 
     @cached_property
     def _layers(self) -> Integers:
@@ -349,9 +391,11 @@ class ReplicaTable(MeshSpace):
         return found
 
     @cached_property
-    def _last_of_commonest(self) -> int:
-        """The kind of the last layer of `commonest`."""
-        return self.prices.profile.layers[self.chain.bounds[self.commonest[0] + 1] - 1]
+    def _end_of_commonest(self) -> tuple[int, int]:
+        """An end of a stage after a part like `commonest`, and the kind of the last layer before it."""
+        part, _ = self.commonest
+        end = part + 1 if part + 1 < len(self.chain) else part
+        return end, self.prices.profile.layers[self.chain.bounds[part + 1] - 1]
 
     @cached_property
     def _num_layers(self) -> Array:

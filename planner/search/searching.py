@@ -107,6 +107,9 @@ MOST_LAID_OUT, LAID_RANKS = 60, 1024
 """Limits on the partial plans that are placed and on their total ranks, if these are more than requested: the order on
 ranks may differ."""
 
+LEAST_LAID_OUT = 5
+"""Partial plans that are placed and fit, even if the time is up."""
+
 SURELY_SLOWER = 1.15
 """Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
 much faster."""
@@ -278,33 +281,24 @@ class _Search:
     left: set[PartialPlan] = field(default_factory=set)
     nearest: Scored | None = None
     lacking: list[_Lacking] = field(default_factory=list)
+    effort: Effort = QUICK
     tried: int = 0
     stages_scored: int = 0
     points: list[Point] = field(default_factory=list)
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     told: float = 0.0
 
-    @property
-    def effort(self) -> Effort:
-        """How much is tried."""
-        return THOROUGH if self.settings.thorough else QUICK
-
     def run(self) -> Found | None:
         """The best plans; None if nothing fits."""
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self.bound = least_seconds(self.meshes.prices.under("none"), self.batch)
-        self._drafts(micro_batches, max_stages)
-        if not self.best and len(self.meshes.pools) > 1:
-            self.meshes = replace(self.meshes, by_memory=True)
-            self.scores.clear()
-            self._drafts(micro_batches, max_stages)
-        most = self.stages_scored + self.effort.stages_descended
-        starts = best_timed(self.best.values(), self.effort.refined // 3, key=lambda draft: draft.micro_batches)
-        for start in dict.fromkeys([*self._leading(2), *starts, *self._leading(self.effort.refined)]):
-            if self.stages_scored < most:
-                self._refine(start, micro_batches, max_stages)
-        self._restart(micro_batches, max_stages)
-        candidates, near = self._simulated()
+        candidates, near = self._tried(micro_batches, max_stages)
+        if self.settings.thorough and not self._over():  # after all that a search does by default
+            self.effort = THOROUGH
+            self.dropped.clear()
+            self.lacking.clear()
+            both = zip((candidates, near), self._tried(micro_batches, max_stages), strict=True)
+            candidates, near = (_unlike((*one, *more)) for one, more in both)
         if not candidates and self._over():
             spent = f"after {time.monotonic() - self.began:.3g} seconds and {self.tried} plans"
             if self.stopped():
@@ -326,6 +320,21 @@ class _Search:
             tried=self.tried,
             seconds=time.monotonic() - self.began,
         )
+
+    def _tried(self, micro_batches: Sequence[int], max_stages: int) -> tuple[list[Candidate], list[Candidate]]:
+        """The best plans that this effort leads to, and others on the meshes of one of these."""
+        self._drafts(micro_batches, max_stages)
+        if not self.best and len(self.meshes.pools) > 1:
+            self.meshes = replace(self.meshes, by_memory=True)
+            self.scores.clear()
+            self._drafts(micro_batches, max_stages)
+        most = self.stages_scored + self.effort.stages_descended
+        starts = best_timed(self.best.values(), self.effort.refined // 3, key=lambda draft: draft.micro_batches)
+        for start in dict.fromkeys([*self._leading(2), *starts, *self._leading(self.effort.refined)]):
+            if self.stages_scored < most:
+                self._refine(start, micro_batches, max_stages)
+        self._restart(micro_batches, max_stages)
+        return self._simulated()
 
     def quick_look(self) -> int | None:
         """The micro-batches of a plan that fits, if one is found at once: those of few rows take least memory, or only
@@ -606,6 +615,8 @@ class _Search:
             look = scored.times, draft.micro_batches, draft.schedule
             if look in seen:
                 continue
+            if len(found) >= LEAST_LAID_OUT and self._over():
+                break
             if len(seen) > most or (len(found) >= self.settings.top and scored.timed.seconds > SURELY_SLOWER * best):
                 break
             candidate = laid_out(self.meshes, draft, self.batch)
@@ -671,6 +682,11 @@ class _Search:
 
 def _step_seconds(candidate: Candidate) -> float:
     return candidate.prediction.step_seconds
+
+
+def _unlike(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates, each once."""
+    return list({(one.stages, one.micro_batches, one.schedule): one for one in candidates}.values())
 
 
 def _best_of(candidates: Sequence[Candidate], count: int) -> list[Candidate]:

@@ -66,6 +66,7 @@ class CostTable(ReplicaTable):
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
     _firsts: dict[Any, int] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
+    _loads: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
@@ -107,7 +108,7 @@ class CostTable(ReplicaTable):
             sums=sums.upto,
             message=sums.message,
             beside=sums.beside,
-            hop=busiest.near if self._lies_inside(mesh) else busiest.hop,
+            hop=self._hop(busiest, mesh),
         )
 
     def _met(self, replica: ReplicaCosts, data_group: Sequence[int]) -> Array | None:
@@ -209,11 +210,71 @@ class CostTable(ReplicaTable):
             found = np.zeros(len(self.chain) + 1)
             for (one, first, last), (other, start, end) in product(*spans):
                 common = min(last, end) - max(first, start)
-                for own in (one, other) if common > 1e-9 else ():
-                    seconds = own.near if near else own.hop
-                    found = np.maximum(found, seconds * min(1.0, common / max(1, own.rows)))
+                if common > 1e-9:
+                    ways = self._both_ways((one, other), (source, target), common, near)
+                    found = np.maximum(found, ways)
             self._hops[key] = found.tolist()
         return self._hops[key]
+
+    def _both_ways(
+        self, ends: tuple[ReplicaCosts, ReplicaCosts], meshes: tuple[Mesh, Mesh], common: float, near: bool
+    ) -> Array:
+        """Seconds of handing *common* rows from slices of a mesh on to those of another, and of their gradients back.
+
+        Each device gets its part of the rows. So the adapters of the source, or those of the target, send or receive as
+        much as all devices of the node.
+        """
+        source, target = ends
+        shares = self.held_shares(source.group.tensor, target.group.tensor)
+        parts = [min(1.0, common / max(1, own.rows)) for own in ends]
+        ratio = target.group.tensor / source.group.tensor if self.prices.exchanges else 1.0
+        if near:  # each device sends and receives on its own
+            sent = [part * own.near_alone for part, own in zip(parts, ends, strict=True)]
+            latency, loads = np.maximum(source.near_latency, target.near_latency), (1.0, 1.0)
+            ratios = max(1.0, ratio), max(1.0, 1 / ratio)
+        else:
+            speeds = [self._adapter_speed(own.group) for own in ends]
+            slower = [speed / min(speeds) if speed < inf else 1.0 for speed in speeds]
+            sent = [part * slow * own.alone for part, slow, own in zip(parts, slower, ends, strict=True)]
+            latency = np.maximum(source.latency, target.latency)
+            loads = self._load(source.group, meshes[0]), self._load(target.group, meshes[1])
+            ratios = ratio, 1 / ratio
+        forward = np.maximum(ratios[0] * loads[0] * sent[0], loads[1] * sent[1])
+        backward = np.maximum(loads[0] * sent[0], ratios[1] * loads[1] * sent[1])
+        return latency + shares[1] * forward + shares[0] * backward
+
+    def _hop(self, replica: ReplicaCosts, mesh: Mesh) -> Array:
+        """`_both_ways` between alike stages."""
+        shares = sum(self.held_shares(mesh.tensor, mesh.tensor))
+        if self._lies_inside(mesh):
+            return replica.near_latency + shares * replica.near_alone
+        return replica.latency + shares * self._load(replica.group, mesh) * replica.alone
+
+    def _hop_of_commonest(self, group: TensorGroup, sent: Array, mesh: Mesh) -> float:
+        """`_hop` after the commonest part, by what of `_table`, or `_nears`, is about messages."""
+        end, last = self._end_of_commonest
+        latency, alone = sent[-2:, last].tolist()
+        share = sum(float(shares[end]) for shares in self.held_shares(mesh.tensor, mesh.tensor))
+        return latency + share * (1.0 if len(sent) == 2 else self._load(group, mesh)) * alone
+
+    def _load(self, group: TensorGroup, mesh: Mesh) -> float:
+        """Messages that move through an adapter of a node at a time, if each device of a mesh there has one."""
+        if not self.prices.exchanges:  # in their own price
+            return 1.0
+        key = (group.kind, mesh)
+        if key not in self._loads:
+            member = max(self.prices.topology.members(group.ranks), key=lambda member: len(member.ranks))
+            node, most = member.node, len(member.ranks)
+            own = sum(num for other, num in self.sample(mesh)[0] if other.kind == group.kind)
+            together = most * max(1, min(own, len(node.ranks) // most))
+            adapters = 1 if node.inter is None else len(set(self.prices.topology.adapters(node, node.ranks[:together])))
+            self._loads[key] = together / adapters
+        return self._loads[key]
+
+    def _adapter_speed(self, group: TensorGroup) -> float:
+        """Bytes per second of an adapter of a group's node."""
+        link = self.prices.cluster.node_of(group.ranks[0]).inter
+        return inf if link is None else link.bandwidth / link.num_adapters
 
     def near_hops(self, sequence: tuple[Mesh, ...]) -> Sequence[bool]:
         """Stages in one node with the next one; none with many devices, where few are."""
@@ -237,7 +298,7 @@ class CostTable(ReplicaTable):
     def _spans(self, mesh: Mesh, rows: int, micro_batches: int) -> list[tuple[ReplicaCosts, float, float]]:
         """The kinds of data slices of a mesh, and which rows of a micro-batch those of a kind have: first and last."""
         slices, (groups, _) = self.costs(mesh, rows, micro_batches).slices, self.sample(mesh)
-        shares = [max(1, one.rows) * num for one, (_, num) in zip(slices, groups, strict=True)]
+        shares = [one.rows * num for one, (_, num) in zip(slices, groups, strict=True)]
         ends = np.cumsum([0, *shares]) * (rows / sum(shares))
         return list(zip(slices, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
 
@@ -269,7 +330,7 @@ class CostTable(ReplicaTable):
             each = table[0] + table[1]
             speed += num * share / max(float(each @ self._num_layers), 1e-12)
             part = min(part, float(each @ self._counts_of_commonest))
-            hop = max(hop, float(table[5, self._last_of_commonest]))
+            hop = max(hop, self._hop_of_commonest(group, table, mesh))
         return Pace(rows / speed, part, hop)
 
     def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
@@ -280,15 +341,18 @@ class CostTable(ReplicaTable):
             if len(groups) == 1:
                 ((group, num),) = groups
                 table = self._table(group, -(-rows // num), micro_batches)
-                (forward, backward, update), hops = table[:3], table[5]
+                forward, backward, update = table[:3]
+                hop = self._hop_of_commonest(group, table, mesh)
             else:
-                tables = [self._table(*one, micro_batches) for one in self._shared(groups, rows, micro_batches)]
+                shared = self._shared(groups, rows, micro_batches)
+                tables = [self._table(*one, micro_batches) for one in shared]
                 forward, backward, update = self._slowest_of([one[:3] for one in tables])
-                hops = np.max([one[5] for one in tables], axis=0)
+                hop = max(
+                    self._hop_of_commonest(group, table, mesh) for (group, _), table in zip(shared, tables, strict=True)
+                )
             each, part = forward + backward + update / micro_batches, self._counts_of_commonest
-            hop = float(hops[self._last_of_commonest])
             if self._lies_inside(mesh) and (near := self._nears(groups[0][0], -(-rows // groups[0][1]))) is not None:
-                hop = float(near[self._last_of_commonest])
+                hop = self._hop_of_commonest(groups[0][0], near, mesh)
             self._work[key] = Pace(float(each @ self._num_layers), float(each @ part), hop)
         return self._work[key]
 

@@ -44,9 +44,9 @@ def with_tied_sums(
             mesh, first, last = stages[at]
             update = meshes.costs(mesh, rows, micro_batches).update
             updates.append(float(update[last] - update[first]))
-            own = meshes.sum_seconds(mesh, elements / mesh.tensor)  # that it does not sum over its own replicas
-            found[at] = updates[-1] + max(0.0, found[at] - updates[-1] - own)
         mesh, first, last = stages[owners[0]]  # it ends last, and sums its own gradients before
+        own = meshes.sum_seconds(mesh, elements / mesh.tensor)  # that it does not sum over its own replicas
+        found[owners[0]] = updates[0] + max(0.0, found[owners[0]] - updates[0] - own)
         backward = meshes.costs(mesh, rows, micro_batches).backward
         ready = float(backward[last] - backward[first]) + found[owners[0]] - updates[0]
         later = max(found[at] - update for at, update in zip(owners[1:], updates[1:], strict=True))

@@ -148,6 +148,60 @@ def test_stages_of_an_encoder_decoder_compute_the_layers_that_the_search_gave_th
     assert [stage_of[path] for path in modules] == [0] * entered + [1] * (len(modules) - entered)
 
 
+SLOW_NODES = Cluster.homogeneous(
+    8, V100, num_devices_per_node=4, intra=V100.intra_node, inter=Link(bandwidth=1.25e9, latency=5e-6, adapters=2)
+)
+"""Two nodes, between which messages take most of the time."""
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (((0,), 1, 1), ((4, 5), 1, 2)),
+        (((0, 1), 1, 2), ((4,), 1, 1)),
+        (((0, 1), 1, 2), ((4, 5), 1, 2)),
+        (((0, 1, 2, 3), 2, 2), ((4, 5), 1, 2)),
+        (((0,), 1, 1), ((4, 5, 6, 7), 4, 1)),
+        (((0, 1, 2, 3), 4, 1), ((4,), 1, 1)),
+        (((0, 1, 2, 3), 4, 1), ((4, 5, 6, 7), 2, 2)),
+    ],
+)
+def test_messages_between_nodes_cost_what_devices_send_and_receive(
+    gpt: tuple[CandidateCompiler, ModelProfile],
+    here: tuple[tuple[int, ...], int, int],
+    there: tuple[tuple[int, ...], int, int],
+) -> None:
+    """A tensor group sends and receives a value in parts, and only the devices of a stage share its node's adapters."""
+    trial, profile = gpt
+    num = len(profile.layers)
+    found = ratio(trial, profile, SLOW_NODES, (Mesh(0, num // 2, *here), Mesh(num // 2, num, *there)), 4)
+    assert abs(found - 1) < 0.03
+
+
+def test_a_tensor_group_that_needs_its_input_whole_receives_it_whole() -> None:
+    """Matrices that read what comes in need all of it on each device; a norm of it needs a part."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "sequence_length": 64}
+    loaded = load_model("hf:bert", sizes | {"vocab_size": 1000}, batch_size=BATCH, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="bert")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="bert")
+    assert [kind.variants[1].received_share for kind in profile.kinds] == [1.0, 1.0, 0.5]
+    meshes = Mesh(0, 1, (0,), 1, 1), Mesh(1, len(profile.layers), (4, 5), 1, 2)
+    assert abs(ratio(trial, profile, SLOW_NODES, meshes, 4) - 1) < 0.03
+
+
+def test_stages_send_what_an_encoder_makes_to_every_stage_of_the_decoder() -> None:
+    """Not from each to the next: with it a boundary within the decoder has twice as many bytes."""
+    sizes = {"layers": 3, "hidden": 256, "heads": 4, "seq": 256, "vocab": 1000}
+    loaded = load_model(str(EXAMPLES / "t5.py:t5"), sizes, batch_size=BATCH, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), name="t5")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="t5")
+    first = profile.paths.index("decoder.0")
+    assert [(skip.layer, skip.readers) for skip in profile.skips] == [(0, (1, 2, 3)), (4, (5, 6, 7))]
+    last = Mesh(first + 1, len(profile.layers), (1,), 1, 1)
+    meshes = Mesh(0, first, (0,), 1, 1), Mesh(first, first + 1, (4,), 1, 1), last
+    assert abs(ratio(trial, profile, SLOW_NODES, meshes, 4) - 1) < 0.05
+
+
 def ratio(
     trial: CandidateCompiler,
     profile: ModelProfile,

@@ -142,9 +142,10 @@ def test_every_row_crosses_a_boundary_whatever_the_degrees() -> None:
         stages = [choice(0, 2, ranks[0], rows[0]), choice(2, 4, ranks[1], rows[1])]
         found = evaluate(small(), cluster, stages, micro_batches=2)
         (boundary,) = found.workload.boundaries
-        largest = max(*rows[0], *rows[1])
-        assert max(transfer.bytes for transfer in boundary.forward) <= largest * 1e4
-        assert sum(transfer.bytes for transfer in boundary.forward) >= largest * 1e4
+        links = {(link.source, link.target): link for link in found.workload.links}
+        spent = [one.bytes / links[one.source, one.target].bandwidth for one in boundary.forward]
+        alone = CostModel.of(small(), cluster).link(0, 7, 10_000)
+        assert max(spent) == pytest.approx(max(*rows[0], *rows[1]) * 1e4 / alone.bandwidth)
         assert {(one.target, one.source) for one in boundary.backward} == {
             (one.source, one.target) for one in boundary.forward
         }

@@ -61,9 +61,9 @@ LEAST_SHARE = 0.25
 RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
 
-MOST_UNSURE, UNSURE_SECONDS = 8, 1.0
+MOST_UNSURE, UNSURE_OPERATORS = 8, 8192
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
-the seconds that this takes."""
+the operators of all of them together. Both are counted, so that a busy machine leads to the same plans."""
 
 WORTH_SHARING = 4096
 """Operators of all candidates together, about a second of compiling, that are shared with other processes; a fork, and
@@ -216,18 +216,27 @@ def search_plans(
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
     wanted = replace(settings, top=settings.top + RESERVE)
-    options = {"settings": wanted, "progress": told, "stop": over, "known": known}
-    found = search(profile, cluster, batch=batch, **options, with_rules=ruled)
     writer = PlanWriter(profile, cluster, batch, trial)
     tried = _Tried(writer, trial, base, begin + settings.time_limit, stop, processes)
-    simple = partial(simple_plans, profile, batch=batch, settings=settings)
-    tried.best_of(found, partial(simple, cluster, known=known), settings.top)
+
+    def searched(where: Cluster, how: SearchSettings, known: Memo | None) -> Found:
+        """The plans of a search, of which the best are compiled."""
+        found = search(
+            profile, where, batch=batch, settings=how, progress=told, stop=over, known=known, with_rules=ruled
+        )
+        tried.writer = replace(tried.writer, profile=profile)
+        simple = partial(simple_plans, profile, where, batch=batch, settings=settings, known=known)
+        tried.best_of(found, simple, settings.top)
+        return found
+
+    if settings.thorough:  # what is sold without it is compiled too
+        with suppress(InfeasibleError):
+            searched(cluster, replace(wanted, thorough=False), known)
+    found = searched(cluster, wanted, known)
     while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
         with suppress(InfeasibleError, UsageError):  # nothing fits, or there is no time left
-            again = search(profile, room, batch=batch, settings=left, progress=told, stop=over, with_rules=ruled)
-            tried.writer = replace(tried.writer, profile=profile)
-            tried.best_of(again, partial(simple, room), settings.top)
+            searched(room, left, None)
             continue
         break
     for candidate in _reordered(tried.choices, [schedule for schedule in settings.unpriced if schedule != base]):
@@ -290,7 +299,7 @@ class _Tried:
         first, *others = found.candidates[:top]
         with self._shared(others) as shared:
             self.compile(first, self.schedule)
-            for candidate in simple():
+            for candidate in () if self.late() else simple():
                 best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
                 least = max(least_after_compiling(candidate), _least_with_sums(candidate.workload))
                 if least < best and not self.late():
@@ -302,7 +311,7 @@ class _Tried:
                 break
             self.compile(candidate, self.schedule)
         unsure = sorted((*found.candidates[top:], *found.near), key=lambda one: one.prediction.step_seconds)
-        for candidate in unsure[: min(MOST_UNSURE, int(UNSURE_SECONDS / max(self.longest, 1e-3)))]:
+        for candidate in unsure[: min(MOST_UNSURE, UNSURE_OPERATORS // max(1, self.trial.num_operators))]:
             compiled = [one for one in self.choices if one.compiled]
             gained = min((_seconds(one) / one.candidate.prediction.step_seconds for one in compiled), default=0.0)
             best = min(map(_seconds, compiled), default=0.0)
@@ -577,13 +586,15 @@ class PlanWriter:
         Raises:
             UsageError: it cannot be written as annotations of this model.
         """
-        even = self._tried(self.written(candidate), trial)
+        even = self.with_prediction(self.written(candidate), trial)
         if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
             return even
-        uneven = self._tried(self.written(candidate, by_speed=True), trial)
+        uneven = self.with_prediction(self.written(candidate, by_speed=True), trial)
         return min(even, uneven, key=lambda choice: (bool(choice.reason), choice.prediction.step_seconds))
 
-    def _tried(self, choice: Choice, trial: Trial) -> Choice:
+    def with_prediction(self, choice: Choice, trial: Trial) -> Choice:
+        """Compile a written candidate, and put the prediction into its plan; the reason of the choice says why it does
+        not compile or fit."""
         try:
             prediction, workload = trial.predict(choice.plan, self.profile, self.cluster)
             plan = choice.plan.with_prediction(prediction, workload)

@@ -42,12 +42,14 @@ class Layer:
         parameters: names of its parameters, in order of use.
         crossing: values that are computed before its end and read later, as the first layer of their kind computes
             them.
+        read: by which later layers each value that it computes is read, likewise.
     """
 
     path: str
     kind: int
     parameters: tuple[str, ...]
     crossing: tuple[Value, ...]
+    read: Mapping[Value, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ def chain_of(captured: Captured, model: nn.Module) -> LayerChain:
     index = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
     kinds: dict[str, int] = {}
     firsts: list[_Segment] = []
-    sent: list[Mapping[Value, int]] = []
+    sent: list[Mapping[Value, tuple[int, ...]]] = []
     kind_of = []
     describe = _Describer(captured, index)
     for position, segment in enumerate(segments):
@@ -80,10 +82,18 @@ def chain_of(captured: Captured, model: nn.Module) -> LayerChain:
             firsts.append(segment)
             sent.append(_read_later(segment, position, index))
         kind_of.append(kind)
-    crossing = _crossing(segments, index, [firsts[kind] for kind in kind_of])
+    read = _read(segments, index, [firsts[kind] for kind in kind_of])
     layers = tuple(
-        Layer(path=s.path, kind=k, parameters=_parameters(captured, s), crossing=c)
-        for s, k, c in zip(segments, kind_of, crossing, strict=True)
+        Layer(
+            path=segment.path,
+            kind=kind_of[position],
+            parameters=_parameters(captured, segment),
+            crossing=tuple(
+                value for own in read[: position + 1] for value, readers in own.items() if readers[-1] > position
+            ),
+            read=read[position],
+        )
+        for position, segment in enumerate(segments)
     )
     repeats = [(s, firsts[k]) for s, k in zip(segments, kind_of, strict=True) if firsts[k] is not s]
     _contract(captured, repeats, keep={node for values in sent for node, _ in values})
@@ -324,29 +334,28 @@ def _type(value: Value) -> tuple[Any, ...]:
     return str(tensor.dtype), tuple(tensor.shape), bool(value[0].meta.get("grad"))
 
 
-def _read_later(segment: _Segment, position: int, index: Mapping[fx.Node, int]) -> dict[Value, int]:
-    """The values of a segment that later ones read, in the order of their nodes, and the last of these segments."""
-    found: dict[Value, int] = {}
+def _read_later(segment: _Segment, position: int, index: Mapping[fx.Node, int]) -> dict[Value, tuple[int, ...]]:
+    """The values of a segment that later ones read, in the order of their nodes, with these segments."""
+    found: dict[Value, set[int]] = {}
     for node in segment.nodes:
         for user in node.users:
             value, readers = ((node, 0), [user]) if user in index else (resolve(user), list(user.users))
-            last = max((index.get(reader, position) for reader in readers), default=position)
-            if user.op != "output" and last > position:
-                found[value] = max(last, found.get(value, 0))
-    return found
+            later = {index.get(reader, position) for reader in readers} - set(range(position + 1))
+            if user.op != "output" and later:
+                found.setdefault(value, set()).update(later)
+    return {value: tuple(sorted(later)) for value, later in found.items()}
 
 
-def _crossing(
+def _read(
     segments: Sequence[_Segment], index: Mapping[fx.Node, int], firsts: Sequence[_Segment]
-) -> list[tuple[Value, ...]]:
-    """The values of each segment that later segments read, as the first of their kind computes them."""
-    crossing: list[list[Value]] = [[] for _ in segments]
+) -> list[dict[Value, tuple[int, ...]]]:
+    """The values of each segment that later segments read, as the first of their kind computes them, with these."""
+    found = []
     for position, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
         place = {node: i for i, node in enumerate(segment.nodes)}
-        for (node, output), last in _read_later(segment, position, index).items():
-            for i in range(position, last):
-                crossing[i].append((first.nodes[place[node]], output))
-    return [tuple(values) for values in crossing]
+        later = _read_later(segment, position, index)
+        found.append({(first.nodes[place[node]], output): readers for (node, output), readers in later.items()})
+    return found
 
 
 def _contract(captured: Captured, repeats: Sequence[tuple[_Segment, _Segment]], *, keep: Collection[fx.Node]) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "ModelProfile",
     "RuleCosts",
     "Saved",
+    "Skip",
 ]
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -163,8 +164,10 @@ class LayerVariant(Record):
             them, whole where ``expert_degree`` is 1.
         buffers: elements that are not trained.
         largest: elements of the largest of the parameters.
+        received_share: the part of the layer's input that a device has where a stage begins with it, of its rows if
+            ``expert_degree`` divides them.
         sent_share: the part of the layer's output that a device has where a stage ends with it, and of whose gradient
-            it needs no more.
+            it needs no more, likewise.
         sizes: elements of each trainable parameter, in the order of the forward; none if unknown.
         rules: memory under each rule that changes it; under others it is that of ``saved`` and ``working``.
     """
@@ -181,6 +184,7 @@ class LayerVariant(Record):
     expert_parameters: NonNegative = 0
     buffers: NonNegative = 0
     largest: NonNegative = 0
+    received_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     sent_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     sizes: tuple[NonNegative, ...] = ()
     rules: tuple[RuleCosts, ...] = ()
@@ -308,6 +312,21 @@ class LinkCurve(Record):
         return self
 
 
+class Skip(Record):
+    """A value that other layers read than the one after the layer that makes it, such as what an encoder hands to all
+    layers of a decoder. A stage sends it to each later stage that has a reader; ``output`` of every kind has it too.
+
+    Attributes:
+        layer: that makes it, by position.
+        readers: layers that read it, ascending.
+        size: of it.
+    """
+
+    layer: Count
+    readers: Annotated[tuple[Count, ...], Field(min_length=1)]
+    size: Amount
+
+
 class ModelProfile(FileRecord):
     """A model as a chain of costed layers; and, where they were measured, the machines. Without layers, only these.
 
@@ -329,6 +348,7 @@ class ModelProfile(FileRecord):
         links: measured curves.
         rates: measured rates of devices.
         tied: groups of layers (positions) that share a parameter, with its elements.
+        skips: values that pass over layers.
         refused: tensor degrees over which the model cannot be split, with the reason; no kind has a variant for them.
         rules: what a backward may compute again, of which kinds of layers have the costs.
         autocast: the precision of ``torch.autocast`` under which the model was captured; empty: none. Elements are then
@@ -349,6 +369,7 @@ class ModelProfile(FileRecord):
     links: tuple[LinkCurve, ...] = ()
     rates: tuple[MeasuredRate, ...] = ()
     tied: tuple[tuple[tuple[Count, ...], NonNegative], ...] = ()
+    skips: tuple[Skip, ...] = ()
     refused: tuple[tuple[Count, str], ...] = ()
     rules: tuple[Recompute, ...] = ("none",)
     autocast: Literal["", "bf16", "fp16"] = ""
@@ -363,6 +384,12 @@ class ModelProfile(FileRecord):
         for name, positions, count, what in (
             ("layers", self.layers, len(self.kinds), "kinds"),
             ("tied", [layer for group, _ in self.tied for layer in group], len(self.layers), "layers"),
+            (
+                "skips",
+                [layer for skip in self.skips for layer in (skip.layer, *skip.readers)],
+                len(self.layers),
+                "layers",
+            ),
         ):
             if max(positions, default=-1) >= count:
                 raise ValueError(f"{name} refers to position {max(positions)}, but there are only {count} {what}")
