@@ -44,7 +44,7 @@ from math import inf, isqrt
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from whale.errors import InfeasibleError, UsageError
+from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import RECOMPUTES, Recompute
@@ -187,17 +187,28 @@ def search(
             stopped=stop or (lambda: False),
         )
 
+    ended: list[WhaleError] = []
+
+    def run(search: _Search) -> Found | None:
+        try:
+            return search.run()
+        except (InfeasibleError, UsageError) as error:  # it was stopped, or there was no time
+            ended.append(error)
+            return None
+
     last = under(prices.under("none" if settings.recompute == "auto" else settings.recompute))
-    if (first := last.run()) is not None:
+    if (first := run(last)) is not None:
         return first
     found = []
-    if settings.recompute == "auto":
+    if settings.recompute == "auto" and not last.stopped():
         if with_rules is not None and profile.rules != RECOMPUTES:
             prices = replace(prices, profile=with_rules(), memo=Memo())
         for rule in (rule for rule in RECOMPUTES[1:] if rule in prices.profile.rules):
             last = under(prices.under(rule))
-            if (one := last.run()) is not None:
+            if (one := run(last)) is not None:
                 found.append(one)
+    if not found and ended:
+        raise ended[0]
     if not found:
         weighed, given = last.meshes.prices, settings.recompute
         if given != "auto" and given != "full" and with_rules is not None and profile.rules != RECOMPUTES:

@@ -23,7 +23,7 @@ from whale.planner.cost.layers import layer_seconds, run_again
 from whale.planner.cost.memory import run_kept_bytes
 from whale.planner.cost.precision import precision_named
 from whale.planner.cost.stage import CostModel
-from whale.planner.search import SearchSettings, StageChoice, evaluate
+from whale.planner.search import Progress, SearchSettings, StageChoice, evaluate, search
 from whale.strategies.profile import profile_model
 
 CARD = DeviceType.of("card", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
@@ -156,3 +156,20 @@ def test_an_estimate_of_degrees_is_that_of_the_plan_that_they_name(rule: Recompu
     planned = evaluate(found, machines, stages, micro_batches=4).prediction
     assert estimated.prediction.step_seconds == pytest.approx(planned.step_seconds)
     assert [one.activations for one in estimated.prediction.memory] == [one.activations for one in planned.memory]
+
+
+def test_what_was_found_under_one_rule_stays_where_the_search_is_stopped_under_the_next() -> None:
+    found = profiled(decoder(layers=12, heads=4, width=32).float(), rules=True)
+    card = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
+    settings = SearchSettings(time_limit=60.0, micro_batches=2, max_stages=1)
+
+    wide = search(found, Cluster.homogeneous(1, card), batch=16, settings=settings).best
+    tight = wide.prediction.memory[0].total - 1
+    asked: list[bool] = []
+
+    def told(progress: Progress) -> None:
+        asked.extend([True] * (progress.best_seconds is not None))
+
+    machines = Cluster.homogeneous(1, replace(card, memory_bytes=tight))
+    best = search(found, machines, batch=16, settings=settings, progress=told, stop=lambda: bool(asked)).best
+    assert {stage.recompute for stage in best.stages} == {"selective"}

@@ -30,6 +30,10 @@ from whale.runtime.random import RNGPosition
 __all__ = ["Predicted", "predict", "predicted_memory"]
 
 
+_POSITION = RNGPosition(0)
+"""Position of all dry runs: programs are recognised as equal only if they share it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
     """A prediction with the numbers that it was computed from; the timeline has one rank of each kind."""
@@ -88,4 +92,4 @@ def _on_devices(cluster: Cluster, held: Mapping[int, PeakMemory]) -> tuple[Devic
 def _clock(compilation: Compilation) -> RNGPosition | None:
     """The position of masks where backwards compute values again: those that are drawn by position are not kept."""
     alone = len(compilation.rows) == 1 and len({r for stage in compilation.stages for r in stage.mesh.ranks}) == 1
-    return None if alone or not compilation.computes_again else RNGPosition(0)
+    return None if alone or not compilation.computes_again else _POSITION
