@@ -173,8 +173,8 @@ def _refuse_nested(key: str, leaf: Any) -> None:
     inside = f"dict({', '.join(f'{n}={n}' for n in names)})" if isinstance(leaf, Mapping) else f"[{', '.join(names)}]"
     raise UsageError(
         f"the batch's {key} is a {type(leaf).__name__} of tensors, but each tensor of a batch is an argument of its "
-        f"own: put the model in a module whose forward(self, {', '.join(names)}) calls self.model({inside}), with the other "
-        "arguments beside, and give the batch as those"
+        f"own: put the model in a module whose forward(self, {', '.join(names)}) calls self.model({inside}), with the "
+        "other arguments beside, and give the batch as those"
     )
 
 

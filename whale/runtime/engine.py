@@ -351,7 +351,7 @@ class Engine:
         seen = self.compared.get(key, 0)
         checks = not seen or self.world.device.type != "cuda"  # which is waiting for the device
         looks = self.world.size > 1 and checks and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
-        given = f"{_shapes(batch)} for {what}"
+        given = f"a batch of {_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         replicas = self._look_at_replicas() if looks else 0.0
         alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values, replicas)
@@ -526,9 +526,19 @@ class Engine:
         stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=self.world.device), *terms])
         total = stacked.max() if norm_type == torch.inf else stacked.sum()
         if self.world.size > 1:
-            op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
-            self._wait(dist.all_reduce(total, op=op, group=self.loss_group, async_op=True), "the norm of gradients")
+            summed = self._sum(total, "the norm of gradients, as of clip_grad_norm_")
+            if norm_type == torch.inf:
+                work = dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.loss_group, async_op=True)
+                self._wait(work, "the norm of gradients")
+            else:
+                total = summed
         return total if norm_type == torch.inf else total ** (1.0 / norm_type)
+
+    def _sum(self, term: Tensor, what: str) -> Tensor:
+        """A sum over ranks, by a collective like the first one of a step: a rank that takes a step instead is found."""
+        if self.local is not None and self.world.device.type == "cpu":
+            return torch.tensor(self.local.sum(float(term), what), dtype=torch.float64)
+        return LikeBatches(self.world, self.loss_group, self.refusals, what, term=term).sum()
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
         assert work is not None
