@@ -581,6 +581,8 @@ def act_on_rank_1(world: World, kind: str, batch: str) -> dict[str, str]:
         alone("clip", lambda model, optimizer: clip(model.parameters(), 1.0))
         alone("clip by value", lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1e-3))
         alone("rate", lambda model, optimizer: optimizer.param_groups[0].update(lr=0.05))
+        alone("factor", lambda model, _: [x.data.mul_(1.01) for x in model.parameters()])
+        alone("element", lambda model, _: model.head.bias.data[0].add_(0.1))
         alone("log", lambda model, _: torch.nn.utils.get_total_norm([x.grad for x in model.parameters()]))
     alone("norm", lambda model, _: model.clip_grad_norm_(1.0))
     alone("largest", lambda model, _: clip(model.parameters(), 1.0, float("inf")) and model.clip_grad_norm_(1.0))
@@ -602,6 +604,9 @@ def test_what_one_rank_does_alone_is_refused_on_all(ranks: Two, kind: str, batch
         }
         if kind == "replicate":
             assert found["log"] == ""
+            assert all(
+                "parameters that all ranks have differ on rank 1" in found[name] for name in ("factor", "element")
+            )
             words |= {
                 "clip": ("for train_step", "after clip_grads_with_norm_(1)"),
                 "clip by value": ("for train_step", "after clip_grad_value_(0.001)"),

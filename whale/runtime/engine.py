@@ -49,8 +49,10 @@ FIRST_COMPARED, COMPARED_EACH = 3, 64
 """Steps with batches of a signature in which the ranks compare their values: the first ones, and every 64th later.
 On a GPU, where that is waiting for it, the first alone."""
 
-_STRIDE = 7919
-"""A prime number by which elements of parameters are chosen that ranks compare."""
+_SAMPLED = 64
+"""Elements of a parameter that ranks compare, evenly from all of it."""
+
+_SMALLEST = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,10 +362,15 @@ class Engine:
         self.compared[key] = seen + 1
 
     def _look_at_replicas(self) -> Tensor:
-        """A number for the values of the parameters of which every rank has all, by an element of each."""
+        """A number for the values of the parameters of which every rank has all, by a sample of each."""
         flat = [x.detach().flatten() for x in self._replicas]
-        found = [x[self.clock.step * _STRIDE % len(x)].double() for x in flat]
-        return look_at(torch.stack(found)) if found else torch.zeros(())
+        strides = [-(-len(x) // _SAMPLED) for x in flat]
+        step = self.clock.step
+        found = [x[step % stride :: stride].double().sum() for x, stride in zip(flat, strides, strict=True)]
+        if not found:
+            return torch.zeros(())
+        sums = torch.stack(found)
+        return look_at(sums) + sums.norm().clamp(min=_SMALLEST).log()  # the first does not see a factor of all
 
     @cached_property
     def _replicas(self) -> list[Tensor]:
