@@ -668,3 +668,45 @@ def _input_gradient(layout: str) -> float:
     )
     model.train_step(torch.ones(4, 4, requires_grad=True))
     return 0.0
+
+
+@habit("eval() of the local model after parallelize", "wrong: ignored")
+def _mode_of_local(layout: str) -> float:
+    model = local_model("dropout")
+    made = parallel(model, layout)
+    model.eval()
+    made.train_step(**batch())
+    return 1.0
+
+
+@habit("a state loaded into the local model after parallelize", "wrong under split and stage: ignored")
+def _state_of_local(layout: str) -> float:
+    other, model = local_model(), local_model()
+    for parameter in other.parameters():
+        parameter.data.mul_(1.1)
+    made = parallel(model, layout)
+    model.load_state_dict(other.state_dict())
+    return float((made.train_step(**batch()) - loss_of(other(**batch()))).detach().abs())
+
+
+@habit("weight decay by module, writes to model.head.weight", "AttributeError of None under stage")
+def _by_module(layout: str) -> float:
+    pair = Pair(layout)
+    for number, model in enumerate((pair.local, pair.model)):
+        with torch.no_grad():
+            model.head.weight.data.clamp_(-0.1, 0.1)
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        biases = [module.bias for module in linear if module.bias is not None]
+        groups: list[Any] = [{"params": [module.weight for module in linear]}, {"params": biases, "weight_decay": 0.0}]
+        pair.optimizers[number] = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+    pair.step()
+    pair.step()
+    return pair.error()
+
+
+@habit("a batch that is a dict in a dict", "refused: holds no tensor")
+def _nested(layout: str) -> float:
+    model = local_model()
+    whale.annotate(model, LAYOUTS[layout])
+    whale.parallelize(model, {"batch": batch()}, device="cpu", timeout_seconds=10)
+    return 1.0

@@ -564,18 +564,28 @@ def act_on_rank_1(world: World, kind: str, batch: str) -> dict[str, str]:
         model = whale.parallelize(annotated(kind), tokens(4), device="cpu", timeout_seconds=20, batch=batch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.train_step(**share)
-        if world.rank:
-            act(model, optimizer)
-        optimizer.step()
-        step = then if then and world.rank else lambda model: model.train_step(**share)
-        found[name] = refusal(lambda: step(model))
+
+        def go_on() -> None:
+            if world.rank:
+                act(model, optimizer)
+            optimizer.step()
+            (then or train if world.rank else train)(model)
+
+        found[name] = refusal(go_on)
+
+    def train(model: Any) -> object:
+        return model.train_step(**share)
 
     clip = torch.nn.utils.clip_grad_norm_
     if kind == "replicate":
         alone("clip", lambda model, optimizer: clip(model.parameters(), 1.0))
         alone("clip by value", lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1e-3))
         alone("rate", lambda model, optimizer: optimizer.param_groups[0].update(lr=0.05))
+        alone("factor", lambda model, _: [x.data.mul_(1.01) for x in model.parameters()])
+        alone("element", lambda model, _: model.head.bias.data[0].add_(0.1))
         alone("log", lambda model, _: torch.nn.utils.get_total_norm([x.grad for x in model.parameters()]))
+    alone("norm", lambda model, _: model.clip_grad_norm_(1.0))
+    alone("largest", lambda model, _: clip(model.parameters(), 1.0, float("inf")) and model.clip_grad_norm_(1.0))
     alone("evaluate", lambda *_: None, lambda model: model.eval_step(**share))
     alone("scale", lambda *_: None, lambda model: model.train_step(**share, scale=0.5))
     alone("attribute", lambda model, _: setattr(model.layers[0], "heads", 2))
@@ -589,9 +599,14 @@ def test_what_one_rank_does_alone_is_refused_on_all(ranks: Two, kind: str, batch
             "evaluate": ("for train_step", "for eval_step"),
             "scale": ("for train_step", "for train_step(scale=0.5)"),
             "attribute": ("for train_step", "with layers.0.heads=2"),
+            "norm": ("for train_step", "the norm of gradients, as of clip_grad_norm_"),
+            "largest": ("for train_step", "the norm of gradients, as of clip_grad_norm_"),
         }
         if kind == "replicate":
             assert found["log"] == ""
+            assert all(
+                "parameters that all ranks have differ on rank 1" in found[name] for name in ("factor", "element")
+            )
             words |= {
                 "clip": ("for train_step", "after clip_grads_with_norm_(1)"),
                 "clip by value": ("for train_step", "after clip_grad_value_(0.001)"),

@@ -134,7 +134,7 @@ def test_ranks_that_are_given_different_batches_do_not_hang(kind: str) -> None:
     for outcome in outcomes:
         assert outcome.error.startswith("UsageError: "), outcome.traceback
         assert "rank 0 was given a batch of tokens (8, 6) int64, labels" in outcome.error
-        assert "for train_step, and rank 1 one of tokens (6, 6) int64, labels" in outcome.error
+        assert "for train_step, and rank 1 a batch of tokens (6, 6) int64, labels" in outcome.error
         assert "whale.shard_dataset" in outcome.error
 
 
@@ -148,7 +148,7 @@ def test_ranks_that_run_different_steps_say_so() -> None:
         outcomes = ranks.outcomes(run_another_step, timeout=100)
     for outcome in outcomes:
         assert outcome.error.startswith("UsageError: ")
-        assert "for train_step, and rank 1 one of" in outcome.error
+        assert "for train_step, and rank 1 a batch of" in outcome.error
         assert "for eval_step: all ranks take the same steps" in outcome.error
 
 

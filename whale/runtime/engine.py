@@ -49,8 +49,10 @@ FIRST_COMPARED, COMPARED_EACH = 3, 64
 """Steps with batches of a signature in which the ranks compare their values: the first ones, and every 64th later.
 On a GPU, where that is waiting for it, the first alone."""
 
-_STRIDE = 7919
-"""A prime number by which elements of parameters are chosen that ranks compare."""
+_SAMPLED = 64
+"""Elements of a parameter that ranks compare, evenly from all of it."""
+
+_SMALLEST = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +353,7 @@ class Engine:
         seen = self.compared.get(key, 0)
         checks = not seen or self.world.device.type != "cuda"  # which is waiting for the device
         looks = self.world.size > 1 and checks and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
-        given = f"{_shapes(batch)} for {what}"
+        given = f"a batch of {_shapes(batch)} for {what}"
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         replicas = self._look_at_replicas() if looks else 0.0
         alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values, replicas)
@@ -360,10 +362,15 @@ class Engine:
         self.compared[key] = seen + 1
 
     def _look_at_replicas(self) -> Tensor:
-        """A number for the values of the parameters of which every rank has all, by an element of each."""
+        """A number for the values of the parameters of which every rank has all, by a sample of each."""
         flat = [x.detach().flatten() for x in self._replicas]
-        found = [x[self.clock.step * _STRIDE % len(x)].double() for x in flat]
-        return look_at(torch.stack(found)) if found else torch.zeros(())
+        strides = [-(-len(x) // _SAMPLED) for x in flat]
+        step = self.clock.step
+        found = [x[step % stride :: stride].double().sum() for x, stride in zip(flat, strides, strict=True)]
+        if not found:
+            return torch.zeros(())
+        sums = torch.stack(found)
+        return look_at(sums) + sums.norm().clamp(min=_SMALLEST).log()  # the first does not see a factor of all
 
     @cached_property
     def _replicas(self) -> list[Tensor]:
@@ -526,9 +533,19 @@ class Engine:
         stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=self.world.device), *terms])
         total = stacked.max() if norm_type == torch.inf else stacked.sum()
         if self.world.size > 1:
-            op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
-            self._wait(dist.all_reduce(total, op=op, group=self.loss_group, async_op=True), "the norm of gradients")
+            summed = self._sum(total, "the norm of gradients, as of clip_grad_norm_")
+            if norm_type == torch.inf:
+                work = dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.loss_group, async_op=True)
+                self._wait(work, "the norm of gradients")
+            else:
+                total = summed
         return total if norm_type == torch.inf else total ** (1.0 / norm_type)
+
+    def _sum(self, term: Tensor, what: str) -> Tensor:
+        """A sum over ranks, by a collective like the first one of a step: a rank that takes a step instead is found."""
+        if self.local is not None and self.world.device.type == "cpu":
+            return torch.tensor(self.local.sum(float(term), what), dtype=torch.float64)
+        return LikeBatches(self.world, self.loss_group, self.refusals, what, term=term).sum()
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
         assert work is not None

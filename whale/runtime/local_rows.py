@@ -34,8 +34,9 @@ __all__ = ["LocalBatches", "LocalRows", "RowShares", "RowTerms"]
 Stretches = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order, that do not touch."""
 
-_OTHER_SAMPLES, _REFUSED = -2, -3
-"""In place of a number of rows: samples have other sizes than their parts, or the rank refuses the step."""
+_OTHER_SAMPLES, _REFUSED, _NO_STEP = -2, -3, -4
+"""In place of a number of rows: samples have other sizes than their parts, or the rank refuses the step, or calls
+something else."""
 
 Cuts = tuple[tuple[tuple[float, ...], int], ...]
 """How rows are divided, the outermost division first: the weights of the parts, and which part it is."""
@@ -199,6 +200,7 @@ class LocalBatches:
         own_words = f"{self._in_words(batch)} for {purpose}"
         told = self._all_told(self._told(batch, rows, own_words, looks, float(replicas()) if looks else 0.0))
         counts = [int(n) for n, *_ in told]
+        self._refuse_unlike(counts, own_words)
         total = sum(counts[rank] for rank in self.shares.first_stage)
         self._check(counts, total, batch)
         first = counts.index(next(filter(None, counts)))
@@ -325,6 +327,28 @@ class LocalBatches:
         self.refusals.joined += 1
         return gathered, work
 
+    def sum(self, term: float, what: str) -> float:
+        """A sum over ranks in a call that is no step; all ranks must make it.
+
+        Raises:
+            UsageError: another rank takes a step.
+        """
+        told = self._all_told(torch.tensor([_NO_STEP, crc32(what.encode()), term, 0, 0], dtype=torch.float64))
+        self._refuse_unlike([int(n) for n, *_ in told], what)
+        return float(sum(value for _, _, value, *_ in told))
+
+    def _refuse_unlike(self, counts: Sequence[int], mine: str) -> None:
+        """Refuse what only some ranks call."""
+        if _REFUSED in counts:
+            raise self.refusals.found()
+        if _NO_STEP in counts and any(count != _NO_STEP for count in counts):
+            words = self.refusals.told_by_all(mine)
+            calling, other = counts.index(_NO_STEP), next(r for r, count in enumerate(counts) if count != _NO_STEP)
+            raise UsageError(
+                f"rank {calling} asks for {words[calling]}, and rank {other} for {words[other]}: all ranks take the "
+                "same steps, and make the same calls between them"
+            )
+
     def refuse(self) -> None:
         """Take part in the first collective of a step that this rank refuses."""
         self._tell(torch.tensor([_REFUSED, 0, 0, 0, 0], dtype=torch.float64))
@@ -336,8 +360,6 @@ class LocalBatches:
         return found
 
     def _check(self, counts: Sequence[int], total: int, batch: Mapping[str, Any]) -> None:
-        if _REFUSED in counts:
-            raise self.refusals.found()
         for rank, count in enumerate(counts):
             if count == _OTHER_SAMPLES:
                 parts = ", ".join(

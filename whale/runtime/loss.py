@@ -61,6 +61,7 @@ class LikeBatches:
         given: a text for this rank's batch, equal on all ranks if names, shapes and types are; None if it refuses.
         values: tensors of the batch whose values are to be compared, by a sample.
         replicas: a number for the values of parameters that every rank has.
+        term: of a sum over all ranks, in a call that is no step.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LikeBatches:
         given: str | None,
         values: Sequence[Tensor] = (),
         replicas: Tensor | float = 0.0,
+        term: Tensor | float = 0.0,
     ) -> None:
         self._world, self._refusals, self._given, self._num_values = world, refusals, given, len(values)
         self._replicas = replicas
@@ -78,9 +80,15 @@ class LikeBatches:
         label = math.nan if given is None else float(crc32(given.encode()) % 2**16)
         if world.size > 1:
             look: Tensor | float = sum((look_at(x) for x in values), 0.0)
-            terms = (label, label * label, look, look * look, replicas, replicas * replicas)
+            terms = (label, label * label, look, look * look, replicas, replicas * replicas, term)
             self._sum = _Sum(world, group, "what all ranks were given", range_names.COMPARISON_SUM, *terms)
             refusals.joined += 1
+
+    def sum(self) -> Tensor:
+        """The sum of the term, after `check` on processors; elsewhere that would wait for the device."""
+        if self._world.device.type == "cpu":
+            self.check()
+        return self._sum.wait()[-1]
 
     def check(self) -> None:
         """Wait for all ranks.
@@ -92,19 +100,19 @@ class LikeBatches:
         size = self._world.size
         if size == 1:
             return
-        labels, squares, looks, squared_looks, replicas, squared_replicas = self._sum.wait().tolist()
+        labels, squares, looks, squared_looks, replicas, squared_replicas, _ = self._sum.wait().tolist()
         if math.isnan(labels):
             raise self._refusals.found()
         if size * squares != labels * labels:
             told = self._refusals.told_by_all(self._given)
             other = next(rank for rank, given in enumerate(told) if given != told[0])
             raise UsageError(
-                f"rank 0 was given a batch of {told[0]}, and rank {other} one of {told[other]}: all ranks take the "
-                "same steps, with the same global batch, as whale.shard_dataset gives it, and set the same attributes"
+                f"rank 0 was given {told[0]}, and rank {other} {told[other]}: all ranks take the same steps, with the "
+                "same global batch, as whale.shard_dataset gives it, and set the same attributes"
             )
         if size * squared_looks - looks * looks > (size * self._num_values * ROUNDING) ** 2:
             raise UsageError(
-                f"the ranks were given batches of {self._given} with other values; give every rank the same global "
+                f"the ranks were given {self._given} with other values; give every rank the same global "
                 "batch, in one order, as whale.shard_dataset does: without a DistributedSampler, and shuffled by one "
                 'seed; or let each bring its own rows, with parallelize(..., batch="local")'
             )
