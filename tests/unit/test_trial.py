@@ -145,7 +145,6 @@ def test_plans_compiled_by_forked_processes_are_the_same(monkeypatch: pytest.Mon
     given = profile_model(model, tokens(16), tensor_degrees=(1, 2), name="decoder", captured=own.captured)
     cluster = Cluster.of([(f"node{index}", PROCESSOR) for index in range(4)], inter=Link(bandwidth=1e8, latency=5e-5))
     settings = SearchSettings(time_limit=100)
-    monkeypatch.setattr(searching, "UNSURE_SECONDS", 0.0)  # whose number depends on the time that a plan takes
     alone = search_plans(given, cluster, batch=16, settings=settings, trial=own)
     monkeypatch.setattr(searching, "WORTH_SHARING", 0)
     shared = search_plans(given, cluster, batch=16, settings=settings, trial=own, processes=2)
