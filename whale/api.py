@@ -30,7 +30,7 @@ from whale.graph.copies import model_copy
 from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
-from whale.ir.state import StateSharding
+from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
@@ -69,7 +69,7 @@ def parallelize(
     recompute: Recompute | Literal["auto"] | None = None,
     zero: int = 0,
     state_shares: Sequence[float] | None = None,
-    state_align: str = "row",
+    state_align: Align = "row",
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -289,11 +289,11 @@ def parallelize(
     return module
 
 
-def _state(zero: int, shares: Sequence[float] | None, align: str) -> StateSharding | None:
+def _state(zero: int, shares: Sequence[float] | None, align: Align) -> StateSharding | None:
     """How the state of parameters is divided."""
     if shares is not None:
         check_type("state_shares", shares, (list, tuple), "a list of numbers")
-    sharding = StateSharding(zero or 1, tuple(shares or ()), align)  # type: ignore[arg-type]
+    sharding = StateSharding(zero or 1, tuple(shares or ()), align)
     if not zero and (shares or align != "row"):
         raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
     return sharding if zero else None

@@ -5,9 +5,9 @@ or several types; a mesh of data x (tensor or expert) on them, each stage its ow
 slice; the same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every
 device holds its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is
 fixed stays.
-The space excludes what no executor runs: different pipelines in parallel, sharded states (ZeRO). Recompute is part of
-it where nothing fits without: then plans are searched under each rule for all stages, and each stage of those that are
-found gets the least with which it still fits.
+The space excludes different pipelines in parallel, which no executor runs, and sharded states (ZeRO). Recompute is
+part of it where nothing fits without: then plans are searched under each rule for all stages, and each stage of those
+that are found gets the least with which it still fits.
 
 Method, for clusters of any size:
 

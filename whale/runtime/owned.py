@@ -187,8 +187,9 @@ class HeldUnit:
         return self._parameters
 
     def finish(self) -> None:
-        """End a step: free the parameters, unless this rank's stretch is a part of them."""
-        self._arriving = None
+        """End a step: free the parameters, unless this rank's stretch is a part of them. What no task has read arrives
+        first, because an optimizer may write to the stretch that others still read."""
+        self.kept_parameters()
         if not self.keeps_whole:
             self._whole, self._parameters = None, ()
 
