@@ -214,7 +214,8 @@ class _Differentiation:
     def _add(self, place: _Place, gradient: _Gradient) -> None:
         if (before := self.gradients.get(place)) is not None:
             total = self.backward.call(aten.add.Tensor, (before.node, gradient.node))
-            gradient = _Gradient(total, sum_without_data(before.like, gradient.like))
+            total.meta["val"] = sum_without_data(before.like, gradient.like)
+            gradient = _Gradient(total, total.meta["val"])
         self.gradients[place] = gradient
 
     def _go_back(self, node: fx.Node) -> None:

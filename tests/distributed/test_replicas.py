@@ -14,8 +14,8 @@ from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
 from whale.api import ReplicaReport, verify_replicas
+from whale.runtime.gradients import GradientSink
 from whale.runtime.launch import World
-from whale.runtime.stage import GradientSink
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "split": ({"": whale.split()}, 2),

@@ -24,6 +24,7 @@ from whale.runtime.messages import messages_of
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage
+from whale.strategies.gradients_in_place import with_gradients_in_place
 
 __all__ = ["assemble"]
 
@@ -59,7 +60,9 @@ def assemble(
     stages: dict[int, LocalStage] = {}
     for stage in step.stages:
         stages[stage.index] = LocalStage(
-            programs=bound(stage.programs, lambda name, ranks: bridge_group(tuple(sorted(ranks)))),
+            programs=bound(
+                with_gradients_in_place(stage.programs), lambda name, ranks: bridge_group(tuple(sorted(ranks)))
+            ),
             outputs=stage.outputs,
             mutated=stage.mutated,
             tensors=tensors,

@@ -3,13 +3,15 @@ runs, and to compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from whale.runtime.gradients import TakesGradients
 
 __all__ = ["ByAutograd"]
 
@@ -38,7 +40,7 @@ class _Recorded:
 class ByAutograd:
     """A stage for the executor, from one that only computes its forward.
 
-    ``on_gradient`` is called with each parameter whose gradient a backward has made.
+    ``taker`` gets the gradients, as those of a graph.
 
     Args:
         stage: its forward must work under autograd.
@@ -49,14 +51,17 @@ class ByAutograd:
         self.stage, self.needs_grad = stage, needs_grad
         self.outputs, self.parameters = stage.outputs, tuple(stage.parameters)
         self._running = False  # other stages may have the same parameters
-        self.on_gradient: Callable[[Tensor], None] | None = getattr(stage, "on_gradient", None)
+        self.taker: TakesGradients | None = getattr(stage, "taker", None)
         for parameter in self.parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
     def _ready(self, parameter: Tensor) -> None:
-        if self._running and self.on_gradient is not None:
-            self.on_gradient(parameter)
+        if self._running and self.taker is not None:
+            place = self.taker.place(parameter)
+            if place is not None and parameter.grad is not place and parameter.grad is not None:
+                parameter.grad = place.copy_(parameter.grad)
+            self.taker.gradient_ready(parameter)
 
     def _backward(self, kept: _Recorded, inputs: Sequence[Tensor] | None = None) -> None:
         if kept.ends:

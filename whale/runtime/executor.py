@@ -37,6 +37,7 @@ from whale.ir.program import (
     forward_only,
 )
 from whale.runtime.failure import Failures
+from whale.runtime.gradients import TakesGradients
 from whale.runtime.messages import Messages, Work, messages_of
 from whale.runtime.owned import HeldUnit
 from whale.runtime.ranges import named
@@ -50,8 +51,8 @@ _Key = tuple[int, Direction, int]
 class StageProgram(Protocol):
     """The part of a stage that a rank runs."""
 
-    on_gradient: Callable[[Tensor], None] | None
-    """Called with each parameter whose gradient a backward has made; the executor sets it."""
+    taker: TakesGradients | None
+    """Takes the gradients that a backward makes; the executor sets it."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -152,7 +153,7 @@ class Executor:
         self.disjoint = {key: fills(boxes, self.shape(*key)) for key, boxes in self.boxes.items()}
         self.dtypes = [getattr(torch, edge.dtype) for edge in edges]
         for stage in self.stages.values():
-            stage.on_gradient = None if reducer is None else reducer.gradient_ready
+            stage.taker = reducer
         planned = [(task.bucket, task.early) for task in program if isinstance(task, Reduce)]
         given = [(bucket.index, bucket.early) for bucket in reducer.buckets] if reducer is not None else []
         if planned != given:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from whale.runtime.failure import Failures
 from whale.runtime.local_program import Intervals
 from whale.runtime.ranges import named
 
-__all__ = ["GradientSlot", "HeldTensors", "HeldUnit", "Unit", "rows_of"]
+__all__ = ["GradientSlot", "HeldTensors", "HeldUnit", "Scattered", "Unit", "rows_of"]
 
 Rows = tuple[int, int]
 """A half-open range of indices of the first dim."""
@@ -102,6 +102,14 @@ class _Arriving:
 
     whole: Tensor
     works: list[dist.Work]
+
+
+class Scattered(NamedTuple):
+    """A sum in flight: the vector of the whole unit, and what this rank gets."""
+
+    total: Tensor
+    received: Tensor
+    work: dist.Work | None
 
 
 class HeldUnit:
@@ -237,24 +245,35 @@ class HeldUnit:
 
     # Sums of gradients
 
-    def take_gradients(self) -> Tensor:
-        """The gradients of this rank in one vector, zeros where there are none; the slots have none afterwards."""
-        taken = []
-        for slot in self.slots.values():
-            gradient, slot.grad = slot.grad, None
-            taken.append(self._empty(prod(slot.shape)).zero_() if gradient is None else gradient.reshape(-1))
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+    def scatter(self, total: Tensor) -> Scattered:
+        """Start to sum a vector of the whole unit over its ranks: each gets the sum of its stretch.
 
-    def scatter(self, total: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Start to sum a vector of the whole unit over its ranks; the first result is this rank's stretch of it."""
-        own = torch.empty_like(self.own)
+        On a processor each rank gets the terms of its stretch and adds them: gloo would sum all of the unit everywhere.
+        """
+        sizes, own = self._sizes, len(self.own)
+        received = total.new_empty(own * len(sizes) if self.device.type == "cpu" else own)
         if isinstance(self.sum_group, DryGroup):
-            self.sum_group.note("reduce_scatter", total, *((size,) for size in self._sizes))
-            return own, None
-        if total.is_cuda and len(set(self._sizes)) == 1:
-            return own, reduce_scatter_single(own, total, group=self.sum_group, async_op=True)
-        pieces = [total[start:stop] for start, stop in pairwise(self.bounds)]
-        return own, dist.reduce_scatter(own, pieces, group=self.sum_group, async_op=True)
+            op = "all_to_all" if self.device.type == "cpu" else "reduce_scatter"
+            self.sum_group.note(op, total, *((size,) for size in sizes))
+            return Scattered(total, received, None)
+        if self.device.type == "cpu":
+            work = dist.all_to_all_single(
+                received, total, [own] * len(sizes), list(sizes), group=self.sum_group, async_op=True
+            )
+        elif len(set(sizes)) == 1:
+            work = reduce_scatter_single(received, total, group=self.sum_group, async_op=True)
+        else:
+            pieces = [total[start:stop] for start, stop in pairwise(self.bounds)]
+            work = dist.reduce_scatter(received, pieces, group=self.sum_group, async_op=True)
+        return Scattered(total, received, work)
+
+    def sum_of(self, scattered: Scattered) -> Tensor:
+        """Wait for the sum of this rank's stretch."""
+        if scattered.work is not None:
+            self.wait_for(scattered.work, "the sum of gradients")
+        if self.device.type != "cpu":
+            return scattered.received
+        return scattered.received.view(len(self._sizes), len(self.own)).sum(0)
 
     def add_gradients(self, own: Tensor) -> None:
         """Add the sums of this rank's stretch to the gradients of what it owns."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
 from whale.ir.program import BUCKET_BYTES
 from whale.runtime.failure import Failures
-from whale.runtime.owned import GradientSlot, HeldUnit
+from whale.runtime.owned import GradientSlot, HeldUnit, Scattered
 from whale.runtime.ranges import named
 
 __all__ = ["Bucket", "Reducer", "bucketize"]
@@ -67,7 +68,8 @@ class _Pending:
     bucket: Bucket
     stages: set[int]
     ready: set[Holder] = field(default_factory=set)
-    sums: list[Tensor] | None = None
+    total: Tensor | None = None  # the gradients of all parameters, one after the other
+    places: dict[Holder, Tensor] = field(default_factory=dict)  # of each gradient in it
     work: dist.Work | None = None
     own: Tensor | None = None  # sum of this rank's stretch of a unit
 
@@ -82,9 +84,9 @@ class Reducer:
     In a step: `begin`; `arm` before a backward of a stage and `finished` after it, for the last one, and for others if
     `sums_each`; `launch` at the latest when the program says so; `finish`. Existing gradients, from a step whose
     gradients are accumulated, are equal on all ranks: the first rank of a bucket adds to them and the others start
-    without, so they count once. They remain the same tensors; new gradients are views of their bucket, so that sums are
-    copied nowhere and a bucket of accumulated gradients is summed in place. *failures* knows which rank this is;
-    *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
+    without, so they count once. They remain the same tensors; new gradients are views of their bucket, in which
+    backwards write them (`place`), so that nothing is copied, and a bucket of accumulated gradients is summed in place.
+    *failures* knows which rank this is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
@@ -98,8 +100,9 @@ class Reducer:
         self._next = 0
         self._round: deque[_Pending] = deque()  # that start in a backward which is not the last
         self._armed: dict[Holder, _Pending] = {}
+        self._of: dict[Holder, _Pending] = {}
         self._before: dict[Holder, Tensor] = {}
-        self._flying: deque[tuple[_Pending, Tensor, Tensor, dist.Work | None]] = deque()
+        self._flying: deque[tuple[_Pending, Scattered]] = deque()
         self.sums_each = any(bucket.each for bucket in buckets)
         seen: set[Holder] = set()
         for bucket in self.buckets:
@@ -111,6 +114,12 @@ class Reducer:
     def begin(self) -> None:
         """Start a step."""
         self._pending = [_Pending(bucket, set(bucket.stages)) for bucket in self.buckets]
+        self._of = {
+            parameter: pending
+            for pending in self._pending
+            if pending.bucket.group is not None
+            for parameter in pending.bucket.parameters
+        }
         self._next = 0
         self._armed.clear()
         self._before.clear()
@@ -178,15 +187,15 @@ class Reducer:
                 what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
                 with named(range_names.WAIT + range_names.BUCKET_SUM, bucket.index):
                     self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
-            if pending.sums is not None:
-                self._write(pending, pending.sums)
+            self._write(pending)
         self._pending = []
+        self._of.clear()
         self._before.clear()
 
-    def _write(self, pending: _Pending, sums: Sequence[Tensor]) -> None:
+    def _write(self, pending: _Pending) -> None:
         """Write sums to the gradients that were there before the step, where they are not there yet."""
         targets, sources = [], []
-        for parameter, total in zip(pending.bucket.parameters, sums, strict=True):
+        for parameter, total in pending.places.items():
             if (before := self._before.get(parameter)) is not None:
                 parameter.grad = before
                 if total is not before:
@@ -194,6 +203,33 @@ class Reducer:
                     sources.append(total)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def place(self, parameter: Holder) -> Tensor | None:
+        """The memory of a parameter's gradient if it has none yet, contiguous and with any values; None if it is in no
+        bucket."""
+        pending = self._of.get(parameter)
+        if pending is None:
+            return None
+        if pending.total is None:
+            self._lay_out(pending)
+        return pending.places[parameter]
+
+    def _lay_out(self, pending: _Pending) -> None:
+        """Make the memory of a bucket's gradients: that of those which are there already, if it is in one piece."""
+        parameters = pending.bucket.parameters
+        before = [self._before.get(parameter) for parameter in parameters]
+        pending.total = _side_by_side(before)
+        if pending.total is not None:
+            pending.places = {p: there for p, there in zip(parameters, before, strict=True) if there is not None}
+            return
+        sizes = [prod(parameter.shape) for parameter in parameters]
+        first = parameters[0]
+        pending.total = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        # detached: scripts may write to it, as to a gradient of autograd
+        pending.places = {
+            parameter: part.view(parameter.shape).detach()
+            for parameter, part in zip(parameters, pending.total.split(sizes), strict=True)
+        }
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Record that the gradient of a parameter is ready; stages call it in every backward, so it must be fast."""
@@ -230,47 +266,54 @@ class Reducer:
                 self._sum(pending, bucket.group)
                 return
             self._land(1)
-            total = bucket.unit.take_gradients()
-            self._flying.append((pending, total, *bucket.unit.scatter(total)))
+            self._flying.append((pending, bucket.unit.scatter(self._take(pending))))
 
     def _land(self, most: int) -> None:
         """Wait for sums of stretches until at most *most* are in flight: each holds the gradients of a whole unit."""
         while len(self._flying) > most:
-            pending, _, own, work = self._flying.popleft()
+            pending, scattered = self._flying.popleft()
             assert pending.bucket.unit is not None
-            if work is not None:
-                pending.bucket.unit.wait_for(work, "the sum of gradients")
+            own = pending.bucket.unit.sum_of(scattered)
             pending.own = own if pending.own is None else pending.own.add_(own)
 
+    def _take(self, pending: _Pending) -> Tensor:
+        """The gradients of a unit in one vector; its slots have none afterwards."""
+        total = self._total(pending)
+        pending.total, pending.places = None, {}
+        for slot in pending.bucket.parameters:
+            slot.grad = None
+        return total
+
     def _sum(self, pending: _Pending, group: dist.ProcessGroup) -> None:
-        parameters = [parameter for parameter in pending.bucket.parameters if isinstance(parameter, Parameter)]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            elif parameter.grad.is_sparse:
+        total = self._total(pending)
+        pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+    def _total(self, pending: _Pending) -> Tensor:
+        """The gradients of a bucket in one vector, with zeros where there are none."""
+        parameters = pending.bucket.parameters
+        only = parameters[0].grad if len(parameters) == 1 else None
+        if pending.total is None and only is not None and not only.is_sparse and only.is_contiguous():
+            pending.total, pending.places = only.view(-1), {parameters[0]: only}
+        if pending.total is None:
+            self._lay_out(pending)
+        assert pending.total is not None
+        targets, sources = [], []
+        for parameter, place in pending.places.items():
+            gradient = parameter.grad
+            if gradient is None:
+                place.zero_()
+            elif gradient.is_sparse:
                 raise UsageError(
                     f"bucket {pending.bucket.index}: sparse gradients cannot be summed over ranks; use dense"
                 )
-            elif not parameter.grad.is_contiguous():
-                parameter.grad = parameter.grad.contiguous()  # ranks must agree on the layout
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        before = [self._before.get(parameter) for parameter in parameters]
-        total = _side_by_side(before)
-        if total is not None:
-            pending.sums = [there for there in before if there is not None]
-            apart = [(there, new) for there, new in zip(pending.sums, gradients, strict=True) if there is not new]
-            if apart:
-                torch._foreach_copy_([there for there, _ in apart], [new for _, new in apart])
-        elif len(gradients) == 1:
-            total, pending.sums = gradients[0], gradients
-        else:
-            total = torch.cat([gradient.view(-1) for gradient in gradients])
-            sizes = [gradient.numel() for gradient in gradients]
-            pending.sums = [part.view(p.shape) for part, p in zip(total.split(sizes), parameters, strict=True)]
-            for parameter, view, there in zip(parameters, pending.sums, before, strict=True):
-                if there is None:
-                    parameter.grad = view.detach()  # to which scripts may write, as to a gradient of autograd
-        pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+            elif gradient is not place:
+                targets.append(place)
+                sources.append(gradient)
+            if parameter not in self._before:
+                parameter.grad = place
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return pending.total
 
     def _order(self) -> list[int]:
         return [bucket.index for bucket in self.buckets]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from whale.runtime.anomalies import run_checked
 from whale.runtime.derivative import laid_out
+from whale.runtime.gradients import GradientSink, TakesGradients
 from whale.runtime.local_program import Intervals, LocalCode, LocalGraph, LocalProgram, ShapeAndDtype
 from whale.runtime.random import RNGPosition, column_numbers, row_numbers
 
@@ -46,31 +47,6 @@ def _run(code: LocalCode, given: list[Any]) -> tuple[Any, ...]:
         return run_checked(code, given)
     found: tuple[Any, ...] = code.function(code.root, given)
     return found
-
-
-class GradientSink:
-    """Adds gradients to those of parameters, as autograd does, and calls ``ready`` with each parameter.
-
-    Args:
-        parameters: by the number of their placeholder.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor | None]) -> None:
-        self.parameters = parameters
-        self.ready: Callable[[Tensor], None] | None = None
-
-    def add(self, number: int, gradient: Tensor) -> None:
-        """Add a gradient, which nothing else reads."""
-        parameter = self.parameters[number]
-        assert parameter is not None
-        if not parameter.requires_grad:
-            return
-        if parameter.grad is None:  # scripts may write to it what autograd forbids for a view that was made without it
-            parameter.grad = gradient.detach() if gradient._is_view() else gradient
-        else:
-            parameter.grad.add_(gradient)
-        if self.ready is not None:
-            self.ready(parameter)
 
 
 def element_numbers(kind: str, what: tuple[Intervals, tuple[int, ...]], device: torch.device) -> Tensor:
@@ -145,7 +121,7 @@ class LocalStage:
         self._changed: dict[str, Tensor] = {}
         self._taken: dict[tuple[int, int], Tensor] = {}
         self._sinks: dict[int, GradientSink] = {}
-        self.on_gradient: Callable[[Tensor], None] | None = None
+        self.taker: TakesGradients | None = None
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -265,7 +241,7 @@ class LocalStage:
             takers = [self._tensors[holders[kind], what] if kind in holders else None for kind, what in sources]
             self._sinks[key] = GradientSink(takers)
         sink = self._sinks[key]
-        sink.ready = self.on_gradient
+        sink.taker = self.taker
         return sink
 
     def _nothing(self, shapes: Sequence[ShapeAndDtype]) -> tuple[Tensor, ...]:
