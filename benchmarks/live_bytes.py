@@ -32,6 +32,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, others: frozenset[int]) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.is_elsewhere = False
+        """Whether what is made now stands for tensors in another memory, and is not counted."""
         self._known: dict[int, Any] = {}
         for key, tensor in living().items():
             if key not in others:
@@ -44,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        size = storage.nbytes()
+        size = 0 if self.is_elsewhere else storage.nbytes()
 
         def gone(_: object) -> None:
             self.now -= size

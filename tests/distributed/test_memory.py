@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from whale.ir.state import StateSharding
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import peak_memory
 from whale.runtime.launch import World
+from whale.runtime.owned import HeldUnit
 
 STAGES = {"layers.0": stage(), "layers.1": stage()}
 EVERY = {"embed": stage(), "layers.0": stage(), "layers.1": stage(), "head": stage()}
@@ -46,6 +48,8 @@ def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optim
     whale.annotate(model, layout)
     module = whale.parallelize(model, batch, device="cpu", **options)
     del model
+    if "offload" in options:
+        others |= {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     update = torch.optim.AdamW(module.parameters()).step if optimizer == "adamw" else lambda: None
 
     def step() -> None:
@@ -53,8 +57,24 @@ def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optim
         update()
         module.zero_grad()
 
-    with LiveBytes(others) as live:
+    with LiveBytes(others) as live, not_counted(live):
         return peak_of(step, live)
+
+
+@contextmanager
+def not_counted(live: LiveBytes) -> Iterator[None]:
+    """Leave out what would be in the host's memory."""
+    make = HeldUnit._on_host
+
+    def on_host(unit: HeldUnit, size: int) -> torch.Tensor:
+        live.is_elsewhere = True
+        found = make(unit, size)
+        live.is_elsewhere = False
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeldUnit, "_on_host", on_host)
+        yield
 
 
 def plan_of(axis: str, shares: list[int]) -> dict[str, Any]:
@@ -102,6 +122,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         {"zero": 3, "micro_batches": 2, "recompute": "full", "precision": "bf16"},
         "adamw",
     ),
+    "state on the host": ({"": replicate()}, {"zero": 1, "offload": "state"}, "sgd"),
+    "state on the host, without other replicas": (STAGES, {"zero": 1, "micro_batches": 4, "offload": "state"}, "sgd"),
+    "parameters on the host, for a task": (STAGES, {"zero": 3, "micro_batches": 4, "offload": "state"}, "sgd"),
     "pipeline with two stages a rank, one of them computed again": (
         EVERY | {"layers.0": stage(recompute="full")},
         {"micro_batches": 2, "schedule": "interleaved"},
@@ -113,6 +136,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         "adamw",
     ),
 }
+
+
+def state_of(
+    zero: int = 0, state_shares: Sequence[float] = (), offload: str | None = None, **_: Any
+) -> StateSharding | None:
+    return StateSharding(zero, tuple(state_shares), on_host=offload is not None) if zero else None
 
 
 @pytest.mark.parametrize(("layout", "options", "optimizer"), CASES.values(), ids=CASES.keys())
@@ -129,7 +158,7 @@ def test_predicted_bytes_are_the_counted_ones(
         plan=plan,
         recompute=options.get("recompute", "none"),
         precision=options.get("precision"),
-        state=StateSharding(options["zero"], tuple(options.get("state_shares", ()))) if "zero" in options else None,
+        state=state_of(**options),
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)

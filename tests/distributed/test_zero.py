@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,6 +165,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("t5", "pp x dp", {"zero": 3, "micro_batches": 2, "recompute": "full", "schedule": "zero_bubble"}),
     ("mixture", "dp", {"zero": 3, "micro_batches": 2}),
     ("mixture", "dp x tp", {"zero": 1}),
+    ("gpt2", "pp x dp", {"offload": "state", "micro_batches": 2, "recompute": "full"}),
+    ("decoder", "dp x pp", {"zero": 3, "offload": "state", "micro_batches": 2, "schedule": "zero_bubble"}),
 ]
 
 
@@ -195,9 +198,9 @@ def apart(made: Any, reference: nn.Module) -> float:
     return max((whole[name] - x).abs().max().item() for name, x in reference.state_dict().items())
 
 
-def habits(world: World, zero: int) -> dict[str, float]:
+def habits(world: World | None, zero: int, **options: Any) -> dict[str, float]:
     """By how much a parallel and a local model differ after what scripts do."""
-    made, reference, batch = parallel(zero), decoder(layers=2), tokens()
+    made, reference, batch = parallel(zero, **options), decoder(layers=2), tokens()
     average: Any
     average, other = torch.optim.swa_utils.AveragedModel(made), torch.optim.swa_utils.AveragedModel(reference)
     own, plain = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (made, reference))
@@ -221,7 +224,7 @@ def habits(world: World, zero: int) -> dict[str, float]:
     own.zero_grad()
     made.train_step(**batch)
     own.step()
-    resumed = parallel(zero)
+    resumed = parallel(zero, **options)
     resumed.load_state_dict(state)
     again = torch.optim.SGD(resumed.parameters(), lr=0.1, momentum=0.9)
     again.load_state_dict(optimizer_state)
@@ -246,6 +249,37 @@ def habits(world: World, zero: int) -> dict[str, float]:
 def test_scripts_do_what_they_do_with_the_local_model(worlds: Worlds, zero: int) -> None:
     for found in worlds.run(2, habits, zero):
         assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=BOUND)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_scripts_of_one_process_with_the_state_on_the_host(zero: int) -> None:
+    found = habits(None, zero, offload="state")
+    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=BOUND)
+
+
+def test_scripts_of_two_ranks_with_the_state_on_the_host(worlds: Worlds) -> None:
+    for found in worlds.run(2, partial(habits, offload="state"), 2):
+        assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=BOUND)
+
+
+@pytest.mark.gpu
+def test_the_state_of_a_gpu_is_on_the_host() -> None:
+    torch.manual_seed(0)
+    model = decoder(layers=2).float()
+    reference = copy.deepcopy(model)
+    made = whale.parallelize(model, tokens(), zero=3, offload="state", timeout_seconds=30)
+    pairs = [(m, torch.optim.AdamW(m.parameters(), lr=0.01)) for m in (made, reference)]
+    for _ in range(3):
+        for m, optimizer in pairs:
+            optimizer.zero_grad()
+            m.train_step(**tokens()) if m is made else m(**tokens()).backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+            optimizer.step()
+    states = [x for state in pairs[0][1].state.values() for x in state.values()]
+    held = [*made.parameters(), *(p.grad for p in made.parameters() if p.grad is not None), *states]
+    whole = made.full_state_dict()
+    assert {x.device.type for x in held} == {"cpu"}
+    assert max((whole[n].cpu() - x).abs().max().item() for n, x in reference.state_dict().items()) <= 1e-5
 
 
 def lengths(world: World, zero: int, speeds: tuple[float, ...], rows: tuple[int, ...]) -> float:

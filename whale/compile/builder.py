@@ -147,12 +147,16 @@ class Builder:
             )
             for name, b in model.named_buffers()
         }
+        hosted = {name for unit in compilation.units if unit.on_host for name in unit.names}
+        places = {name: torch.device("cpu") if name in hosted else world.device for name in shards}
         if self.initial is None:
-            held = local_tensors(shards, world.rank, named, world.device)
+            held = local_tensors(shards, world.rank, named, places)
             held |= {name: b.to(world.device) for name, b in model.named_buffers()}
         else:
             own = {name: shard.parts[world.rank] for name, shard in shards.items() if world.rank in shard.parts}
-            tensors = self.initial.take({**own, **dict.fromkeys(buffers)}, world.device)
+            first = torch.device("cpu") if hosted else world.device
+            tensors = self.initial.take({**own, **dict.fromkeys(buffers)}, first)
+            tensors = {name: x.to(places.get(name, world.device)) for name, x in tensors.items()}
             held = {n: nn.Parameter(tensors[n], requires_grad=named[n].requires_grad) for n in own}
             held |= {name: tensors[name] for name in buffers}
         persistent = set(model.state_dict(keep_vars=True))

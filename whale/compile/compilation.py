@@ -206,7 +206,7 @@ class Compilation:
             placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
             for placed in (stage.stored, stage.sent):
                 placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())
-        order = f"{self.rows} {' '.join(map(str, self.order))} {self.reduces} {self.bucket_parameters}"
+        order = f"{self.rows} {' '.join(map(str, self.order))} {self.reduces} {self.bucket_parameters} {self.state}"
         return {
             "the captured model (its code, its sizes or the example batch)": "\n".join(graph),
             "its placement (annotations, cluster or options)": "\n".join(placements),

@@ -154,7 +154,8 @@ def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
                 local[rank] = compilation.local_parameters(rank)
             kinds = [local[rank][name] for name in names]
             shapes = tuple(kind.shape for kind in kinds)
-            found.append(Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype))
+            on_host = compilation.state is not None and compilation.state.on_host
+            found.append(Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype, on_host=on_host))
     return tuple(found)
 
 
@@ -462,9 +463,10 @@ def _warnings(assignment: Assignment, options: Options, report: Report, captured
 
 
 def local_tensors(
-    shards: Mapping[str, Shard], rank: int, whole: Mapping[str, Tensor], device: torch.device
+    shards: Mapping[str, Shard], rank: int, whole: Mapping[str, Tensor], places: Mapping[str, torch.device]
 ) -> dict[str, Tensor]:
-    """This rank's parameters, from the whole ones: the user's object if it is whole, else a copy of the shard."""
+    """This rank's parameters, each on its device, from the whole ones: the user's object if it is whole and there, else
+    a copy of the shard."""
     from whale.runtime.stage import part
 
     found: dict[str, Tensor] = {}
@@ -473,8 +475,9 @@ def local_tensors(
             continue
         source = whole[name]
         piece = part(source.detach(), shard.parts[rank])
-        if tuple(piece.shape) == tuple(source.shape):
+        if tuple(piece.shape) == tuple(source.shape) and source.device.type == places[name].type:
             found[name] = source
         else:
-            found[name] = nn.Parameter(piece.clone().contiguous(), requires_grad=source.requires_grad)
+            piece = piece.to(places[name], copy=True).contiguous()
+            found[name] = nn.Parameter(piece, requires_grad=source.requires_grad)
     return found

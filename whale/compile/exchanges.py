@@ -115,7 +115,7 @@ def sums_of_gradients(
         regions = [region for region, _ in ranks_of]
         for (region, _), ranks in ranks_of.items():
             together = tuple(sorted(set(ranks)))
-            if len(together) > 1:
+            if len(together) > 1 or (state is not None and state.on_host):
                 # Ranks that sum equal gradients apart, as of a norm beside split matrices, divide them alike if their
                 # buckets have nothing else.
                 apart = state is not None and regions.count(region) > 1
@@ -132,7 +132,8 @@ def sums_of_gradients(
         divided = [dict[str, Any]() for _ in buckets[key]]
         if state is not None:
             own = [stage for stage in stages if stage.index in sharing]
-            divided = _divided(parts, buckets[key], state, state.shares_of(together), own, len(rows))
+            shares = state.shares_of(together) if len(together) > 1 else (1.0,)
+            divided = _divided(parts, buckets[key], state, shares, own, len(rows))
         for bucket, options in zip(buckets[key], divided, strict=True):
             specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
             names.append(bucket)

@@ -31,6 +31,8 @@ class StateSharding:
             them; 3: parameters are gathered for each task that reads them, too, and freed after it.
         shares: of each rank of the launch, or of each rank that sums a gradient, in any unit; () are equal ones.
         align: where stretches end. With ``parameter`` an optimizer sees whole matrices.
+        on_host: whether each rank keeps its stretches, their gradients and optimizer states in the host's memory. A
+            rank that sums a gradient with no other owns all of it.
 
     Raises:
         UsageError: a field is not one of these.
@@ -39,6 +41,7 @@ class StateSharding:
     level: int
     shares: tuple[float, ...] = ()
     align: Align = "row"
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         if self.level not in (1, 2, 3):

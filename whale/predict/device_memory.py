@@ -117,6 +117,8 @@ def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedul
     level = 0 if compilation.state is None else compilation.state.level
     if level < 3 and any(rank in spec.ranks for spec in compilation.reduces):
         cures.append(f"zero={3 if level else 1}")
+    if compilation.state is None or not compilation.state.on_host:
+        cures.append('offload="state"')
     rows = compilation.rows[0]
     if rows > 1:
         smallest = next(n for n in range(2, rows + 1) if rows % n == 0)

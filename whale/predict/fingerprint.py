@@ -129,13 +129,14 @@ def _fingerprint(
         for edge in compilation.edges
         if own & {edge.source_stage, edge.target_stage}
     )
+    on_host = compilation.state is not None and compilation.state.on_host
     buckets = tuple(
         (
             known.number("bucket", spec.index),
             tuple(known.number("parameter", name) for name in names),
             tuple(known.number("stage", stage) for stage in spec.stages if stage in own),
             len(spec.ranks),
-            (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each) if spec.bounds else (),
+            (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each, on_host) if spec.bounds else (),
         )
         for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
         if rank in spec.ranks

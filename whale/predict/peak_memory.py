@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -70,7 +70,8 @@ class PeakMemory:
     """Peak memory of a rank by category, and the memory of the tasks of each of its stages.
 
     ``parameters`` includes buffers of the model, ``activations`` the batch and temporary buffers of operators,
-    ``buffers`` messages to and from other ranks. ``tasks`` and ``calls`` are by stage: bytes of a micro-batch, and the
+    ``buffers`` messages to and from other ranks. ``host`` bytes are in the host's memory: what a rank owns there, with
+    gradients and optimizer states. ``tasks`` and ``calls`` are by stage: bytes of a micro-batch, and the
     collectives that ``rank`` makes in the first one.
     """
 
@@ -82,10 +83,11 @@ class PeakMemory:
     buffers: int
     tasks: Mapping[int, TaskBytes]
     calls: Mapping[int, TaskCalls]
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """The bytes of the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
@@ -191,12 +193,13 @@ def _without_data(device: Device) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """Result of a dry run: bytes by category at the peak and after the last backward, those of each trained parameter,
-    and the memory and calls of the tasks of each stage."""
+    """Result of a dry run: bytes by category at the peak and after the last backward, those of each trained parameter
+    on the device and on the host, and the memory and calls of the tasks of each stage."""
 
     at_peak: Counter[str]
     after: Counter[str]
     sizes: tuple[int, ...]
+    on_host: tuple[int, ...]
     tasks: Mapping[int, TaskBytes]
     calls: Mapping[int, TaskCalls]
 
@@ -247,6 +250,7 @@ def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: 
         buffers=at_peak["buffers"] + at_peak["sums"],
         tasks=found.tasks,
         calls=found.calls,
+        host=(2 + costs.states) * sum(found.on_host) + costs.counter_bytes * len(found.on_host),
     )
 
 
@@ -357,8 +361,14 @@ class _Trial:
         self.tensors = {("parameter", name): parameter for name, parameter in self.parameters.items()}
         for unit in units:
             group = DryGroup("", unit.spec.ranks, [])
-            held = HeldUnit(unit, self.rank, {}, self.place, group, group, Failures(self.rank))
-            self.live.add(held.own, "parameters")
+            held = _DryUnit(unit, self.rank, {}, self.place, group, group, Failures(self.rank))
+            held.live = self.live
+            if not unit.on_host:
+                self.live.add(held.own, "parameters")
+            else:
+                self.live.leave_out(held.own)
+                for whole in held.kept_parameters():
+                    self.live.add(whole, "parameters")
             self.units.append(held)
             self.tensors["unit", unit.spec.index] = held
             self.tensors |= {("gradient", name): slot for name, slot in held.slots.items()}
@@ -491,11 +501,14 @@ class _Trial:
         if any(replay.failed for replay in self._replays):
             return None
         trained: list[Tensor] = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        trained += [parameter for held in self.units for parameter in held.parameters.values()]
+        there: list[Tensor] = []
+        for held in self.units:
+            (there if held.unit.on_host else trained).extend(held.parameters.values())
         return _Found(
             at_peak=self.live.at_peak.copy(),
             after=self.live.by_purpose.copy(),
             sizes=tuple(parameter.numel() * parameter.element_size() for parameter in trained),
+            on_host=tuple(parameter.numel() * parameter.element_size() for parameter in there),
             tasks=self.tasks(),
             calls=self.calls(),
         )
@@ -516,6 +529,18 @@ class _Trial:
             for kind, stage in calls
             if kind == "F"
         }
+
+
+class _DryUnit(HeldUnit):
+    """A unit whose tensors on the host have no data and are not counted."""
+
+    live: _Living | None = None
+
+    def _on_host(self, size: int) -> Tensor:
+        if self.live is None:
+            return self._empty(size)
+        with self.live.elsewhere():
+            return self._empty(size)
 
 
 class _Noting(tuple[Any, ...]):
@@ -560,6 +585,22 @@ class _Living(WithoutData):
         self._purpose: dict[int, str] = {}
         self._newest = 0
         self.log = Log()
+        self._elsewhere = False
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Do not count a tensor's storage: it is not on the device."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Leave out what is made meanwhile."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
 
     def begin_task(self) -> None:
         """Reset the peak of the previous task and its allocations."""
@@ -615,5 +656,5 @@ class _Living(WithoutData):
         if func is not torch.ops.prim.device.default:
             for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self.add(leaf)
+                    (self.leave_out if self._elsewhere else self.add)(leaf)
         return result

@@ -417,12 +417,12 @@ class Engine:
         receives = to is None or rank == to
         parts = list(gathered_parts(shard, size, to))
         if not parts and shard.parts.get(0 if to is None else to) == shard.whole:
-            return own.detach().clone() if own is not None and receives else None
+            return own.detach().to(self.world.device, copy=True) if own is not None and receives else None
         whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device) if receives else None
         for intervals, owner, ranks in parts:
             if rank not in ranks:
                 continue
-            piece = own.detach().contiguous() if own is not None and owner == rank else None
+            piece = own.detach().to(self.world.device).contiguous() if own is not None and owner == rank else None
             if piece is None:
                 assert whole is not None
                 piece = whole.new_empty([sum(b - a for a, b in dim) for dim in intervals])
@@ -528,7 +528,8 @@ class Engine:
             if shard.distinct()[shard.parts[self.world.rank]] != self.world.rank:
                 continue
             gradients.append(tensor.grad)
-        norms = [norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
+        found = torch._foreach_norm(gradients, norm_type) if gradients else ()
+        norms = [norm.to(self.world.device, torch.float64) for norm in found]
         terms = [norm if norm_type == torch.inf else norm**norm_type for norm in norms]
         stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=self.world.device), *terms])
         total = stacked.max() if norm_type == torch.inf else stacked.sum()

@@ -12,7 +12,7 @@ __all__ = ["GradientSink", "TakesGradients"]
 
 
 class TakesGradients(Protocol):
-    """What gradients are for, such as a sum over ranks."""
+    """A taker of gradients, such as a sum over ranks."""
 
     def place(self, parameter: Any) -> Tensor | None:
         """Memory for the gradient of a parameter that has none; None: any."""
@@ -22,11 +22,11 @@ class TakesGradients(Protocol):
 
 
 class GradientSink:
-    """Adds gradients to those of parameters, as autograd does; new ones are where *taker* wants them, and it is told.
+    """Adds gradients to those of parameters, as autograd does; new ones are where *taker* wants them.
 
     Args:
         parameters: by the number of their placeholder.
-        taker: knows the memory of gradients, and wants to know when they are made.
+        taker: knows the memory of gradients, and gets each that is made.
     """
 
     def __init__(self, parameters: Sequence[Any], taker: TakesGradients | None = None) -> None:

@@ -341,12 +341,12 @@ class ParallelModule(nn.Module):
         """
         norm = self._whale.engine.gradient_norm(norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for tensor in self._whale.engine.tensors.values():
             if tensor.grad is not None:
-                by_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
-        for dtype, gradients in by_dtype.items():  # a few kernels on a device, not one for each parameter
-            torch._foreach_mul_(gradients, scale.to(dtype))
+                alike.setdefault((tensor.grad.device, tensor.grad.dtype), []).append(tensor.grad)
+        for kind, gradients in alike.items():  # a few kernels on a device, not one for each parameter
+            torch._foreach_mul_(gradients, scale.to(*kind))
         return norm
 
     # What a module can do, and a parallel one cannot

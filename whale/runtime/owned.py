@@ -8,7 +8,9 @@ part of the whole buffer, so that nothing is held twice; else the whole is made 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -39,12 +41,14 @@ class Unit:
         names: of its parameters, which lie in it one after the other.
         shapes: of their parts on each of its ranks.
         dtype: of all of them.
+        on_host: whether the stretches, their gradients and optimizer states are in the host's memory.
     """
 
     spec: ReduceSpec
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    on_host: bool = False
 
     def places(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """Name, shape and place of each parameter."""
@@ -102,6 +106,7 @@ class _Arriving:
 
     whole: Tensor
     works: list[dist.Work]
+    copied: torch.cuda.Event | None = None
 
 
 class Scattered(NamedTuple):
@@ -142,7 +147,10 @@ class HeldUnit:
         first, last = self.bounds[self.position : self.position + 2]
         self.keeps_whole = unit.spec.gathers == "step"
         self._whole = self._empty(self.bounds[-1]) if self.keeps_whole else None
-        self.own = self._empty(last - first) if self._whole is None else self._whole[first:last]
+        if unit.on_host:
+            self.own = self._on_host(last - first)
+        else:
+            self.own = self._empty(last - first) if self._whole is None else self._whole[first:last]
         self.owned: dict[str, tuple[Tensor, Tensor]] = {}
         """Each parameter that the rank owns, and the elements of its stretch that are this parameter's."""
         rows = unit.rows(self.position)
@@ -163,6 +171,9 @@ class HeldUnit:
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.unit.dtype, device=self.device)
 
+    def _on_host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=self.unit.dtype, pin_memory=self.device.type == "cuda")
+
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Owned parameters, by name."""
@@ -182,10 +193,13 @@ class HeldUnit:
 
     def begin(self) -> None:
         """Start to gather the parameters for a step."""
-        if self._whole is None:
-            self._whole = self._with_own()
-            self._parameters = self._views(self._whole)
-        self._arriving = self._gathered(self._whole)
+        with self._copying():
+            if self._whole is None:
+                self._whole = self._empty(self.bounds[-1])
+                self._parameters = self._views(self._whole)
+            if not self.keeps_whole or self.unit.on_host:
+                self._put_own(self._whole)
+            self._arriving = self._gathered(self._whole)
 
     def kept_parameters(self) -> tuple[Tensor, ...]:
         """Wait for the parameters that are gathered for the step, and return them."""
@@ -203,21 +217,36 @@ class HeldUnit:
 
     def start(self) -> _Arriving:
         """Start to gather the parameters for a task."""
-        return self._gathered(self._with_own())
+        with self._copying():
+            whole = self._empty(self.bounds[-1])
+            self._put_own(whole)
+            return self._gathered(whole)
 
     def arrived(self, arriving: _Arriving) -> tuple[Tensor, ...]:
         """Wait for parameters, and return them."""
         self._wait(arriving)
         return self._views(arriving.whole)
 
-    def _with_own(self) -> Tensor:
-        whole = self._empty(self.bounds[-1])
-        whole[self.bounds[self.position] : self.bounds[self.position + 1]].copy_(self.own)
-        return whole
+    def _put_own(self, whole: Tensor) -> None:
+        own = whole[self.bounds[self.position] : self.bounds[self.position + 1]]
+        own.copy_(self.own, non_blocking=True)
+
+    def _copying(self) -> AbstractContextManager[Any]:
+        """Copies from the host run beside the computation."""
+        if not self.unit.on_host or self.device.type != "cuda":
+            return nullcontext()
+        stream = _copy_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(stream)
 
     def _gathered(self, whole: Tensor) -> _Arriving:
         with named(range_names.BUCKET_GATHER, self.unit.spec.index):
-            return _Arriving(whole, self._gather(whole))
+            works = self._gather(whole) if len(self._sizes) > 1 else []
+        copied = None
+        if self.unit.on_host and self.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        return _Arriving(whole, works, copied)
 
     def _gather(self, whole: Tensor) -> list[dist.Work]:
         if isinstance(self.group, DryGroup):
@@ -238,6 +267,10 @@ class HeldUnit:
     def _wait(self, arriving: _Arriving) -> None:
         for work in arriving.works:
             self.wait_for(work, "the parameters")
+        if arriving.copied is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(arriving.copied)
+            arriving.whole.record_stream(stream)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -251,6 +284,8 @@ class HeldUnit:
         On a processor each rank gets the terms of its stretch and adds them: gloo would sum all of the unit everywhere.
         """
         sizes, own = self._sizes, len(self.own)
+        if len(sizes) == 1:
+            return Scattered(total, total, None)
         received = total.new_empty(own * len(sizes) if self.device.type == "cpu" else own)
         if isinstance(self.sum_group, DryGroup):
             op = "all_to_all" if self.device.type == "cpu" else "reduce_scatter"
@@ -271,12 +306,25 @@ class HeldUnit:
         """Wait for the sum of this rank's stretch."""
         if scattered.work is not None:
             self.wait_for(scattered.work, "the sum of gradients")
-        if self.device.type != "cpu":
-            return scattered.received
-        return scattered.received.view(len(self._sizes), len(self.own)).sum(0)
+        found = scattered.received
+        if self.device.type == "cpu" and len(self._sizes) > 1:
+            found = found.view(len(self._sizes), len(self.own)).sum(0)
+        return self._on_host(len(found)).copy_(found, non_blocking=True) if self.unit.on_host else found
+
+    def added(self, sum: Tensor | None, other: Tensor) -> Tensor:
+        """The sum of a stretch with that of another micro-batch."""
+        if sum is None:
+            return other
+        self._arrive_on_host()
+        return sum.add_(other)
+
+    def _arrive_on_host(self) -> None:
+        if self.unit.on_host and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def add_gradients(self, own: Tensor) -> None:
         """Add the sums of this rank's stretch to the gradients of what it owns."""
+        self._arrive_on_host()
         offset = self.own.storage_offset()
         for tensor, elements in self.owned.values():
             gradient = own.as_strided(elements.shape, elements.stride(), elements.storage_offset() - offset)
@@ -299,6 +347,12 @@ class HeldUnit:
         made.slots = {n: GradientSlot(slot.shape, slot.dtype, slot.device) for n, slot in self.slots.items()}
         made.begin()
         return made
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies from the host, one for all units."""
+    return torch.cuda.Stream(device)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

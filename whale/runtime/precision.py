@@ -110,7 +110,9 @@ class LossScaler:
         result = step(self.scale)
         made = [x.grad for x in tensors if x.grad is not None]
         unlike = [(~gradient.isfinite()).any() for gradient in made]
-        overflow = torch.stack(unlike).any() if unlike else torch.zeros((), dtype=torch.bool)
+        overflow = (
+            torch.stack([x.to(unlike[0].device) for x in unlike]).any() if unlike else torch.zeros((), dtype=torch.bool)
+        )
         found = largest(torch.tensor(_SPOILED) if self._is_spoiled else overflow)
         with torch.no_grad():
             for x, earlier in zip(tensors, before, strict=True):

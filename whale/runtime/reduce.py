@@ -117,14 +117,14 @@ class Reducer:
         self._of = {
             parameter: pending
             for pending in self._pending
-            if pending.bucket.group is not None
+            if pending.bucket.group is not None or pending.bucket.unit is not None
             for parameter in pending.bucket.parameters
         }
         self._next = 0
         self._armed.clear()
         self._before.clear()
         for bucket in self.buckets:
-            if bucket.group is not None:
+            if bucket.group is not None or bucket.unit is not None:
                 for parameter in bucket.parameters:
                     if isinstance(parameter, GradientSlot):
                         parameter.grad = None
@@ -259,11 +259,11 @@ class Reducer:
 
     def _start(self, pending: _Pending) -> None:
         bucket = pending.bucket
-        if bucket.group is None:
+        if bucket.group is None and bucket.unit is None:
             return
         with torch.no_grad(), named(range_names.BUCKET_SUM, bucket.index):
             if bucket.unit is None:
-                self._sum(pending, bucket.group)
+                self._sum(pending)
                 return
             self._land(1)
             self._flying.append((pending, bucket.unit.scatter(self._take(pending))))
@@ -274,7 +274,7 @@ class Reducer:
             pending, scattered = self._flying.popleft()
             assert pending.bucket.unit is not None
             own = pending.bucket.unit.sum_of(scattered)
-            pending.own = own if pending.own is None else pending.own.add_(own)
+            pending.own = pending.bucket.unit.added(pending.own, own)
 
     def _take(self, pending: _Pending) -> Tensor:
         """The gradients of a unit in one vector; its slots have none afterwards."""
@@ -284,8 +284,8 @@ class Reducer:
             slot.grad = None
         return total
 
-    def _sum(self, pending: _Pending, group: dist.ProcessGroup) -> None:
-        total = self._total(pending)
+    def _sum(self, pending: _Pending) -> None:
+        total, group = self._total(pending), pending.bucket.group
         pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
     def _total(self, pending: _Pending) -> Tensor:
