@@ -70,7 +70,7 @@ def parallelize(
     zero: int = 0,
     state_shares: Sequence[float] | None = None,
     state_align: Align = "row",
-    offload: str | None = None,
+    offload: str | Sequence[str] | None = None,
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -124,11 +124,12 @@ def parallelize(
             owns more, whatever its share of the batch is. By default all own as much.
         state_align: ``row``: ranks own rows of parameters; ``parameter``: whole parameters, as optimizers need that
             compute with matrices, such as Muon.
-        offload: ``state``: what a rank owns of the parameters that are trained, their gradients and optimizer states
-            are in the host's memory, where the optimizer computes. Devices have parameters while steps run: all of them
-            with ``zero=1`` and 2, which are copied there once a step, or with ``zero=3`` those of a task and the next
-            ones. Ranks own what they sum no gradient of with others alone. Without zero it is 1. The model may be on
-            the CPU then, whatever the device is.
+        offload: ``state``, ``activations`` or a list of both: what is in the host's memory. ``activations``: what
+            forwards keep for backwards, copied there and back beside the computation. ``state``: what a rank owns of
+            trained parameters, their gradients and optimizer states; the optimizer computes there. Devices have
+            parameters while steps run: all of them with ``zero=1`` and 2, which are copied there once a step, or with
+            ``zero=3`` those of a task and the next ones. Ranks own what they sum no gradient of with others alone.
+            Without zero it is 1. The model may be on the CPU then, whatever the device is.
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -162,6 +163,7 @@ def parallelize(
         if why := name_of_unsupported(device):
             raise UsageError(f"device={device!r}: {why}; it can be 'cpu' or 'cuda'")
         check_choice("device", device, ("cpu", "cuda"))
+    offloads = _offloads(offload)
     automatic = plan == "auto"
     if isinstance(plan, (str, PathLike)):
         plan = None if automatic else Plan.load(plan)
@@ -178,7 +180,8 @@ def parallelize(
         compile=compile,
         recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
-        state=_state(zero, state_shares, state_align, offload),
+        state=_state(zero, state_shares, state_align, "state" in offloads),
+        offload_activations="activations" in offloads,
     )
     launch = describe(device)
     options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
@@ -216,7 +219,7 @@ def parallelize(
             "values that torch's seed gives: call torch.manual_seed with one seed on every rank"
         )
     check_hooks(model)
-    if offload is None or any(x.device.type != "cpu" for x in model.parameters()):
+    if "state" not in offloads or any(x.device.type != "cpu" for x in model.parameters()):
         _check_devices(model, launch.device)
     template = _meta_copy(model)
     if world is None and launch.size > 1 and (automatic or recompute == "auto" or described.names_hosts):
@@ -296,16 +299,23 @@ def parallelize(
     return module
 
 
-def _state(zero: int, shares: Sequence[float] | None, align: Align, offload: str | None) -> StateSharding | None:
+def _state(zero: int, shares: Sequence[float] | None, align: Align, on_host: bool) -> StateSharding | None:
     """How the state of parameters is divided, and where it is."""
-    if offload is not None:
-        check_choice("offload", offload, ("state",))
     if shares is not None:
         check_type("state_shares", shares, (list, tuple), "a list of numbers")
-    sharding = StateSharding(zero or 1, tuple(shares or ()), align, on_host=offload is not None)
-    if not zero and offload is None and (shares or align != "row"):
+    sharding = StateSharding(zero or 1, tuple(shares or ()), align, on_host=on_host)
+    if not zero and not on_host and (shares or align != "row"):
         raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
-    return sharding if zero or sharding.on_host else None
+    return sharding if zero or on_host else None
+
+
+def _offloads(offload: str | Sequence[str] | None) -> frozenset[str]:
+    """What is kept on the host."""
+    given = () if offload is None else (offload,) if isinstance(offload, str) else offload
+    check_type("offload", given, (list, tuple, set, frozenset), "'state', 'activations', or a list of them")
+    for each in given:
+        check_choice("offload", each, ("state", "activations"))
+    return frozenset(given)
 
 
 def _precision(given: str | None, device: torch.device) -> str | None:

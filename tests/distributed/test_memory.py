@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from whale.ir.plan import Plan
 from whale.ir.state import StateSharding
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import peak_memory
+from whale.runtime.host import copied_by
 from whale.runtime.launch import World
 from whale.runtime.owned import HeldUnit
 
@@ -48,7 +50,7 @@ def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optim
     whale.annotate(model, layout)
     module = whale.parallelize(model, batch, device="cpu", **options)
     del model
-    if "offload" in options:
+    if options.get("offload") == "state":
         others |= {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     update = torch.optim.AdamW(module.parameters()).step if optimizer == "adamw" else lambda: None
 
@@ -66,14 +68,14 @@ def not_counted(live: LiveBytes) -> Iterator[None]:
     """Leave out what would be in the host's memory."""
     make = HeldUnit._on_host
 
-    def on_host(unit: HeldUnit, size: int) -> torch.Tensor:
+    def elsewhere(make: Any, *of: Any) -> torch.Tensor:
         live.is_elsewhere = True
-        found = make(unit, size)
+        found: torch.Tensor = make(*of)
         live.is_elsewhere = False
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeldUnit, "_on_host", on_host)
+    with pytest.MonkeyPatch.context() as patch, copied_by(partial(elsewhere, torch.empty_like)):
+        patch.setattr(HeldUnit, "_on_host", lambda unit, size: elsewhere(make, unit, size))
         yield
 
 
@@ -125,6 +127,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "state on the host": ({"": replicate()}, {"zero": 1, "offload": "state"}, "sgd"),
     "state on the host, without other replicas": (STAGES, {"zero": 1, "micro_batches": 4, "offload": "state"}, "sgd"),
     "parameters on the host, for a task": (STAGES, {"zero": 3, "micro_batches": 4, "offload": "state"}, "sgd"),
+    "activations on the host": ({"": replicate()}, {"offload": "activations"}, "adamw"),
+    "activations of a pipeline on the host, layers computed again": (
+        STAGES,
+        {"micro_batches": 4, "schedule": "zero_bubble", "recompute": "full", "offload": "activations"},
+        "sgd",
+    ),
     "pipeline with two stages a rank, one of them computed again": (
         EVERY | {"layers.0": stage(recompute="full")},
         {"micro_batches": 2, "schedule": "interleaved"},
@@ -141,7 +149,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
 def state_of(
     zero: int = 0, state_shares: Sequence[float] = (), offload: str | None = None, **_: Any
 ) -> StateSharding | None:
-    return StateSharding(zero, tuple(state_shares), on_host=offload is not None) if zero else None
+    return StateSharding(zero, tuple(state_shares), on_host=offload == "state") if zero else None
 
 
 @pytest.mark.parametrize(("layout", "options", "optimizer"), CASES.values(), ids=CASES.keys())
@@ -159,6 +167,7 @@ def test_predicted_bytes_are_the_counted_ones(
         recompute=options.get("recompute", "none"),
         precision=options.get("precision"),
         state=state_of(**options),
+        offload_activations=options.get("offload") == "activations",
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)

@@ -40,7 +40,7 @@ EXIT_NOT_EQUAL = 1
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="As of parallelize [the plan's].")
 @click.option("--recompute", type=click.Choice(("auto", *RECOMPUTES)), help="As of parallelize [the plan's].")
 @click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="As of parallelize [0].")
-@click.option("--offload", type=click.Choice(["state"]), help="As of parallelize [nothing].")
+@click.option("--offload", type=click.Choice(["state", "activations"]), multiple=True, help="As of parallelize.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
 def verify(

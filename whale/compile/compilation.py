@@ -59,7 +59,8 @@ class Compilation:
 
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
     ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``state`` how the state of
-    parameters is divided, and ``units`` the buckets of which ranks own stretches.
+    parameters is divided, and ``units`` the buckets of which ranks own stretches;
+    ``offloads_activations`` says that forwards keep on the host what their backwards read.
     """
 
     traced: Traced
@@ -77,6 +78,7 @@ class Compilation:
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     state: StateSharding | None = None
     units: tuple[Unit, ...] = ()
+    offloads_activations: bool = False
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
     @property

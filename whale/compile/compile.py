@@ -49,7 +49,7 @@ class Options:
     ``precision`` is that of ``torch.autocast`` under which it computes. ``recompute`` says what backwards
     compute again, of all stages or of each, where neither the plan nor an annotation says it. ``compile`` asks for
     compiled kernels; ``state`` divides parameters, gradients and optimizer states; ``local_rows`` says that ranks bring
-    their own rows of a batch alone.
+    their own rows of a batch alone, ``offload_activations`` that forwards keep on the host what backwards read.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -64,6 +64,7 @@ class Options:
     compile: bool = False
     local_rows: bool = False
     state: StateSharding | None = None
+    offload_activations: bool = False
     plan: Plan | None = None
 
 
@@ -131,6 +132,7 @@ def compile_traced(
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
         state=options.state,
+        offloads_activations=options.offload_activations,
     )
     if stored is None:
         units = _units_of(found)

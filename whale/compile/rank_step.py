@@ -19,6 +19,7 @@ from whale.runtime.random import RNGPosition
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.gathering import gathered
 from whale.strategies.lowering import nothing_of
+from whale.strategies.offloading import offloaded
 
 __all__ = ["RankStage", "RankStep", "RankSums", "rank_step"]
 
@@ -123,6 +124,8 @@ def rank_step(
             programs = with_derivatives(captured, stage, rank, programs, device, in_parts=in_parts, layouts=layouts)
         if units and device is not None:
             programs = gathered(programs, units)
+        if compilation.offloads_activations and device is not None:
+            programs = offloaded(programs)
         stages.append(
             RankStage(
                 index=stage.index,

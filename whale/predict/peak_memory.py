@@ -36,6 +36,7 @@ from whale.predict.replay import Event, Log, Replay, marked
 from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
+from whale.runtime.host import copied_by
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
@@ -44,6 +45,7 @@ from whale.strategies.dry_run import TaskCalls, WithoutData
 from whale.strategies.folding import Fold
 from whale.strategies.fused import accelerated, fused
 from whale.strategies.gathering import gathered
+from whale.strategies.offloading import offloaded
 
 __all__ = ["Device", "Known", "PeakMemory", "TaskBytes", "brief_peak_memory", "peak_memory"]
 
@@ -261,7 +263,8 @@ def _splits(program: Program) -> bool:
 
 def _runs_graphs(compilation: Compilation, program: Program) -> bool:
     """Whether a dry run needs the graphs of backwards: autograd keeps other values."""
-    return _splits(program) or compilation.computes_again or bool(compilation.units)
+    is_kept = not compilation.computes_again and not compilation.offloads_activations
+    return _splits(program) or not is_kept or bool(compilation.units)
 
 
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
@@ -430,6 +433,8 @@ class _Trial:
             where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
             own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=_splits(program))
             own = gathered(own, data.units)
+            if self.compilation.offloads_activations:
+                own = offloaded(own)
             stages.append(replace(stage, programs=tuple(own)))
         return replace(data, stages=tuple(stages))
 
@@ -465,7 +470,7 @@ class _Trial:
                 programs = {id(program): accelerated(program) for program in stage.programs}
                 stage.programs = [programs[id(program)] for program in stage.programs]
         step.executor.programs[True] = self.noting
-        with warnings.catch_warnings(), self.live:
+        with warnings.catch_warnings(), copied_by(self._on_host), self.live:
             warnings.simplefilter("ignore")
             sums = [torch.empty(shape, dtype=dtype, device=self.place) for shape, dtype in data.sums.likes]
             for stage in step.stages:
@@ -473,6 +478,11 @@ class _Trial:
             step.executor.run(True)
             for stage in step.stages:
                 stage.finish()
+
+    def _on_host(self, like: Tensor) -> Tensor:
+        """Memory of the host for a tensor."""
+        with self.live.elsewhere():
+            return torch.empty_like(like)
 
     def _replay(self, fold: Fold) -> Replay:
         """The replay of the layers that a fold leaves out."""

@@ -1,0 +1,93 @@
+"""Tensors in the host's memory for a while: a forward puts there what its backward reads, which fetches it in time.
+
+Copies run on streams of their own, beside the computation: from a device with the first one, to it with the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["OnHost", "arrived", "copied_by", "fetch", "to_host"]
+
+
+@dataclass(eq=False)
+class OnHost:
+    """A tensor in the host's memory, and the event after which it is there."""
+
+    tensor: Tensor
+    device: torch.device
+    copied: Any = None
+
+
+@dataclass(eq=False)
+class Fetched:
+    """A tensor on its way to its device."""
+
+    tensor: Tensor
+    copied: Any = None
+
+
+def _blank(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+
+
+_blanks: list[Callable[[Tensor], Tensor]] = [_blank]
+
+
+@contextmanager
+def copied_by(blank: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Memory of the host is what *blank* gives for a tensor, as in a dry run."""
+    _blanks.append(blank)
+    try:
+        yield
+    finally:
+        _blanks.pop()
+
+
+@cache
+def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def to_host(x: Tensor) -> OnHost:
+    """Start to copy a tensor without gaps to the host; its memory on the device is free when that is done."""
+    found = _blanks[-1](x)
+    if not x.is_cuda:
+        return OnHost(found.copy_(x), x.device)
+    stream, copied = _stream(x.device, "to the host"), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        found.copy_(x, non_blocking=True)
+        copied.record()
+    x.record_stream(stream)
+    return OnHost(found, x.device, copied)
+
+
+def fetch(held: OnHost) -> Fetched:
+    """Start to copy it back."""
+    like, device = held.tensor, held.device
+    if device.type != "cuda":
+        return Fetched(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(like))
+    stream, copied = _stream(device, "to the device"), torch.cuda.Event()
+    stream.wait_event(held.copied)
+    with torch.cuda.stream(stream):
+        found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        found.copy_(like, non_blocking=True)
+        copied.record()
+    return Fetched(found, copied)
+
+
+def arrived(fetched: Fetched) -> Tensor:
+    """The tensor on its device: what is computed next waits for the copy."""
+    if fetched.copied is not None:
+        stream = torch.cuda.current_stream(fetched.tensor.device)
+        stream.wait_event(fetched.copied)
+        fetched.tensor.record_stream(stream)
+    return fetched.tensor
