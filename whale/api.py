@@ -310,7 +310,7 @@ def _state(zero: int, shares: Sequence[float] | None, align: Align, on_host: boo
 
 
 def _offloads(offload: str | Sequence[str] | None) -> frozenset[str]:
-    """What is kept on the host."""
+    """The words of what is kept on the host."""
     given = () if offload is None else (offload,) if isinstance(offload, str) else offload
     check_type("offload", given, (list, tuple, set, frozenset), "'state', 'activations', or a list of them")
     for each in given:

@@ -107,7 +107,10 @@ def test_views_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(loss, expected["loss"])
     assert torch.equal(output["hidden"], expected["hidden"])
     for name, parameter in local.named_parameters():
-        assert torch.equal(made.get_parameter(name).grad, parameter.grad)
+        own = made.get_parameter(name)
+        assert own.grad is not None
+        assert parameter.grad is not None
+        assert torch.equal(own.grad, parameter.grad)
 
 
 def test_other_words_are_refused() -> None:

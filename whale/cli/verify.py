@@ -49,7 +49,7 @@ def verify(
     batch_size: int | None,
     replicas: bool,
     as_json: bool,
-    **how: str | int | None,
+    **how: str | int | tuple[str, ...] | None,
 ) -> None:
     """Compare loss and every gradient of the parallel step with the local step.
 
