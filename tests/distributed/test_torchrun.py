@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,37 @@ def test_two_processes_meet_and_part_at_the_end_of_the_script(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     # Lines of two processes may run together in one pipe.
     assert sorted(re.findall(r"rank \d has [\d.]+\d", done.stdout)) == ["rank 0 has 3.0", "rank 1 has 3.0"]
+
+
+@pytest.mark.slow
+def test_after_a_killed_rank_two_agents_meet_again(tmp_path: Path) -> None:
+    """Each agent counts its own restarts: after the kill one of them counts none."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    agents = [
+        subprocess.Popen(
+            [*command, "--rdzv-id=two", "--local-addr=127.0.0.1", str(script), "kill"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        done = [agent.communicate(timeout=100) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(error for _, error in done)
+    assert sum(output.count("has 3.0") for output, _ in done) == 2
+    assert not any("WorkerError" in error for _, error in done)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from whale.errors import PlanMismatchError, UsageError, WorkerError
 from whale.runtime import launch
 from whale.runtime.launch import describe, finalize, groups, initialize
+from whale.runtime.session import session
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_ranks_that_did_not_start_are_named_within_the_timeout(
     monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore
 ) -> None:
     launched(monkeypatch, 1, 4, store.port)
-    store.set("whale/attempt/0/alive/2", "")
+    store.set("whale/hello/2", "a number")
     begin = time.monotonic()
     with pytest.raises(WorkerError, match=r"ranks \[0, 3\] of 4 did not start within 1 s"):
         initialize(1, device_type="cpu")
@@ -70,10 +72,21 @@ def test_ranks_that_did_not_start_are_named_within_the_timeout(
 def test_what_an_earlier_attempt_left_in_the_store_does_not_count(
     monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore
 ) -> None:
-    store.set("whale/attempt/0/alive/1", "")
-    launched(monkeypatch, 0, 2, store.port, attempt=1)
+    store.set("whale/hello/1", "an old number")
+    launched(monkeypatch, 0, 2, store.port)
     with pytest.raises(WorkerError, match="rank 1 of 2 did not start"):
         initialize(1, device_type="cpu")
+
+
+def test_ranks_whose_launchers_count_other_attempts_meet_in_one_session(store: dist.TCPStore) -> None:
+    """Twice, with one store: the second session knows nothing of the first."""
+    names = []
+    for _ in range(2):
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda rank: session(store.clone(), rank, 4, 20, 20), range(4)))
+        assert len(set(found)) == 1
+        names.append(found[0])
+    assert names[0] != names[1]
 
 
 def test_no_store_at_the_address_names_the_address(monkeypatch: pytest.MonkeyPatch, store: dist.TCPStore) -> None:
@@ -267,8 +280,8 @@ def test_ranks_on_gpus_join_nccl_with_their_devices_and_are_supervised(
 ) -> None:
     launched(monkeypatch, 0, 2, store.port)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    store.set("whale/attempt/0/alive/1", "")
-    store.set("whale/attempt/0/devices/1", "NVIDIA L4 GPU-1 of node0")
+    store.set("whale/session/one/devices/1", "NVIDIA L4 GPU-1 of node0")
+    monkeypatch.setattr(launch, "session", lambda *given: "one")
     joined: list[dict[str, Any]] = []
     current: list[torch.device] = []
     monkeypatch.setattr(launch, "_identity", lambda device: "NVIDIA L4 GPU-0 of node0")

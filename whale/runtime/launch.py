@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from whale.errors import PlanMismatchError, UsageError, WorkerError
 from whale.runtime.failure import Failures
+from whale.runtime.session import session
 from whale.runtime.supervision import Supervisor
 from whale.runtime.warn import warn
 
@@ -128,8 +129,8 @@ def initialize(
 ) -> World:
     """Join the processes of a launch; a process that nothing launched is a world of one.
 
-    All keys in the store have a prefix for the restart attempt, because the keys of a killed attempt would make the
-    next one fail. If this process has already joined, here or in the user's script, its existing process groups are
+    All keys in the store have a prefix for the session, because the keys of a killed attempt would make the next one
+    fail. If this process has already joined, here or in the user's script, its existing process groups are
     used.
 
     Args:
@@ -160,7 +161,10 @@ def initialize(
     joined = dist.is_initialized()
     # A connection of its own: a long wait for a message would hold up torch's use of the script's store.
     store: Any = dist.distributed_c10d._get_default_store().clone() if joined else _store(rank, timeout)  # type: ignore[attr-defined]
-    prefix = f"whale/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if not joined:
+        left = max(1.0, timeout_seconds - (time.monotonic() - begin))
+        _joined[:] = [session(store, rank, size, left, timeout_seconds)]
+    prefix = f"whale/session/{_joined[0] if _joined else _attempt()}"
     shared = dist.PrefixStore(prefix, store)
     failures = Failures(rank, shared, timeout_seconds)
     supervisor = None
@@ -178,8 +182,6 @@ def initialize(
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not joined:
-        _wait_for_all(shared, rank, size, max(1.0, timeout_seconds - (time.monotonic() - begin)), timeout_seconds)
     if device.type == "cuda" and not _shares_gpu():
         _check_devices_apart(shared, rank, size, device, timeout)
     if joined:
@@ -202,6 +204,15 @@ def initialize(
     # A gloo thread that releases a tensor after the interpreter has exited aborts the process.
     atexit.register(partial(_leave, world))
     return world
+
+
+_joined: list[str] = []
+"""The session of this process, if it has joined a launch here."""
+
+
+def _attempt() -> str:
+    """A name of the attempt in which a script has made process groups, which know no session."""
+    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 SHARE_GPU = "WHALE_SHARE_GPU"
@@ -340,6 +351,7 @@ def finalize() -> None:
     """Leave the launch; a no-op if nothing was joined."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    _joined.clear()
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -447,20 +459,3 @@ def first_host(hosts: str) -> str:
     ('rack1-node03', 'gpu7', 'a1b10-ib')
     """
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", hosts).split(",")[0]
-
-
-def _wait_for_all(store: dist.Store, rank: int, size: int, seconds: float, timeout_seconds: float) -> None:
-    keys = {other: f"alive/{other}" for other in range(size)}
-    with contextlib.suppress(RuntimeError):
-        store.set(keys[rank], "")
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-        return
-    try:
-        missing = [other for other, key in keys.items() if not store.check([key])]
-    except RuntimeError as error:
-        raise WorkerError(f"rank {rank} lost the store while it waited for {size} ranks to start: {error}") from error
-    if missing:
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
-        raise WorkerError(
-            f"{who} of {size} did not start within {timeout_seconds:g} s; look at the output of that process"
-        )
