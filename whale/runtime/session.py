@@ -85,7 +85,7 @@ def _waited(store: dist.Store, key: str, end: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=max(0.01, end - time.monotonic())))
     except dist.DistStoreError:
-        return store.check([key])
+        return bool(store.check([key]))
     return True
 
 
