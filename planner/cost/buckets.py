@@ -1,43 +1,86 @@
 """Messages of a gradient reduction: buckets of parameters, and larger parameters by themselves.
 
-The same rule as `whale.runtime.reduce.bucketize`, for layers of a profile.
+The size of a bucket, which compiler, cost model and search read here, and the number of buckets of a profile's layers,
+by the same rule as `whale.runtime.reduce.bucketize`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
+from whale.errors import UsageError
 from whale.ir.profile import LayerKind
 from whale.ir.program import BUCKET_BYTES
 from whale.planner.cost.layers import variant_of
+from whale.planner.network.communication import collective
+from whale.planner.network.topology import Topology
 
-__all__ = ["REPEATS", "num_buckets", "num_buckets_of"]
+__all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "num_buckets", "num_buckets_of"]
+
+LARGEST_BUCKET_BYTES = 64 * 2**20
+"""Beyond it the last bucket, which no backward hides, and the memory of those in flight cost more than is saved."""
+
+TRANSFERS = 4
+"""Seconds of transfer for each second of latency: a sum takes at most a quarter longer than its bytes."""
 
 REPEATS = 8
-"""Layers in a row over which buckets are counted: those of small layers hold parameters of several."""
+"""Layers in a row over which buckets are counted, or buckets of small layers, which hold parameters of several."""
+MOST_REPEATS = 1024
+"""Layers so small that eight buckets hold as many fill them, except for a negligible part."""
 
 
-def num_buckets(sizes: Sequence[float], capacity: float = BUCKET_BYTES) -> float:
+def bucket_bytes(topology: Topology, ranks: Sequence[int]) -> int:
+    """Return the bytes of a bucket that these ranks sum: their latency times their bandwidth, four times, as a power of
+    two from `BUCKET_BYTES` to `LARGEST_BUCKET_BYTES`.
+
+    A smaller one would spend its time on latencies; a larger one would start later, and its end is exposed. Both
+    figures are those of the cost of an all-reduce. Measured curves of a profile are not asked: all ranks of a launch
+    know the cluster, but not the profile.
+
+    >>> from whale.ir.cluster import Cluster, Link
+    >>> from whale.planner.catalog import device_types
+    >>> a100, slow = device_types()["A100-SXM4-80GB"], Link(bandwidth=3e9, latency=3e-5)
+    >>> topology = Topology.of(Cluster.homogeneous(16, a100, num_devices_per_node=8, intra=a100.intra_node, inter=slow))
+    >>> [bucket_bytes(topology, ranks) // 2**20 for ranks in (range(8), range(16))]
+    [32, 4]
+    """
+    try:
+        latency = collective(topology, "all_reduce", ranks, 1).latency
+        seconds = collective(topology, "all_reduce", ranks, LARGEST_BUCKET_BYTES).transfer
+    except UsageError:  # the cluster does not know these links
+        return BUCKET_BYTES
+    size = BUCKET_BYTES
+    while size < LARGEST_BUCKET_BYTES and size * seconds / LARGEST_BUCKET_BYTES < TRANSFERS * latency:
+        size *= 2
+    return size
+
+
+def num_buckets(sizes: Sequence[float], capacity: float) -> float:
     """Return the number of buckets for each of many equal layers with parameters of these *sizes*.
 
     >>> num_buckets([3, 1, 1, 1], capacity=4), num_buckets([1], capacity=4), num_buckets([9, 1], capacity=4)
     (2.0, 0.25, 2.0)
     """
+    total = sum(sizes)
+    if total * MOST_REPEATS <= REPEATS * capacity:
+        return total / capacity
+    repeats = REPEATS * ceil(max(1.0, capacity / total))
     num, held = 0, capacity
-    for size in [*reversed(sizes)] * REPEATS:
+    for size in [*reversed(sizes)] * repeats:
         if held + size > capacity:
             num, held = num + 1, 0.0
         held += size
-    return num / REPEATS
+    return num / repeats
 
 
-def num_buckets_of(kind: LayerKind, tensor_degree: int, element_bytes: float) -> float:
-    """Return the number of buckets of a layer, at a degree that the profile has and with *element_bytes* for each of
-    its elements; without the sizes of its parameters as few as the largest allows."""
+def num_buckets_of(kind: LayerKind, tensor_degree: int, element_bytes: float, capacity: float) -> float:
+    """Return the number of buckets of *capacity* bytes of a layer, at a degree that the profile has and with
+    *element_bytes* for each of its elements; without the sizes of its parameters as few as the largest allows."""
     if not kind.variants:
-        return (kind.parameters or 0.0) / tensor_degree * element_bytes / BUCKET_BYTES
+        return (kind.parameters or 0.0) / tensor_degree * element_bytes / capacity
     variant = variant_of(kind, tensor_degree)
     if variant.sizes:
-        return num_buckets([size * element_bytes for size in variant.sizes])
+        return num_buckets([size * element_bytes for size in variant.sizes], capacity)
     largest = variant.largest or variant.parameters
-    return variant.parameters * element_bytes / max(BUCKET_BYTES, largest * element_bytes)
+    return variant.parameters * element_bytes / max(capacity, largest * element_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Literal, NamedTuple
 
 from whale.errors import InfeasibleError, UsageError
@@ -27,6 +28,7 @@ __all__ = [
     "SUMMED_BYTES",
     "Largest",
     "StateBytes",
+    "communicator_bytes",
     "framework_bytes",
     "gradient_bytes",
     "kept_bytes",
@@ -50,7 +52,17 @@ FRAMEWORK_BYTES = 1.0e9
 COMMUNICATION_BYTES, COMMUNICATION_BYTES_PER_MULTIPROCESSOR = 2.3e9, 29e6
 """Additional bytes with communication: NCCL's channels, each a block on a multiprocessor with buffers for every peer
 and protocol, for every group; at least the bytes without communication. From the peaks of Sailor's runs, which are
-those of the device, rounded up: 2.0 GB on RTX-3090 (82 multiprocessors), 3.8 GB on GH200 (132)."""
+those of the device, rounded up: 2.0 GB on RTX-3090 (82 multiprocessors), 3.8 GB on GH200 (132). That of a step with
+many groups is counted (`communicator_bytes`)."""
+
+CHANNEL_BANDWIDTH, FEWEST_CHANNELS, MOST_CHANNELS = 12.5e9, 2, 32
+"""Bytes per second for which NCCL makes a channel: 24 of them for the 300 GB/s of an A100 (NVIDIA/nccl issue 1225), 32
+on H100 (issue 1685), where they end; two for PCIe 3 and for an adapter."""
+PAIR_CHANNEL_BYTES, CHANNEL_BYTES = 544e6 / 24, 688e6 / 24
+"""Bytes of a channel of a communicator of two ranks, and of more, once they have summed: a group of A100 takes 544 and
+688 MB (NVIDIA/nccl issue 964). They grow with the channels and not with the ranks (issue 986)."""
+MESSAGE_CHANNEL_BYTES = 14.6e6
+"""Bytes of a channel to a rank that sends or receives messages: 3.28 GB for seven peers on H100 (issue 1685)."""
 
 FRAGMENTATION = 0.15
 """Overhead of the caching allocator relative to live activations: free blocks that are too small. From Sailor's runs of
@@ -98,15 +110,32 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def framework_bytes(device: DeviceType, num_devices: int) -> float:
+def communicator_bytes(bandwidth: float, num_ranks: int, num_peers: int = 0) -> float:
+    """Bytes that a communicator of NCCL takes on each of its ranks.
+
+    Args:
+        bandwidth: bytes per second of the slowest link among the ranks.
+        num_ranks: more than one.
+        num_peers: with how many of them the rank exchanges messages; 0: it has collectives.
+
+    >>> [round(communicator_bytes(300e9, ranks) / 1e6) for ranks in (2, 8)]
+    [544, 688]
+    """
+    channels = min(MOST_CHANNELS, max(FEWEST_CHANNELS, ceil(bandwidth / CHANNEL_BANDWIDTH)))
+    if num_peers:
+        return channels * num_peers * MESSAGE_CHANNEL_BYTES
+    return channels * (PAIR_CHANNEL_BYTES if num_ranks == 2 else CHANNEL_BYTES)
+
+
+def framework_bytes(device: DeviceType, num_devices: int, communicators: float = 0.0) -> float:
     """Bytes of a process on its device before any tensor, alone or with communication: an accelerator's driver and
-    NCCL. Processors have neither."""
+    NCCL, whose *communicators* are counted if they are more than is usual. Processors have neither."""
     if device.is_processor:
         return 0.0
     if num_devices == 1:
         return FRAMEWORK_BYTES
     channels = COMMUNICATION_BYTES_PER_MULTIPROCESSOR * silicon_of(device).multiprocessors
-    return FRAMEWORK_BYTES + max(COMMUNICATION_BYTES, channels)
+    return FRAMEWORK_BYTES + max(COMMUNICATION_BYTES, channels, communicators)
 
 
 def refuse_tiny(devices: Iterable[Device], num_devices: int) -> None:

@@ -353,7 +353,7 @@ class PlanCost:
         prices, stage = self.prices, self.stages[index]
         ruled = prices.under(stage.recompute)
         largest = max(sums, key=lambda one: one.seconds)
-        message = prices.message_bytes(largest.bytes, largest.num_alike, stage.layers)
+        message = prices.message_bytes(largest.group, largest.bytes, largest.num_alike, stage.layers)
         beside = prices.beside(largest.group, largest.num_alike, message)
         slowest = max(range(len(self.kinds[index])), key=lambda place: self.costs[index][place].backward)
         kind, backward = self.kinds[index][slowest], self.costs[index][slowest].backward * last_share

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.buckets import num_buckets_of
+from whale.planner.cost.buckets import bucket_bytes, num_buckets_of
 from whale.planner.cost.layer_cost import LayerCosts, LayerMemo
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
@@ -141,6 +141,7 @@ class Memo(LayerMemo):
         self.collectives: dict[Any, float] = {}
         self.hops: dict[Any, Hop] = {}
         self.besides: dict[Any, Beside] = {}
+        self.buckets: dict[Shape, int] = {}
 
     def begin(self, *of: Any) -> Memo:
         """Itself, emptied if it has prices of something else."""
@@ -165,7 +166,7 @@ class CostModel(LayerCosts):
     _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
     _known: dict[tuple[tuple[int, ...], int, int, int], TensorGroup] = field(default_factory=dict, init=False)
     _within: dict[tuple[int, tuple[int, ...], int, int], TensorGroup] = field(default_factory=dict, init=False)
-    _messages: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)
+    _messages: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
     _shapes: dict[tuple[int, ...], Shape] = field(default_factory=dict, init=False)
     _sharings: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict, init=False)
@@ -205,7 +206,12 @@ class CostModel(LayerCosts):
     @cached_property
     def topology(self) -> Topology:
         """The links of the cluster, with the curves of the profile."""
-        return Topology.of(self.cluster, self.profile.links)
+        return Topology.of(self.cluster, self.profile.links) if self.profile.links else self.described
+
+    @cached_property
+    def described(self) -> Topology:
+        """The links of the cluster without any curve, as the ranks of a launch know them."""
+        return Topology.of(self.cluster)
 
     @cached_property
     def num_of_types(self) -> dict[DeviceType, int]:
@@ -492,31 +498,38 @@ class CostModel(LayerCosts):
         messages, one after the other."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
-        message = self.message_bytes(num_bytes, degree, layers)
+        message = self.message_bytes(ranks, num_bytes, degree, layers)
         return num_bytes / message * self.over("all_reduce", ranks, degree, message)
 
-    def message_bytes(self, num_bytes: float, degree: int, layers: Iterable[int] | None = None) -> float:
-        """Bytes of a message of a gradient reduction, on average: a bucket, or a larger parameter; in other stacks all
-        gradients."""
+    def message_bytes(
+        self, ranks: Sequence[int], num_bytes: float, degree: int, layers: Iterable[int] | None = None
+    ) -> float:
+        """Bytes of a message of a gradient reduction over *ranks*, on average: a bucket, or a larger parameter; in
+        other stacks all gradients."""
         if not self.runs:
             return num_bytes
+        shape = self.shape(ranks)
+        if shape not in self.memo.buckets:
+            self.memo.buckets[shape] = bucket_bytes(self.described, ranks)
+        capacity = self.memo.buckets[shape]
         kinds = self._counts if layers is None else Counter(self.profile.layers[index] for index in layers)
         whole = messages = 0.0
         for kind, count in kinds.items():
-            size, num = self._messages_of(kind, degree)
+            size, num = self._messages_of(kind, degree, capacity)
             whole, messages = whole + count * size, messages + count * num
         return min(num_bytes, whole / max(1.0, messages)) if whole else num_bytes
 
-    def _messages_of(self, kind: int, degree: int) -> tuple[float, float]:
+    def _messages_of(self, kind: int, degree: int, capacity: int) -> tuple[float, float]:
         """Bytes of the gradients of a layer of a kind on one of *degree* devices, and the number of their messages."""
-        if (kind, degree) not in self._messages:
+        key = (kind, degree, capacity)
+        if key not in self._messages:
             known = self.tensor_degrees[0]
             size = known / degree * self.gradient_bytes
-            self._messages[kind, degree] = (
+            self._messages[key] = (
                 sum(self.parameters_of(kind, known)) * size,
-                num_buckets_of(self.profile.kinds[kind], known, size),
+                num_buckets_of(self.profile.kinds[kind], known, size, capacity),
             )
-        return self._messages[kind, degree]
+        return self._messages[key]
 
     def beside(self, ranks: Sequence[int], num_alike: int, num_bytes: float) -> Beside:
         """How the last backward and a message of gradients over a data group slow each other: as measured, else as

@@ -436,9 +436,8 @@ class CostTable(ReplicaTable):
                 whole = self._summed(self.dense_group(mesh), 1, dense)
                 parts = self._summed(data_group, mesh.expert, experts)
                 message, upto = max(whole[0], parts[0]), whole[1] + parts[1]
-            size = self.prices.message_bytes(
-                max(1.0, float(dense[-1] + experts[-1]) * self.prices.gradient_bytes), mesh.size
-            )
+            whole_bytes = max(1.0, float(dense[-1] + experts[-1]) * self.prices.gradient_bytes)
+            size = self.prices.message_bytes(data_group, whole_bytes, mesh.size)
             beside = self.prices.beside(data_group, mesh.size, size)
             self._gradient_sums[mesh] = GradientSums(message, upto, beside)
         return self._gradient_sums[mesh]
@@ -462,6 +461,6 @@ class CostTable(ReplicaTable):
         much = float(size[-1])
         if len(ranks) < 2 or not much:
             return 0.0, np.zeros(len(size))
-        message = self.prices.message_bytes(much, num_alike)
+        message = self.prices.message_bytes(ranks, much, num_alike)
         seconds = self.prices.all_reduce(ranks, num_alike, much)
         return self.prices.over("all_reduce", ranks, num_alike, message), seconds / much * size

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 import whale
 from tests.distributed.harness import Ranks
 from tests.torch_functions import error_of
+from whale.compile import kernels
 from whale.runtime.launch import World
-from whale.strategies import segments
 
 LAYERS = 6
 
@@ -53,15 +53,30 @@ def errors(annotations: dict[str, Any], **options: Any) -> float:
 def test_equal_layers_share_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[fx.GraphModule] = []
 
-    def note(self: segments.Segments, graph: fx.GraphModule) -> Callable[..., Any]:
+    def note(graph: fx.GraphModule) -> Callable[..., Any]:
         made.append(graph)
         return graph
 
-    monkeypatch.setattr(torch, "compile", lambda graph, **options: note(None, graph))  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "Kernel", note)
     assert errors({}) == 0.0  # the same operators in the same order
     calls = [sum(node.op == "call_function" for node in graph.graph.nodes) for graph in made]
     assert 2 <= len(made) <= 6, calls  # forward and backward: the first layer, those in the middle, the last
     assert min(calls) >= 3
+
+
+def test_a_function_computes_the_same_for_operands_in_another_layout() -> None:
+    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.ops.aten.mm.default(x, weight)
+        return y, torch.ops.aten.tanh.default(y)
+
+    graph = fx.symbolic_trace(run)
+    kernel, x, weight = kernels.Kernel(graph), torch.randn(4, 8).double(), nn.Parameter(torch.randn(8, 6).double())
+    across = torch.randn(8, 4).double().t()
+    with torch.no_grad():
+        for given in (x, across, x):
+            for found, expected in zip(kernel(given, weight), run(given, weight), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+                assert not found.requires_grad
 
 
 def errors_of_two(world: World) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import torch
@@ -199,5 +200,6 @@ def test_many_numbers_of_rows_take_what_each_takes_by_itself() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_buckets_of_layers_are_those_of_the_runtime(sizes: list[int]) -> None:
-    made = bucketize([Parameter(torch.empty(size, device="meta")) for size in sizes * REPEATS], capacity_bytes=4 * 8)
-    assert num_buckets(sizes, capacity=8) == len(made) / REPEATS
+    layers = sizes * (repeats := REPEATS * ceil(max(1, 8 / sum(sizes))))
+    made = bucketize([Parameter(torch.empty(size, device="meta")) for size in layers], capacity_bytes=4 * 8)
+    assert num_buckets(sizes, capacity=8) == len(made) / repeats

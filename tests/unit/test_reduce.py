@@ -271,6 +271,6 @@ def test_buckets_are_cut_by_size_from_the_last_parameter_and_leave_frozen_ones_o
     expected = [(e,), (d,), (c, a)]
     buckets = bucketize([a, b, c, d, e], capacity_bytes=20)
     assert [[id(p) for p in one] for one in buckets] == [[id(p) for p in one] for one in expected]
-    assert bucketize([]) == []
+    assert bucketize([], capacity_bytes=20) == []
     half = Parameter(torch.ones(1, dtype=torch.float16))
-    assert [len(one) for one in bucketize([a, half, c])] == [1, 1, 1]
+    assert [len(one) for one in bucketize([a, half, c], capacity_bytes=20)] == [1, 1, 1]

@@ -16,7 +16,7 @@ from whale.ir.check import CollectiveCall
 from whale.ir.program import Direction, Edge, StageSpec
 from whale.runtime.launch import families
 
-__all__ = ["PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
+__all__ = ["DIRECTIONS", "PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
 
 PURPOSES = ("inside stages", "sums of gradients", "gathers of parameters", "forward", "backward")
 """Uses of process groups that must not wait for each other, in the order in which groups are made."""

@@ -22,6 +22,7 @@ from whale.graph.capture_checks import is_checkpointed
 from whale.graph.partition import Partition
 from whale.graph.values import Value, needs_grad, value_name, value_shape, value_tensor
 from whale.ir.check import check_programs
+from whale.ir.cluster import Cluster
 from whale.ir.placement import Placement, Segment
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
 from whale.ir.schedule import Order, peak_in_flight
@@ -64,6 +65,7 @@ class Compilation:
     """
 
     traced: Traced
+    cluster: Cluster
     partition: Partition
     assignment: Assignment
     stages: tuple[PlacedStage, ...]

@@ -115,11 +115,12 @@ def compile_traced(
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
     if options.state is not None:
-        groups = dict.fromkeys(spec.ranks for spec in sums_of_gradients(captured, stages, rows)[0])
+        groups = dict.fromkeys(spec.ranks for spec in sums_of_gradients(captured, stages, rows, cluster)[0])
         options.state.check_shares(groups, len(cluster.devices))
-    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, options.state)
+    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, cluster, options.state)
     found = Compilation(
         traced=traced,
+        cluster=cluster,
         partition=cut,
         assignment=assignment,
         stages=stages,

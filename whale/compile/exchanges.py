@@ -14,8 +14,11 @@ from torch import nn
 
 from whale.graph.capture import Captured
 from whale.graph.values import Value, needs_grad, value_name, value_tensor
+from whale.ir.cluster import Cluster
 from whale.ir.program import Edge, Gathers, ReduceSpec
 from whale.ir.state import StateSharding, stretches
+from whale.planner.cost.buckets import bucket_bytes
+from whale.planner.network.topology import Topology
 from whale.runtime.reduce import bucketize
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage, nothing_of
@@ -83,7 +86,11 @@ class _Part(NamedTuple):
 
 
 def sums_of_gradients(
-    captured: Captured, stages: Sequence[PlacedStage], rows: Sequence[int], state: StateSharding | None = None
+    captured: Captured,
+    stages: Sequence[PlacedStage],
+    rows: Sequence[int],
+    cluster: Cluster,
+    state: StateSharding | None = None,
 ) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
     """The gradient reductions: over replicas of a stage, and over stages that share a parameter.
 
@@ -91,6 +98,7 @@ def sums_of_gradients(
         captured: the model.
         stages: all of it.
         rows: of the batch in each micro-batch.
+        cluster: whose links say how large buckets are.
         state: how ranks divide the state of what they sum; None: all have all.
 
     Returns:
@@ -122,13 +130,18 @@ def sums_of_gradients(
                 groups.setdefault((together, sharing, apart), []).append(_Part(name, region_shape(region), dtype))
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
-    buckets: dict[tuple[_Part, ...], list[tuple[str, ...]]] = {}
+    buckets: dict[tuple[int, tuple[_Part, ...]], list[tuple[str, ...]]] = {}
+    topology = Topology.of(cluster)
+    capacities: dict[Any, int] = {}
     # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
     # launched first they would keep that stage's own buckets from overlapping that backward.
     for (together, sharing, _), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
-        key = tuple(parts)
+        shape = topology.shape(together)
+        if shape not in capacities:
+            capacities[shape] = bucket_bytes(topology, together)
+        key = (capacities[shape], tuple(parts))
         if key not in buckets:
-            buckets[key] = _bucketized(key)
+            buckets[key] = _bucketized(parts, capacities[shape])
         divided = [dict[str, Any]() for _ in buckets[key]]
         if state is not None:
             own = [stage for stage in stages if stage.index in sharing]
@@ -193,8 +206,8 @@ def _owners(stage: PlacedStage, placements: Placements, known: dict[Any, list[_O
     return known[key]
 
 
-def _bucketized(parts: Sequence[_Part]) -> list[tuple[str, ...]]:
+def _bucketized(parts: Sequence[_Part], capacity: int) -> list[tuple[str, ...]]:
     """The names of the parameters of each bucket."""
     blanks = [nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta")) for part in parts]
     names = {id(blank): part.name for blank, part in zip(blanks, parts, strict=True)}
-    return [tuple(names[id(p)] for p in bucket) for bucket in bucketize(blanks)]
+    return [tuple(names[id(p)] for p in bucket) for bucket in bucketize(blanks, capacity)]

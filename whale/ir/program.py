@@ -47,7 +47,8 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 4 * 2**20
-"""Capacity of a gradient bucket in bytes: the reducer fills it, the profiler measures it and the planner prices it."""
+"""Least capacity of a gradient bucket in bytes, which gloo needs (``benchmarks/buckets.py``): that of ranks whose links
+are not known. Others are as large as their links ask for (`whale.planner.cost.buckets.bucket_bytes`)."""
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]

@@ -7,21 +7,23 @@ tensors become bytes of a device, with the overhead of allocators and frameworks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from whale.compile.communicators import DIRECTIONS, Communicator, communicators
 from whale.compile.compilation import Compilation
+from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.program import box_size
 from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
-from whale.planner.cost.memory import framework_bytes, wasted_share
+from whale.planner.cost.memory import communicator_bytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory
 from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import like_ranks
 
-__all__ = ["device_memory", "memory_advice", "peak_memories"]
+__all__ = ["bytes_of_communicators", "device_memory", "memory_advice", "peak_memories"]
 
 
 def peak_memories(
@@ -80,7 +82,45 @@ def _alike(compilation: Compilation) -> Iterable[list[int]]:
     return kinds.values()
 
 
-def device_memory(cluster: Cluster, rank: int, held: PeakMemory) -> DeviceMemory:
+def bytes_of_communicators(compilation: Compilation) -> dict[int, float]:
+    """Bytes that each rank's communicators of NCCL take, that of all ranks included.
+
+    Groups of unknown links count nothing.
+    """
+    cluster = compilation.cluster
+    everyone = tuple(range(len(cluster.devices)))
+    peers: dict[tuple[str, int], dict[int, None]] = {}  # by direction and rank
+    for edge in compilation.edges:
+        for direction, transfers in (("forward", edge.forward), ("backward", edge.backward)):
+            for source, target, box, _ in transfers[0] if transfers else ():
+                if source != target and box_size(box):
+                    peers.setdefault((direction, source), {})[target] = None
+                    peers.setdefault((direction, target), {})[source] = None
+    found = dict.fromkeys(everyone, 0.0)
+    for purpose, ranks in (Communicator("all", everyone), *communicators(compilation, for_messages=True)):
+        try:
+            bandwidth = _least_bandwidth(cluster, ranks)
+        except UsageError:
+            continue
+        for rank in ranks if len(ranks) > 1 else ():
+            others = len(peers.get((purpose, rank), {}).keys() & set(ranks))
+            if others or purpose not in DIRECTIONS:
+                found[rank] += communicator_bytes(bandwidth, len(ranks), others)
+    return found
+
+
+def _least_bandwidth(cluster: Cluster, ranks: Sequence[int]) -> float:
+    """Bytes per second of the slowest link among ranks: within a node one of its pairs is as good as another."""
+    on: dict[str, list[int]] = {}
+    for rank in ranks:
+        on.setdefault(cluster.devices[rank].node, []).append(rank)
+    firsts = [members[0] for members in on.values()]
+    pairs = [members[:2] for members in on.values() if len(members) > 1]
+    pairs += [[firsts[0], other] for other in firsts[1:]]
+    return min((cluster.link(*pair).bandwidth for pair in pairs), default=0.0)
+
+
+def device_memory(cluster: Cluster, rank: int, held: PeakMemory, communicators: float) -> DeviceMemory:
     """The bytes of a device; *held* are those of the step's tensors."""
     device = cluster.devices[rank]
     wasted = round(wasted_share(device.type) * (held.activations + held.buffers))
@@ -93,13 +133,14 @@ def device_memory(cluster: Cluster, rank: int, held: PeakMemory) -> DeviceMemory
         optimizer=held.optimizer,
         activations=held.activations,
         buffers=held.buffers + wasted,
-        framework=round(framework_bytes(device.type, len(cluster.devices))),
+        framework=round(framework_bytes(device.type, len(cluster.devices), communicators)),
     )
 
 
 def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedule: str, device: Device) -> str:
     """Predicted memory of a rank, and options that would need less, for a rank that is out of memory."""
-    held = device_memory(cluster, rank, brief_peak_memory(compilation, rank, schedule=schedule, device=device))
+    tensors = brief_peak_memory(compilation, rank, schedule=schedule, device=device)
+    held = device_memory(cluster, rank, tensors, bytes_of_communicators(compilation)[rank])
     parts = {
         "parameters": held.parameters,
         "gradients": held.gradients,

@@ -21,7 +21,7 @@ from whale.planner.simulation.recurrence import Timing
 from whale.planner.simulation.simulate import simulate_alike
 from whale.planner.simulation.timeline import Timeline
 from whale.predict.costs import Costs
-from whale.predict.device_memory import device_memory, peak_memories
+from whale.predict.device_memory import bytes_of_communicators, device_memory, peak_memories
 from whale.predict.layer_parts import stage_layers
 from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory, peak_memory
 from whale.predict.workload import workload_of
@@ -64,7 +64,7 @@ def predict(
     held = peak_memories(compilation, **options, clock=clock or _clock(compilation), memory_of=memory_of)
     workload, measured = workload_of(compilation, costs, layers, held, schedule)
     timeline = simulate_alike(workload)
-    memory = _on_devices(costs.cluster, held)
+    memory = _on_devices(compilation, costs.cluster, held)
     prediction = step(
         Timing.of(timeline),
         devices=Counter(device.type for device in costs.cluster.devices),
@@ -82,11 +82,12 @@ def predicted_memory(
     """Predict what every device of *cluster* holds in the compiled step, as `predict` does; no profile is needed."""
     options: dict[str, Any] = {"schedule": schedule, "optimizer": optimizer, "device": device}
     held = peak_memories(compilation, **options, clock=_clock(compilation), memory_of=brief_peak_memory)
-    return _on_devices(cluster, held)
+    return _on_devices(compilation, cluster, held)
 
 
-def _on_devices(cluster: Cluster, held: Mapping[int, PeakMemory]) -> tuple[DeviceMemory, ...]:
-    return tuple(device_memory(cluster, rank, held[rank]) for rank in sorted(held))
+def _on_devices(compilation: Compilation, cluster: Cluster, held: Mapping[int, PeakMemory]) -> tuple[DeviceMemory, ...]:
+    used = bytes_of_communicators(compilation)
+    return tuple(device_memory(cluster, rank, held[rank], used[rank]) for rank in sorted(held))
 
 
 def _clock(compilation: Compilation) -> RNGPosition | None:

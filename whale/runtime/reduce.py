@@ -21,7 +21,6 @@ from torch.nn import Parameter
 
 from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
-from whale.ir.program import BUCKET_BYTES
 from whale.runtime.failure import Failures
 from whale.runtime.owned import GradientSlot, HeldUnit, Scattered
 from whale.runtime.ranges import named
@@ -335,7 +334,7 @@ def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return first.as_strided((end - start,), (1,), start)
 
 
-def bucketize(parameters: Sequence[Parameter], capacity_bytes: int = BUCKET_BYTES) -> list[tuple[Parameter, ...]]:
+def bucketize(parameters: Sequence[Parameter], capacity_bytes: int) -> list[tuple[Parameter, ...]]:
     """Divide parameters, in forward order, into buckets in the order in which gradients become ready.
 
     A parameter larger than the capacity is a bucket of its own, which needs no copy; frozen ones are left out.

@@ -1,0 +1,99 @@
+"""Buckets of gradients are as large as the links of their ranks ask for, equally wherever their size is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.compile.compilation import Compilation
+from whale.compile.compile import Options, compile_model
+from whale.compile.placed_like import placed_like
+from whale.compile.trace import trace
+from whale.ir.cluster import Cluster, Link
+from whale.ir.program import BUCKET_BYTES
+from whale.ir.state import StateSharding
+from whale.planner.catalog import device_types
+from whale.planner.cost.buckets import LARGEST_BUCKET_BYTES, TRANSFERS, bucket_bytes
+from whale.planner.cost.stage import CostModel
+from whale.planner.network.communication import collective
+from whale.planner.network.topology import Topology
+from whale.strategies.profile import profile_model
+
+A100 = device_types()["A100-SXM4-80GB"]
+FAST, SLOW = Link(bandwidth=300e9, latency=3e-6), Link(bandwidth=3e9, latency=3e-5)
+WIDTH, LAYERS = 512, 40
+
+
+def two(intra: Link | None) -> Cluster:
+    return Cluster.homogeneous(2, A100, intra=intra)
+
+
+class Deep(nn.Module):
+    """Layers whose matrices have 1 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x.square().mean()
+
+
+def compiled(cluster: Cluster, **options: Any) -> Compilation:
+    with torch.device("meta"):
+        model = Deep()
+    whale.annotate(model, {"": whale.replicate()})
+    batch = {"x": torch.randn(4, WIDTH)}
+    return compile_model(model, batch, cluster, Options(**options), device="cpu", training=True)
+
+
+def test_fast_links_have_large_buckets_and_slow_or_unknown_ones_the_least() -> None:
+    sizes = [len(names) for names in compiled(two(FAST)).bucket_parameters]
+    assert sizes == [32, 8] or sizes == [40]
+    for link in (SLOW, None):
+        assert {len(names) for names in compiled(two(link)).bucket_parameters} == {4}
+
+
+def test_slow_nodes_decide_for_groups_that_span_them() -> None:
+    cluster = Cluster.homogeneous(4, A100, num_devices_per_node=2, intra=FAST, inter=SLOW)
+    topology = Topology.of(cluster)
+    within, between = (bucket_bytes(topology, ranks) for ranks in ((0, 1), (0, 2)))
+    assert within > between == BUCKET_BYTES
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e11, 1e13])
+def test_a_bucket_is_neither_all_latency_nor_larger_than_that_asks_for(bandwidth: float) -> None:
+    topology = Topology.of(two(Link(bandwidth=bandwidth, latency=3e-6)))
+    size = bucket_bytes(topology, (0, 1))
+    latency = collective(topology, "all_reduce", (0, 1), 1).latency
+    transfer = collective(topology, "all_reduce", (0, 1), size).transfer
+    assert size == LARGEST_BUCKET_BYTES or transfer >= TRANSFERS * latency
+    assert size == BUCKET_BYTES or transfer < 2.01 * TRANSFERS * latency
+
+
+@pytest.mark.parametrize("link", [FAST, SLOW])
+def test_the_cost_model_counts_the_messages_that_the_program_has(link: Link) -> None:
+    cluster = two(link)
+    compilation = compiled(cluster)
+    prices = CostModel.of(profile_model(Deep(), {"x": torch.randn(4, WIDTH)}, tensor_degrees=(1,)), cluster)
+    num_bytes = LAYERS * WIDTH * WIDTH * 4
+    messages = num_bytes / prices.message_bytes((0, 1), num_bytes, 1)
+    assert round(messages) == len(compilation.reduces)
+
+
+def test_a_later_batch_and_a_division_of_state_keep_the_size() -> None:
+    first = compiled(two(FAST))
+    with torch.device("meta"):
+        model = Deep()
+    whale.annotate(model, {"": whale.replicate()})
+    longer = trace(model, {"x": torch.randn(8, WIDTH)}, device="cpu", training=True)
+    later = placed_like(first, longer, (8,))
+    assert later is not None and later.bucket_parameters == first.bucket_parameters
+    divided = compiled(two(FAST), state=StateSharding(level=1))
+    assert divided.bucket_parameters == first.bucket_parameters
