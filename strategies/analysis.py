@@ -155,7 +155,7 @@ def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
 
     for axis in rule.axes:
         members = [operand(i)[d] for i, d in axis.inputs.items()] + [output(i)[d] for i, d in axis.outputs.items()]
-        if axis.blocked or axis.form == "tile":  # a tile was cut from its whole already
+        if axis.blocked or axis.form in ("tile", "ring"):  # cut from its whole already; for dims that are one anyway
             continue
         if axis.factor is not None:
             outer, size = axis.factor

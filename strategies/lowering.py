@@ -35,6 +35,7 @@ from whale.strategies.halos import causal_mask, windowed_call
 from whale.strategies.layout import Layout, Placements
 from whale.strategies.local_graph import Emitter, arguments, emit, group_once, mark_reusable, substitute
 from whale.strategies.rules.registry import LocalShapes, Op
+from whale.strategies.sequences import ring_call
 
 aten = torch.ops.aten
 
@@ -431,7 +432,8 @@ class Lowering:
                 starts,
             )
             bound = rule.local(op, bound, shapes)
-        bound = self._causal_rows(emitter, op, bound, inputs)
+        if not any(choice.form == "ring" for choice in choices):
+            bound = self._causal_rows(emitter, op, bound, inputs)
         node = self._special(emitter, op, choices, bound, inputs, outputs)
         if node is None:
             node = emit(emitter.graph, op, bound)
@@ -478,6 +480,9 @@ class Lowering:
         outputs: Sequence[Placements],
     ) -> fx.Node | None:
         """The special lowering of a call, where one of its sharded axes needs one or it draws random numbers."""
+        if any(choice.form == "ring" for choice in choices):
+            ring = ring_call(op, choices, bound, inputs[0], self.stage.layout, self.coordinates, self.groups)
+            return emitter.call_module(*ring, "ring")
         if any(choice.form == "halo" for choice in choices):
             rule, layout = self.analysis.rules[op.node], self.stage.layout
             call = windowed_call(op, rule, choices, bound, inputs[0], layout, self.coordinates, self.groups)

@@ -28,6 +28,7 @@ from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
 from whale.strategies.layout import Layout, LayoutAxis, Placements, largest_part
 from whale.strategies.lowering import PlacedStage
+from whale.strategies.sequences import ways_of_attention
 from whale.strategies.sharding import AxisProblem, solve_axis, solve_time
 
 
@@ -155,6 +156,7 @@ def place_stage(
                 local_bytes=local_bytes,
                 units=units,
                 prices=prices,
+                attention=ways_of_attention(nodes, analysis, roles, along, axis, mesh_axis.size),
                 fixed={v: p[axis + 1] for v, p in problem.fixed.items()},
             ),
         )
