@@ -28,7 +28,7 @@ from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
 from whale.strategies.layout import Layout, LayoutAxis, Placements, largest_part
 from whale.strategies.lowering import PlacedStage
-from whale.strategies.sequences import ways_of_attention
+from whale.strategies.sequences import mirrored_cuts, ways_of_attention
 from whale.strategies.sharding import AxisProblem, solve_axis, solve_time
 
 
@@ -176,6 +176,7 @@ def place_stage(
         report.whole += _computed_whole(analysis, nodes, chosen, axis + 1, report)
         report.uncut += _uncut(analysis, nodes, chosen, along, axis)
     choices = {n: tuple(c) for n, c in chosen.items()}
+    layout = Layout(analysis, layout.axes, mirrored_cuts(analysis, choices))
     final = {v: tuple(p) for v, p in stored.items()}
     sent = {v: _leaving(choices, final, v) for v in problem.task_graph.sent}
     sent |= {v: (*sent[v][:1], *placements[1:]) for v, placements in problem.leaving.items()}

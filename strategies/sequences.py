@@ -18,12 +18,12 @@ from whale.graph.capture_checks import module_of, where
 from whale.graph.values import output_shapes, value_shape
 from whale.ir.strategy import Along, Attention, RegionRole
 from whale.runtime.ring import RingAttention, Round
-from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.analysis import STRETCHES, Analysis, Choice
 from whale.strategies.layout import Layout, Placements
 from whale.strategies.regions import attention_cores
 from whale.strategies.rules.registry import Op
 
-__all__ = ["Ways", "allowed_ways", "ring_call", "ways_of_attention"]
+__all__ = ["Ways", "allowed_ways", "mirrored_cuts", "ring_call", "ways_of_attention"]
 
 aten = torch.ops.aten
 
@@ -121,6 +121,26 @@ def _of_itself(op: Op, analysis: Analysis) -> bool:
     """Whether rows and columns of an attention are one sequence."""
     query, key = (analysis.dims[value][-2] for value in op.operands[:2])
     return analysis.factors.flat(query) == analysis.factors.flat(key)
+
+
+def mirrored_cuts(analysis: Analysis, choices: Mapping[fx.Node, Sequence[Choice]]) -> frozenset[tuple[int, int]]:
+    """The mesh axes that cut the rows of a causal attention, each with the factor: cut from both ends, the rows of each
+    rank see as many columns. Those are excluded along which an operator needs each part to be one stretch."""
+    wanted, excluded = set[tuple[int, int]](), set[tuple[int, int]]()
+    for node, chosen in choices.items():
+        for axis, choice in enumerate(chosen):
+            if choice.factor < 0 or axis == 0:
+                continue
+            if choice.form in STRETCHES - {"causal"}:
+                excluded.add((axis, choice.factor))
+            elif _is_causal(analysis.ops[node]) and choice.outputs[0].dim == len(output_shapes(node)[0]) - 2:
+                wanted.add((axis, choice.factor))
+    return frozenset(wanted - excluded)
+
+
+def _is_causal(op: Op) -> bool:
+    fused = op.target is aten.scaled_dot_product_attention.default
+    return fused and (bool(op.args.get("is_causal")) or op.node.meta.get("mask") == "causal")
 
 
 def ring_call(
