@@ -23,7 +23,7 @@ from whale.strategies.layout import Layout, Placements
 from whale.strategies.regions import attention_cores
 from whale.strategies.rules.registry import Op
 
-__all__ = ["Ways", "allowed_ways", "mirrored_cuts", "ring_call", "ways_of_attention"]
+__all__ = ["Ways", "allowed_ways", "mirrored_cuts", "repetitions", "ring_call", "ways_of_attention"]
 
 aten = torch.ops.aten
 
@@ -164,6 +164,35 @@ def ring_call(
         causal=bool(arguments.get("is_causal")),
         scale=arguments.get("scale"),
     )
-    tensors = [arguments[name] for name in ("query", "key", "value")]
+    tensors = [arguments["query"], *(_of_groups(arguments[name]) for name in ("key", "value"))]
     mask = arguments.get("attn_mask")
     return RingAttention(ring, groups[axis]), (*tensors, *([] if mask is None else [mask]))
+
+
+def repetitions(key: fx.Node) -> int:
+    """How often keys are repeated for the heads of a group before an attention reads them."""
+    found = _repeated(key)
+    return 1 if found is None else found[1][2]
+
+
+def _of_groups(key: fx.Node) -> fx.Node:
+    """What is repeated for the heads of a group: a ring passes it on once."""
+    if (found := _repeated(key)) is None:
+        return key
+    source, (rows, groups, _, length, width) = found
+    return key.graph.call_function(aten.reshape.default, (source, [rows, groups, length, width]))
+
+
+def _repeated(key: fx.Node) -> tuple[fx.Node, list[int]] | None:
+    """The source of keys (rows, heads, length, width) that are copies of one for the heads of a group, side by side,
+    and their sizes with the number of copies after the groups."""
+    steps, targets = [key], [aten.reshape.default, aten.expand.default, aten.reshape.default]
+    for target in targets:
+        if steps[-1].target is not target or not isinstance(source := steps[-1].args[0], fx.Node):
+            return None
+        steps.append(source)
+    shapes: list[Any] = [list(step.args[1]) for step in steps[:3]]  # type: ignore[arg-type]
+    joined, apart, before = shapes
+    if len(joined) != 4 or len(apart) != 5 or before != [*apart[:2], 1, *apart[3:]]:
+        return None
+    return (steps[3], apart) if joined == [apart[0], apart[1] * apart[2], *apart[3:]] else None

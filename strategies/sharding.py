@@ -28,7 +28,7 @@ from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.strategies.analysis import Analysis, Choice, contracted_terms
 from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_cost, ring_price
 from whale.strategies.forms import ASKED, COLLECTIVES
-from whale.strategies.sequences import Ways, allowed_ways
+from whale.strategies.sequences import Ways, allowed_ways, repetitions
 from whale.strategies.states import Canonical, Known, Priced, State, canonical, undominated, with_gradient
 
 _RESHAPED = {
@@ -252,7 +252,7 @@ class _Solver:
         query, key, value = op.operands[:3]
         scores = problem.local_bytes(query) / value_tensor(query).element_size() * value_shape(key)[-2] / problem.size
         seen = 2 if op.args.get("is_causal") or node.meta.get("mask") == "causal" else 1
-        nbytes = problem.local_bytes(key) + problem.local_bytes(value)
+        nbytes = (problem.local_bytes(key) + problem.local_bytes(value)) / repetitions(key[0])
         return ring_price(nbytes, 4 * scores / seen * problem.prices.flop, problem.size, problem.prices)
 
     def _halo_bytes(self, node: fx.Node, dim: int) -> float:
