@@ -162,7 +162,7 @@ class _Going(CollectiveModule):
             with named("ring attention"):
                 work = dist.all_to_all_single(received, part, coming, going, group=self.group, async_op=True)
 
-            def arrived() -> Tensor:
+            def arrived(sent: Tensor = part) -> Tensor:  # which lives until then
                 work.wait()
                 return received
 
@@ -194,18 +194,18 @@ class _Ahead(_Going):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Operands of a rank -> a flat tensor."""
-        wide = _wide(query.dtype)
-        result = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
-        sums = query.new_full(query.shape[:-1], torch.finfo(wide).min, dtype=wide)
+        packed = self.without_data(query, key, value)
+        result, sums = self.unpacked(packed, query, key, value)
+        sums.fill_(torch.finfo(sums.dtype).min)
+        total = _accumulator(result)
         for owner, keys, values in self.visits(key, value):
             seen = self.masked(mask, owner)
             for rows, columns, causal in self.round.blocks(owner) if query.numel() else ():  # else kernels fail
                 own = _cut(query, rows), _cut(keys, columns), _cut(values, columns)
                 found, log = attend(*own, seen, causal, self.round.scale)
-                _merge(_cut(result, rows), sums.narrow(-1, rows[0], rows[1] - rows[0]), found, log)
-        packed = self.without_data(query, key, value)
-        for target, source in zip(self.unpacked(packed, query, key, value), (result, sums), strict=True):
-            target.copy_(source)
+                _merge(_cut(total, rows), sums.narrow(-1, rows[0], rows[1] - rows[0]), found, log)
+        if total is not result:
+            result.copy_(total)
         return packed
 
     def without_data(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -237,16 +237,19 @@ class _Back(_Going):
     ) -> Tensor:
         """The gradient of the result, what the forward returned, and its operands -> a flat tensor."""
         result, sums = _Ahead.unpacked(self, packed, query, key, value)  # type: ignore[arg-type]
-        wide, index = _wide(query.dtype), self.round.index
-        of_query = torch.zeros_like(query, dtype=wide)
-        of_mask = torch.zeros_like(mask, dtype=wide) if self.of_mask and mask is not None else None
+        flat = self.without_data(grad, packed, query, key, value, mask)
+        made = self.unpacked(flat, query, key, value, mask)
+        of_query, own_keys, own_values, *of_mask = totals = [_accumulator(x) for x in made]
         of_row = sum(x.numel() // max(x.shape[-2], 1) for x in (key, value))
-        own, arrived = grad.new_empty(0, dtype=wide), None
+        arrived: Callable[[], Tensor] | None = None
         for owner, keys, values in self.visits(key, value):
-            part = keys.new_zeros(keys.numel() + values.numel(), dtype=wide)
-            of_keys, of_values = _views(part, [keys.shape, values.shape])
+            if owner == self.round.index:
+                part, of_keys, of_values = None, own_keys, own_values
+            else:
+                part = keys.new_zeros(keys.numel() + values.numel(), dtype=of_query.dtype)
+                of_keys, of_values = _views(part, [keys.shape, values.shape])
             seen = self.masked(mask, owner)
-            for rows, columns, causal in self.round.blocks(owner) if query.numel() else ():  # else kernels fail
+            for rows, columns, causal in self.round.blocks(owner) if query.numel() else ():
                 x = _cut(query, rows), _cut(keys, columns), _cut(values, columns)
                 log = sums.narrow(-1, rows[0], rows[1] - rows[0])
                 found = attend_back(
@@ -255,20 +258,20 @@ class _Back(_Going):
                 _cut(of_query, rows).add_(found[0])
                 _cut(of_keys, columns).add_(found[1])
                 _cut(of_values, columns).add_(found[2])
-                if of_mask is not None and found[3] is not None:
-                    self._add_to_mask(of_mask, found[3], owner)
-            if owner == index:
-                own = part
+                if found[3] is not None:
+                    self._add_to_mask(of_mask[0], found[3], owner)
+                del found
+            if part is None:
                 continue
             if arrived is not None:
                 part.add_(arrived())
             arrived = self.sent(part, owner, of_row)
         if arrived is not None:
-            own.add_(arrived())
-        flat = self.without_data(grad, packed, query, key, value, mask)
-        made = (of_query, *_views(own, [key.shape, value.shape]), *([] if of_mask is None else [of_mask]))
-        for target, source in zip(self.unpacked(flat, query, key, value, mask), made, strict=True):
-            target.copy_(source)
+            for total, rest in zip((own_keys, own_values), _views(arrived(), [key.shape, value.shape]), strict=True):
+                total.add_(rest)
+        for target, total in zip(made, totals, strict=True):
+            if total is not target:
+                target.copy_(total)
         return flat
 
     def _add_to_mask(self, whole: Tensor, found: Tensor, owner: int) -> None:
@@ -429,6 +432,12 @@ def _summed(grad: Tensor, shape: Sequence[int]) -> Tensor:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, and of what is added up."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _accumulator(x: Tensor) -> Tensor:
+    """A tensor of zeros in which to add up what becomes *x*: itself, unless it has too few digits."""
+    wide = _wide(x.dtype)
+    return x.zero_() if wide == x.dtype else torch.zeros_like(x, dtype=wide)
 
 
 def _aligned(count: int, dtype: torch.dtype) -> int:
