@@ -176,7 +176,7 @@ def repetitions(key: fx.Node) -> int:
 
 
 def _of_groups(key: fx.Node) -> fx.Node:
-    """What is repeated for the heads of a group: a ring passes it on once."""
+    """The keys that are repeated for the heads of a group: a ring passes them on once."""
     if (found := _repeated(key)) is None:
         return key
     source, (rows, groups, _, length, width) = found

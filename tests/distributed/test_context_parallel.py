@@ -159,7 +159,10 @@ THREE: dict[str, Case] = {
 }
 FOUR: dict[str, Case] = {
     "rings in stages": Case(
-        layout={"layers.[0-0]": [stage(2), along(attention="ring")], "layers.[1-1]": [stage(2), along(attention="ring")]},
+        layout={
+            "layers.[0-0]": [stage(2), along(attention="ring")],
+            "layers.[1-1]": [stage(2), along(attention="ring")],
+        },
         options={"micro_batches": 2},
     ),
     "rings in replicas": Case(layout={"": [replicate(2), along(2, "ring")]}, speeds=(2.0, 1.0, 2.0, 1.0)),

@@ -122,15 +122,15 @@ def test_a_long_sequence_goes_round_behind_its_products_and_a_shorter_one_by_hea
     assert chosen(monkeypatch, 2**18, 64) == "ring"
 
 
-def test_a_ring_passes_on_one_key_for_the_heads_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_passes_on_one_key_for_the_heads_of_a_group() -> None:
     model, batch = zoo.llama()
+    config: Any = model.config
     compilation = compiled((model, batch), "ring")
     module = next(
         m
         for m in compilation.local_programs(compilation.stages[0], 0, None)[0].micro_batch.code.root.modules()
         if isinstance(m, RingAttention)
     )
-    heads = model.config.num_attention_heads
     found = stage_calls(
         compilation.captured,
         compilation.stages[0],
@@ -139,7 +139,7 @@ def test_a_ring_passes_on_one_key_for_the_heads_of_a_group(monkeypatch: pytest.M
         0,
     )[0][0]
     rows, length = batch["input_ids"].shape
-    per_rank = 2 * rows * model.config.num_key_value_heads * model.config.hidden_size // heads
+    per_rank = 2 * rows * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     assert found.forward[0].shapes[1] == tuple(per_rank * module.round.length(rank) for rank in range(2))
     assert module.round.length(0) + module.round.length(1) == length
 
@@ -190,8 +190,8 @@ def test_keys_of_another_sequence_are_gathered() -> None:
 
 def test_a_plan_has_the_way() -> None:
     axis = PlanAxis(name="split", size=2, role="split", shares=(3, 1))
-    annotations = {"": ("split(2, dim=1, attention='ring')",)}
-    plan = Plan(world_size=2, stages=(PlanStage(ranks=(0, 1), axes=(axis,)),), annotations=annotations)
+    told = ("split(2, dim=1, attention='ring')",)
+    plan = Plan(world_size=2, stages=(PlanStage(ranks=(0, 1), axes=(axis,)),), annotations={"": told})
     assert Plan.parse(plan.dumps()) == plan
     assert calls_of(compiled(spatial.gpt(), "ring", plan=plan)) == ({"all_to_all": LAYERS}, {"all_to_all": 2 * LAYERS})
 
@@ -218,7 +218,7 @@ def test_parts_of_a_mirrored_cut_make_up_the_whole(sizes: Any, mirrored: bool, o
         expected = [whole[start:stop] for start, stop in cut.intervals(rank)]
         assert torch.equal(part, torch.cat([*expected, whole[:0]]))
     assert torch.equal(collectives.assemble(parts, cut), whole)
-    assert torch.equal(sum(collectives.embed(p, cut, rank) for rank, p in enumerate(parts)), whole)
+    assert torch.equal(torch.stack([collectives.embed(p, cut, rank) for rank, p in enumerate(parts)]).sum(0), whole)
 
 
 @given(SIZES, st.booleans(), st.booleans())
@@ -321,7 +321,8 @@ def test_a_ring_is_attention(ring: Ring, dtype: torch.dtype, bound: float) -> No
     mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
     leaves = [x.double().clone().requires_grad_() for x in given]
     bias = mask if mask is None or mask.dtype == torch.bool else mask.double().clone().requires_grad_(ring.learned)
-    whole = F.scaled_dot_product_attention(*leaves, bias, is_causal=ring.causal, enable_gqa=True)  # type: ignore[misc]
+    query, key, value = leaves
+    whole = F.scaled_dot_product_attention(query, key, value, bias, is_causal=ring.causal, enable_gqa=True)
     grad = torch.randn_like(whole).to(dtype)
     whole.backward(grad.double())
     wanted = [*leaves, *([bias] if ring.learned and bias is not None else [])]
