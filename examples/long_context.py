@@ -1,9 +1,9 @@
 """Train a GPT on one long sequence that is split over the ranks along its length.
 
 Activations grow with the length of a sequence, and one sequence cannot be shared as a batch is. `whale.split(dim=1)`
-cuts it: tokens, positions, norms, projections and the loss are computed for a rank's own stretch. Only attention looks
-back: queries stay, keys and values are gathered, up to the last that is seen. Parameters are whole, their gradients
-summed. The model is plain PyTorch and knows nothing of it.
+cuts it: tokens, positions, norms, projections and the loss are computed for a rank's own rows. Only attention looks
+back: queries stay, and keys and values go round the ranks (`context_parallel.py` shows other ways). Parameters are
+whole, their gradients summed. The model is plain PyTorch and knows nothing of it.
 
     torchrun --standalone --nproc-per-node 2 examples/long_context.py
     torchrun --standalone --nproc-per-node 4 examples/long_context.py --length 2000

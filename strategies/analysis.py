@@ -155,7 +155,7 @@ def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:
 
     for axis in rule.axes:
         members = [operand(i)[d] for i, d in axis.inputs.items()] + [output(i)[d] for i, d in axis.outputs.items()]
-        if axis.blocked or axis.form == "tile":  # a tile was cut from its whole already
+        if axis.blocked or axis.form in ("tile", "ring"):  # cut from its whole already; for dims that are one anyway
             continue
         if axis.factor is not None:
             outer, size = axis.factor
@@ -281,7 +281,7 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
     for factor in factors.cuttable(analysis.dims[first][dim] if axis.within is None else axis.within):
         if not all(analysis.shardable(value, factor, d) for value, d in members):
             continue
-        if axis.form in _STRETCHES and not _contiguous(analysis, members, factor):
+        if axis.form in STRETCHES and not _contiguous(analysis, members, factor):
             continue
         inputs = tuple(
             shard(axis.inputs[i], factor)
@@ -296,7 +296,7 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
         yield Choice(inputs, outputs, factor, axis.form)
 
 
-_STRETCHES = {"vocabulary_embedding", "vocabulary_cross_entropy", "halo", "causal", "offset"}
+STRETCHES = {"vocabulary_embedding", "vocabulary_cross_entropy", "halo", "causal", "offset"}
 """Forms that require a part to be a range of indices."""
 
 _CONTRACTED = {"vocabulary_cross_entropy": REPLICATE, "batch_statistics": REPLICATE}

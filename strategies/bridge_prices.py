@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from whale.ir.placement import Placement
 
-__all__ = ["GLOO", "Prices", "all_reduce_price", "conversion_cost"]
+__all__ = ["GLOO", "Prices", "all_reduce_price", "conversion_cost", "ring_price"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,15 @@ def all_reduce_price(nbytes: float, size: int, prices: Prices) -> float:
 
 def _all_gather(nbytes: float, size: int, prices: Prices) -> float:
     return prices.latency + nbytes * (size - 1) / size
+
+
+def ring_price(nbytes: float, work: float, size: int, prices: Prices) -> float:
+    """Price of keys and values, *nbytes* bytes of all ranks together, that go round a ring, and round again with their
+    gradients in the backward: what *work* in the forward, in the same unit, and two and a half as much in the backward
+    leave exposed."""
+    moved = nbytes * (size - 1) / size
+    hidden = work * (size - 1) / size
+    return 3 * (size - 1) * prices.latency + max(0.0, moved - hidden) + max(0.0, 2 * moved - 2.5 * hidden)
 
 
 def _reduce_scatter(nbytes: float, size: int, prices: Prices) -> float:

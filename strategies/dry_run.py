@@ -32,7 +32,7 @@ from whale.runtime.collectives import DryGroup
 from whale.runtime.local_program import LocalProgram, bound
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalStage
-from whale.strategies.layout import Placements
+from whale.strategies.layout import Placements, length_of
 from whale.strategies.lowering import PlacedStage
 
 __all__ = [
@@ -453,7 +453,5 @@ def _shares(
 ) -> object:
     """The lengths of all cut axes at a position in the mesh."""
     return tuple(
-        tuple(length for _, length in stage.layout.cuts(placed, (m, *at)))
-        for m in micro_batches
-        for placed in placements
+        tuple(map(length_of, stage.layout.cuts(placed, (m, *at)))) for m in micro_batches for placed in placements
     )

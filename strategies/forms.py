@@ -332,9 +332,9 @@ FORMS: dict[str, Callable[[FormCall], Built]] = {
 }
 """Lowering of a call on a rank whose sharded axis has this form: a module, and its arguments."""
 
-COLLECTIVES = {"vocabulary_cross_entropy": 2, "batch_statistics": 2, "group_statistics": 2, "halo": 2}
-"""Forms that communicate, with the number of collectives in a step: every rank of the axis must reach them at the same
-time."""
+COLLECTIVES = {"vocabulary_cross_entropy": 2, "batch_statistics": 2, "group_statistics": 2, "halo": 2, "ring": 3}
+"""Forms that communicate, with the number of collectives in a step (of two ranks): every rank of the axis must reach
+them at the same time."""
 
-ASKED = {"halo", "causal", "group_statistics"}
+ASKED = {"halo", "causal", "group_statistics", "ring"}
 """Forms for shards of space and of sequences, used only in regions that are split along such a dim."""

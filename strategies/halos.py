@@ -86,11 +86,11 @@ def _without_padding(op: Op, arguments: dict[str, Any], dims: Sequence[int]) -> 
     return {**arguments, **changed}
 
 
-def causal_mask(first: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Bias added to the scores of rows from *first* on, which masks later columns.
+def causal_mask(rows: Sequence[Stretch], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bias added to the scores of some stretches of rows, which masks later columns.
 
-    >>> causal_mask(1, 2, 3, torch.float32, torch.device("cpu")).tolist()
+    >>> causal_mask(((1, 3),), 3, torch.float32, torch.device("cpu")).tolist()
     [[0.0, 0.0, -inf], [0.0, 0.0, 0.0]]
     """
-    mask = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device)
-    return mask.triu_(first + 1)
+    masks = [torch.full((stop - start, columns), -torch.inf, dtype=dtype, device=device) for start, stop in rows]
+    return torch.cat([mask.triu_(start + 1) for mask, (start, _) in zip(masks, rows, strict=True)])

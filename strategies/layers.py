@@ -224,7 +224,11 @@ def _translated(stage: PlacedStage, source: LayeredModel, target: LayeredModel) 
     return PlacedStage(
         index=stage.index,
         mesh=stage.mesh,
-        layout=Layout(target.analysis, layout_axes(stage.mesh, target.rows)),
+        layout=Layout(
+            target.analysis,
+            layout_axes(stage.mesh, target.rows),
+            frozenset((axis, factors[factor]) for axis, factor in stage.layout.mirrored),
+        ),
         nodes=graph.nodes,
         choices=choices,
         stored=placed(stage.stored),

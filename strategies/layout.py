@@ -6,13 +6,12 @@ is divided into micro-batches. Two axes may cut one factor: the inner one then c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 
 from whale.graph.values import Value
-from whale.ir.placement import Cut, Placement
+from whale.ir.placement import Cut, Placement, unit_ranges
 from whale.ir.shares import shares_on_axis
 from whale.strategies.analysis import Analysis
 from whale.strategies.axes import Dim
@@ -55,36 +54,36 @@ def largest_part(length: int, axis: LayoutAxis) -> float:
     return max(unit_shares(length, axis)) / length
 
 
-@lru_cache(maxsize=65536)
-def _unit_starts(length: int, axis: LayoutAxis) -> tuple[int, ...]:
-    """The first of the units of each rank."""
-    return tuple(accumulate(unit_shares(length, axis), initial=0))
-
-
 @dataclass
 class Layout:
-    """Sizes and positions on the mesh of one stage."""
+    """Sizes and positions on the mesh of one stage.
+
+    ``mirrored`` are axes, each with a factor that it cuts in two stretches for each rank
+    (:func:`whale.ir.placement.unit_ranges`).
+    """
 
     analysis: Analysis
     axes: Sequence[LayoutAxis]
-    _spans: dict[tuple[Placements, tuple[int, ...]], dict[int, Interval]] = field(default_factory=dict)
+    mirrored: frozenset[tuple[int, int]] = frozenset()
+    _spans: dict[tuple[Placements, tuple[int, ...]], dict[int, tuple[Interval, ...]]] = field(default_factory=dict)
     _intervals: dict[tuple[Value, Placements, tuple[int, ...]], tuple[tuple[Interval, ...], ...]] = field(
         default_factory=dict
     )
 
-    def spans(self, placements: Placements, coordinates: Sequence[int]) -> dict[int, Interval]:
-        """(start, length) of every cut factor at these mesh coordinates."""
+    def spans(self, placements: Placements, coordinates: Sequence[int]) -> dict[int, tuple[Interval, ...]]:
+        """The half-open ranges of every cut factor at these mesh coordinates."""
         key = (placements, tuple(coordinates))
         found = self._spans.get(key)
         if found is None:
             found = {}
-            for axis, placement, coordinate in zip(self.axes, placements, coordinates, strict=True):
+            for index, (axis, placement, coordinate) in enumerate(zip(self.axes, placements, coordinates, strict=True)):
                 if placement.kind != "S":
                     continue
                 factor = placement.factor
-                start, length = found.get(factor, (0, self.analysis.factors.size(factor)))
-                own = unit_shares(length, axis)[coordinate]
-                found[factor] = (start + _unit_starts(length, axis)[coordinate], own)
+                ranges = found.get(factor, ((0, self.analysis.factors.size(factor)),))
+                sizes = unit_shares(length_of(ranges), axis)
+                own = unit_ranges(tuple(sizes), (index, factor) in self.mirrored)[coordinate]
+                found[factor] = tuple(piece for start, stop in own for piece in _part(ranges, start, stop))
             self._spans[key] = found
         return found
 
@@ -99,8 +98,8 @@ class Layout:
             for p in placements
         )
 
-    def cuts(self, placements: Placements, coordinates: Sequence[int]) -> tuple[Interval, ...]:
-        """(start, length) of every cut factor: equal for all ranks with equal shards."""
+    def cuts(self, placements: Placements, coordinates: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
+        """The half-open ranges of every cut factor: equal for all ranks with equal shards."""
         return tuple(self.spans(placements, _within(placements, coordinates)).values())
 
     def local_shape(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
@@ -111,7 +110,7 @@ class Layout:
         if cut_dims:
             spans = self.spans(placements, coordinates)
             for d in cut_dims:
-                local = {p.factor: spans[p.factor][1] for p in placements if p.kind == "S" and p.dim == d}
+                local = {p.factor: length_of(spans[p.factor]) for p in placements if p.kind == "S" and p.dim == d}
                 shape[d] = self.analysis.factors.local_extent(dims[d], local)
         return tuple(shape)
 
@@ -135,7 +134,7 @@ class Layout:
             if i in before and p.dim == dim and p.factor in local
         }
         segments = self.analysis.factors.segments(self.analysis.dims[value][dim], factor, here)
-        return Cut(dim, segments, unit_shares(length, self.axes[axis]))
+        return Cut(dim, segments, unit_shares(length, self.axes[axis]), (axis, factor) in self.mirrored)
 
     def starts(self, value: Value, placements: Placements, coordinates: Sequence[int]) -> tuple[int, ...]:
         """Start of the local shard in each dim of the whole value."""
@@ -166,8 +165,23 @@ def _within(placements: Placements, coordinates: Sequence[int]) -> tuple[int, ..
     return tuple([c if p.kind == "S" else 0 for c, p in zip(coordinates, placements, strict=True)])
 
 
-def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -> tuple[Interval, ...]:
-    """Half-open ranges of a dim, in order, if some of its factors are cut to (start, length)."""
+def length_of(ranges: Iterable[Interval]) -> int:
+    """Number of positions in some ranges."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def _part(ranges: Sequence[Interval], first: int, last: int) -> Iterator[Interval]:
+    """The ranges from position *first* to *last* among those in *ranges*."""
+    base = 0
+    for start, stop in ranges:
+        low, high = max(first - base, 0), min(last - base, stop - start)
+        if low < high:
+            yield start + low, start + high
+        base += stop - start
+
+
+def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, tuple[Interval, ...]]) -> tuple[Interval, ...]:
+    """Half-open ranges of a dim, in order, if some of its factors are cut to ranges."""
     factors = analysis.factors
     result: list[Interval] = [(0, 1)]
     extent = 1
@@ -182,8 +196,7 @@ def dim_intervals(analysis: Analysis, dim: Dim, spans: Mapping[int, Interval]) -
                 base += factors.size(part)
             indices = pieces
         else:
-            start, length = spans.get(factor, (0, size))
-            indices = [(start, start + length)] if length else []
+            indices = list(spans.get(factor, ((0, size),) if size else ()))
         if result == [(0, extent)]:
             result = [(a * extent, b * extent) for a, b in indices]
         else:

@@ -29,12 +29,13 @@ from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.draws import DRAWS, SeededDraw
 from whale.runtime.local_program import LocalGraph, LocalProgram, Source
 from whale.runtime.random import RNGPosition, SeededAttention, SeededBernoulli, SeededCall, SeededDropout, position_key
-from whale.strategies.analysis import Analysis, Choice
+from whale.strategies.analysis import STRETCHES, Analysis, Choice
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
 from whale.strategies.halos import causal_mask, windowed_call
-from whale.strategies.layout import Layout, Placements
+from whale.strategies.layout import Layout, Placements, length_of
 from whale.strategies.local_graph import Emitter, arguments, emit, group_once, mark_reusable, substitute
 from whale.strategies.rules.registry import LocalShapes, Op
+from whale.strategies.sequences import ring_call
 
 aten = torch.ops.aten
 
@@ -194,8 +195,7 @@ class Lowering:
         choices, op = self.stage.choices[node], self.analysis.ops[node]
         if all(value[0] in self.pinned or value in self.stage.stored for value in op.operands):
             return
-        placed = self._normal((node, 0), tuple(c.outputs[0] for c in choices))
-        spared = self._spared_mask(op, placed)
+        spared = self._spared_mask(op)
         for i, value in enumerate(op.operands):
             if i != spared and value[0] not in self.pinned and value not in self.stage.stored:
                 self.read(value, tuple(c.inputs[i] for c in choices))
@@ -208,7 +208,7 @@ class Lowering:
         outputs = [
             self._normal((node, i), tuple(c.outputs[i] for c in choices)) for i in range(len(output_shapes(node)))
         ]
-        spared = self._spared_mask(op, outputs[0])
+        spared = self._spared_mask(op)
         args = [
             self.read(value, want) if i != spared else None
             for i, (value, want) in enumerate(zip(op.operands, inputs, strict=True))
@@ -217,13 +217,9 @@ class Lowering:
         for index, placed in enumerate(outputs):
             self.primary[(node, index)] = placed
 
-    def _spared_mask(self, op: Op, placed: Placements) -> int | None:
-        """The operand that is a mask known to attention by a flag, if the rows computed here are one contiguous
-        range."""
-        if "mask" not in op.node.meta:
-            return None
-        rows = self.stage.layout.intervals((op.node, 0), placed, self.coordinates)[len(op.outputs[0]) - 2]
-        return op.operand("attn_mask") if len(rows) <= 1 else None
+    def _spared_mask(self, op: Op) -> int | None:
+        """The operand that is a mask known to attention by a flag."""
+        return op.operand("attn_mask") if "mask" in op.node.meta else None
 
     # Reading a value in a placement
 
@@ -347,7 +343,7 @@ class Lowering:
         if value in self.stage.summed and want == self.whole:
             return emitter.placeholder((value, want), ("sum", self.stage.summed.index(value)), f"sum_{node.name}")
         op = self.analysis.ops[node]
-        choices = [self._choice_for(node, index, placement) for placement in want]
+        choices = [self._choice_for(node, index, axis, placement) for axis, placement in enumerate(want)]
         for axis, choice in enumerate(choices):
             if choice is None:  # cannot be computed in parts: compute more, and take the part
                 return self._taken(emitter, value, want, axis)
@@ -368,11 +364,13 @@ class Lowering:
             node, have = self._bridge_floating(emitter, node, value, have, after, i), after
         return node
 
-    def _choice_for(self, node: fx.Node, index: int, placement: Placement) -> Choice | None:
+    def _choice_for(self, node: fx.Node, index: int, axis: int, placement: Placement) -> Choice | None:
         choices = self.analysis.choices[node]
         if placement.kind != "S":
             return choices[0]
-        return next((c for c in choices if c.outputs[index] == placement and c.form not in _NOT_FLOATING), None)
+        mirrored = (axis, placement.factor) in self.stage.layout.mirrored
+        excluded = _NOT_FLOATING | STRETCHES if mirrored else _NOT_FLOATING
+        return next((c for c in choices if c.outputs[index] == placement and c.form not in excluded), None)
 
     def _bridge_floating(
         self, emitter: Emitter, node: fx.Node, value: Value, have: Placements, want: Placements, axis: int
@@ -431,10 +429,17 @@ class Lowering:
                 starts,
             )
             bound = rule.local(op, bound, shapes)
-        bound = self._causal_rows(emitter, op, bound, inputs)
-        node = self._special(emitter, op, choices, bound, inputs, outputs)
-        if node is None:
-            node = emit(emitter.graph, op, bound)
+        stretches = [bound]
+        if not any(choice.form == "ring" for choice in choices):
+            stretches = self._causal_rows(emitter, op, bound, inputs)
+        if len(stretches) > 1:
+            parts = [emit(emitter.graph, op, own) for own in stretches]
+            for part in parts:
+                part.meta["source"] = op.node
+            node = emitter.graph.call_function(aten.cat.default, (parts, len(op.outputs[0]) - 2))
+        else:
+            special = self._special(emitter, op, choices, stretches[0], inputs, outputs)
+            node = emit(emitter.graph, op, stretches[0]) if special is None else special
         node.meta["source"] = op.node
         if isinstance(op.node.meta.get("val"), (tuple, list)):
             for index, placed in enumerate(outputs):
@@ -444,29 +449,38 @@ class Lowering:
 
     def _causal_rows(
         self, emitter: Emitter, op: Op, bound: dict[str, Any], inputs: Sequence[Placements]
-    ) -> dict[str, Any]:
-        """Let rows of a causal attention other than the first read the columns up to the last of them, with a mask."""
+    ) -> list[dict[str, Any]]:
+        """Let each stretch of rows of a causal attention read the columns up to the last of them, with a mask if it is
+        not the first. Rows of one call are drawn for together."""
         if not bound.get("is_causal"):
-            return bound
+            return [bound]
         dim = len(op.shape(0)) - 2
         if not any(p.kind == "S" and p.dim == dim for p in inputs[0]):
-            return bound
-        held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[dim]
-        first, stop = held[0] if held else (0, 0)
-        columns = min(stop, op.shape(1)[dim])
-        cut = {
-            name: emitter.graph.call_function(aten.slice.Tensor, (bound[name], dim, 0, columns))
-            for name in ("key", "value")
-        }
-        if first == 0:
-            return {**bound, **cut}
-        query = value_tensor(op.operands[0])
-        key = (first, stop - first, columns, query.dtype, query.device)
-        if key not in self._masks:  # one for all layers
+            return [bound]
+        held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[dim] or ((0, 0),)
+        query, graph = value_tensor(op.operands[0]), emitter.graph
+        apart = len(held) > 1 and not is_random(op.node)
+        found, base = [], 0
+        for rows in [(each,) for each in held] if apart else [held]:
+            count, columns = sum(stop - start for start, stop in rows), min(rows[-1][1], op.shape(1)[dim])
+            own = dict(bound)
+            if apart:
+                own["query"] = graph.call_function(aten.slice.Tensor, (bound["query"], dim, base, base + count))
+            for name in ("key", "value"):
+                own[name] = graph.call_function(aten.slice.Tensor, (bound[name], dim, 0, columns))
+            if len(rows) > 1 or rows[0][0] > 0:
+                own |= {"attn_mask": self._causal_mask((rows, columns, query.dtype, query.device)), "is_causal": False}
+            found.append(own)
+            base += count
+        return found
+
+    def _causal_mask(self, key: tuple[Any, ...]) -> fx.Node:
+        """A mask for some rows, one for all layers."""
+        if key not in self._masks:
             constant = self.emitters[CONSTANT]
             position = constant.output(constant.graph.call_function(causal_mask, key))
-            self._masks[key] = emitter.placeholder(key, (LEVELS[CONSTANT], position), "causal_mask")
-        return {**bound, **cut, "attn_mask": self._masks[key], "is_causal": False}
+            self._masks[key] = self.emitters[MICRO_BATCH].placeholder(key, (LEVELS[CONSTANT], position), "causal_mask")
+        return self._masks[key]
 
     def _special(
         self,
@@ -478,6 +492,9 @@ class Lowering:
         outputs: Sequence[Placements],
     ) -> fx.Node | None:
         """The special lowering of a call, where one of its sharded axes needs one or it draws random numbers."""
+        if any(choice.form == "ring" for choice in choices):
+            ring = ring_call(op, choices, bound, inputs[0], self.stage.layout, self.coordinates, self.groups)
+            return emitter.call_module(*ring, "ring")
         if any(choice.form == "halo" for choice in choices):
             rule, layout = self.analysis.rules[op.node], self.stage.layout
             call = windowed_call(op, rule, choices, bound, inputs[0], layout, self.coordinates, self.groups)
@@ -573,7 +590,7 @@ def nothing_of(
     for choices in stage.choices.values():
         if any(choice.factor == factor for choice in choices):
             placements = tuple(choice.outputs[0] for choice in choices)
-            if stage.layout.spans(placements, coordinates).get(factor, (0, 1))[1] or _adds_to_rows(stage):
+            if length_of(stage.layout.spans(placements, coordinates).get(factor, ((0, 1),))) or _adds_to_rows(stage):
                 return None
             leaving = [*stage.sent.items()] + ([(stage.loss, stage.loss_placements)] if stage.loss is not None else [])
             return tuple((stage.layout.local_shape(v, p, coordinates), value_tensor(v).dtype) for v, p in leaving)

@@ -28,6 +28,7 @@ from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
 from whale.strategies.layout import Layout, LayoutAxis, Placements, largest_part
 from whale.strategies.lowering import PlacedStage
+from whale.strategies.sequences import mirrored_cuts, ways_of_attention
 from whale.strategies.sharding import AxisProblem, solve_axis, solve_time
 
 
@@ -155,6 +156,7 @@ def place_stage(
                 local_bytes=local_bytes,
                 units=units,
                 prices=prices,
+                attention=ways_of_attention(nodes, analysis, roles, along, axis, mesh_axis.size),
                 fixed={v: p[axis + 1] for v, p in problem.fixed.items()},
             ),
         )
@@ -174,6 +176,7 @@ def place_stage(
         report.whole += _computed_whole(analysis, nodes, chosen, axis + 1, report)
         report.uncut += _uncut(analysis, nodes, chosen, along, axis)
     choices = {n: tuple(c) for n, c in chosen.items()}
+    layout = Layout(analysis, layout.axes, mirrored_cuts(analysis, choices))
     final = {v: tuple(p) for v, p in stored.items()}
     sent = {v: _leaving(choices, final, v) for v in problem.task_graph.sent}
     sent |= {v: (*sent[v][:1], *placements[1:]) for v, placements in problem.leaving.items()}

@@ -157,7 +157,7 @@ class _Terms(Lowering):
     """The terms of one rank."""
 
     def __init__(self, captured: Captured, analysis: Analysis, stage: PlacedStage, rank: int) -> None:
-        layout = _AllMicroBatches(analysis, stage.layout.axes)
+        layout = _AllMicroBatches(analysis, stage.layout.axes, stage.layout.mirrored)
         super().__init__(captured, analysis, replace(stage, layout=layout, summed=()), rank, 0, None)
 
     def counts(self, value: Value) -> bool:
@@ -205,8 +205,8 @@ class _Terms(Lowering):
                             found.setdefault((axis, leaf), {})[choice.inputs[i].factor] = None
         return found
 
-    def _choice_for(self, node: fx.Node, index: int, placement: Placement) -> Choice | None:
-        choice = super()._choice_for(node, index, placement)
+    def _choice_for(self, node: fx.Node, index: int, axis: int, placement: Placement) -> Choice | None:
+        choice = super()._choice_for(node, index, axis, placement)
         return choice if choice is None or choice.form in _FORMS else None
 
     def _taken(self, emitter: Emitter, value: Value, want: Placements, axis: int) -> fx.Node:

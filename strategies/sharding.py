@@ -26,8 +26,9 @@ from torch import fx
 from whale.graph.values import Value, needs_grad, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.strategies.analysis import Analysis, Choice, contracted_terms
-from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_cost
+from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_cost, ring_price
 from whale.strategies.forms import ASKED, COLLECTIVES
+from whale.strategies.sequences import Ways, allowed_ways, repetitions
 from whale.strategies.states import Canonical, Known, Priced, State, canonical, undominated, with_gradient
 
 _RESHAPED = {
@@ -45,7 +46,7 @@ class AxisProblem:
 
     ``along`` is the axis factor along which each operator is to be cut (the batch, or a dim of the region; -1: none);
     None for operators whose matrices are split. ``units`` are the positions of a factor that the earlier axes have left
-    an operator.
+    an operator. ``attention`` are operators along a sequence that may be cut otherwise.
     """
 
     nodes: Sequence[fx.Node]
@@ -58,6 +59,7 @@ class AxisProblem:
     local_bytes: Callable[[Value], int]
     units: Callable[[fx.Node, int], float]
     prices: Prices = field(default_factory=Prices)
+    attention: Ways = field(default_factory=dict)
     fixed: Mapping[Value, Placement] = field(default_factory=dict)
 
 
@@ -89,7 +91,11 @@ def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[in
             if every[i].form not in ASKED
             and (every[i].factor < 0 or problem.units(node, every[i].factor) >= problem.size)
         ] + whole
-    cut = [i for i, c in enumerate(every) if c.factor == factor >= 0]
+    if node in problem.attention:
+        heads = [i for i in fit if every[i].factor < 0 or problem.units(node, every[i].factor) >= problem.size]
+        cut = allowed_ways(analysis, node, factor, problem.attention[node], heads)
+    else:
+        cut = [i for i, c in enumerate(every) if c.factor == factor >= 0]
     linear = [i for i in fit if every[i].factor < 0 and PARTIAL in every[i].inputs]
     if cut:
         return cut + linear
@@ -190,13 +196,17 @@ class _Solver:
     def _priced(self, node: fx.Node) -> Priced:
         """The choices of an operator with their prices."""
         problem, form, rule = self.problem, self.analysis.form(node), self.analysis.rules[node]
-        along, size = problem.along[node], problem.size
+        along, size, choices_of = problem.along[node], problem.size, self.analysis.choices[node]
         key = (
             form.number,
             along if along is None or along < 0 else form.factors.index(along) if along in form.factors else -1,
             tuple([problem.local_bytes((node, i)) for i in range(form.num_outputs)]),
             problem.local_bytes(self.analysis.ops[node].operands[0]) if rule.windows else 0,
-            tuple([f < 0 or problem.units(node, f) >= size for f in form.factors]) if along is None else (),
+            self._ring(node) if node in problem.attention and any(c.form == "ring" for c in choices_of) else 0,
+            tuple([f < 0 or problem.units(node, f) >= size for f in form.factors])
+            if along is None or node in problem.attention
+            else (),
+            (problem.attention[node],) if node in problem.attention else (),
         )
         if key not in self.known.priced:
             place = {factor: i for i, factor in enumerate(form.factors)} | {-1: -1}
@@ -225,6 +235,8 @@ class _Solver:
 
         A partial result costs a pass over it: an operator that later needs the sum must copy the term first.
         """
+        if choice.form == "ring":
+            return self._ring(node)
         cost = COLLECTIVES.get(choice.form, 0) * self.problem.prices.latency
         if choice.form == "halo":
             cost += 2 * self._halo_bytes(node, choice.inputs[0].dim)
@@ -233,6 +245,15 @@ class _Solver:
             kept = [i for i, p in enumerate(choice.outputs) if p == PARTIAL]
             cost += sum(self.problem.local_bytes((node, i)) for i in kept) * self.problem.prices.byte_touched
         return cost
+
+    def _ring(self, node: fx.Node) -> float:
+        """Price of an attention as a ring."""
+        op, problem = self.analysis.ops[node], self.problem
+        query, key, value = op.operands[:3]
+        scores = problem.local_bytes(query) / value_tensor(query).element_size() * value_shape(key)[-2] / problem.size
+        seen = 2 if op.args.get("is_causal") or node.meta.get("mask") == "causal" else 1
+        nbytes = (problem.local_bytes(key) + problem.local_bytes(value)) / repetitions(key[0])
+        return ring_price(nbytes, 4 * scores / seen * problem.prices.flop, problem.size, problem.prices)
 
     def _halo_bytes(self, node: fx.Node, dim: int) -> float:
         """Bytes of the halo of an operand with windows."""

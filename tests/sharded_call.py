@@ -131,7 +131,7 @@ def check(
     )
     places = {rank: (0, *mesh.coordinates(rank)) for rank in mesh.ranks}
     spans = [layout.spans(placed, at) for placed in (*wanted.values(), *made.values()) for at in places.values()]
-    if not empty and any(length == 0 for found in spans for _, length in found.values()):
+    if not empty and not all(ranges for found in spans for ranges in found.values()):
         return  # fewer positions than ranks
     given = {value: _distribute(call.tensors[value], value, placed, layout, places) for value, placed in wanted.items()}
     lowered = [

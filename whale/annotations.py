@@ -24,6 +24,7 @@ from whale.arguments import known_arguments
 from whale.errors import AnnotationError
 from whale.ir.module_pattern import ModulePattern, explain_no_match, most_specific
 from whale.ir.strategy import (
+    Attention,
     DeviceSelection,
     Recompute,
     Scope,
@@ -108,7 +109,9 @@ def replicate(n: int | None = None) -> Annotation:
 
 
 @known_arguments(AnnotationError)
-def split(n: int | None = None, *, dim: int | None = None) -> Annotation:
+def split(
+    n: int | None = None, *, dim: int | None = None, attention: Literal["auto"] | Attention = "auto"
+) -> Annotation:
     """Tensor or spatial parallelism: the operators of the region are split over *n* devices; None takes the remaining
     devices.
 
@@ -116,10 +119,20 @@ def split(n: int | None = None, *, dim: int | None = None) -> Annotation:
     *dim* of the region's input (for the whole model: of the batch's tensors), such as the depth of an image or the
     length of a sequence, and parameters are whole on all devices.
 
-    >>> print(split(4), split(2, dim=1))
-    split(4) split(2, dim=1)
+    *attention* says how an attention is computed whose rows are cut so:
+
+    * ``"gather"``: each device gathers the keys and values of all;
+    * ``"ring"``: keys and values go round from device to device, and none holds all of them (ring attention). Rows of
+      causal attention are assigned so that each device computes its share;
+    * ``"ulysses"``: each device exchanges its rows of all heads for all rows of some heads (DeepSpeed-Ulysses), for as
+      many devices as heads or fewer;
+    * ``"auto"``: the one that moves least.
+
+    >>> print(split(4), split(2, dim=1), split(2, dim=1, attention="ring"))
+    split(4) split(2, dim=1) split(2, dim=1, attention='ring')
     """
-    return Annotation(strategy=Strategy(kind="split", degree=n, dim=dim))
+    way = None if attention == "auto" else attention
+    return Annotation(strategy=Strategy(kind="split", degree=n, dim=dim, attention=way))
 
 
 @known_arguments(AnnotationError)

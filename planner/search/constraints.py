@@ -162,4 +162,5 @@ def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
     if strategy.makes_stage or (strategy.divides_batch and strategy.degree is None):
         return True
     same = (one for one in told if (one.kind, one.dim) == (strategy.kind, strategy.dim))
-    return any(strategy.degree in (None, one.degree) for one in same)
+    kept = [one for one in same if strategy.attention in (None, one.attention)]
+    return any(strategy.degree in (None, one.degree) for one in kept)

@@ -98,13 +98,14 @@ def _attention(op: Op) -> Rule | None:
             alike = len({query[dim], key[dim], value[dim]}) == 1
             axes.append(OpAxis(dict.fromkeys(range(3), dim), {0: dim}, blocked=not alike))
     axes.append(OpAxis({0: batch}, {0: batch}, form="causal" if op.args.get("is_causal") else ""))
+    ring = OpAxis(dict.fromkeys(range(3), batch), {0: batch}, form="ring")
     axes.append(OpAxis({0: width, 1: width}, {}, blocked=True))
     axes.append(OpAxis({1: batch, 2: batch}, {}, blocked=True))
     axes.append(OpAxis({2: width}, {0: width}, blocked=value[-1] == query[-1]))
     mask = op.operand("attn_mask")
     if mask is not None:
         shape = op.shape(mask)
-        for axis in axes[: batch + 1]:
+        for axis in (*axes[: batch + 1], ring):
             dim = axis.outputs[0] - (len(query) - len(shape))
             if dim >= 0 and shape[dim] != 1:
                 axis.inputs[mask] = dim
@@ -112,4 +113,7 @@ def _attention(op: Op) -> Rule | None:
             axes.append(OpAxis({mask: len(shape) - 1}, {}, blocked=True))
     if grouped:
         axes.append(OpAxis({0: batch - 1}, {0: batch - 1}, factor=(key[-3], query[-3] // key[-3])))
+    of_itself = query[-2] == key[-2] and (mask is None or op.shape(mask)[-1] in (1, key[-2]))
+    if of_itself and len(query) == 4 and not op.args.get("dropout_p"):
+        axes.append(ring)
     return Rule(axes=axes)

@@ -124,6 +124,15 @@ def test_parts_of_one_sample_train_as_the_whole_does(size: int, name: str, argum
     assert " equal to 1e-9" in text
 
 
+def test_a_ring_keeps_less_than_gathered_keys_and_the_same_loss() -> None:
+    lines = re.findall(r"(\w+) +loss (\S+), alone (\S+): keeps (\S+) MiB", run(2, "context_parallel.py"))
+    assert [way for way, *_ in lines] == ["gather", "ring", "ulysses"]
+    assert all(float(loss) == pytest.approx(float(alone), rel=1e-11) for _, loss, alone, _ in lines)
+    gathered, ring, heads = (float(size) for *_, size in lines)
+    assert ring < 0.8 * gathered
+    assert heads < 0.9 * gathered
+
+
 def test_fine_tuning_is_the_same_alone_and_in_stages_and_is_resumed(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     alone = run(1, "finetune_two_gpus.py", "--out", str(tmp_path / "alone"), "--steps", "15")

@@ -155,10 +155,15 @@ DROPPING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "split": ({"layers.[1-2]": whale.split(), "": whale.replicate()}, {}),
     "stages": ({"layers.[0-1]": whale.stage(), "layers.[2-3]": whale.stage()}, {"micro_batches": 2}),
 }
+ALONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gathered keys": ({"": whale.split(dim=1, attention="gather")}, {}),
+    "exchanged heads": ({"": whale.split(dim=1, attention="ulysses")}, {"micro_batches": 2}),
+}
+"""Layouts of a sequence."""
 
 
 def dropping(world: World | None, model: str, name: str) -> tuple[list[float], dict[str, Tensor]]:
-    annotations, options = DROPPING[name]
+    annotations, options = (DROPPING | ALONG)[name]
     made, batch = MODELS[model]()
     if world is not None:
         whale.annotate(made, annotations)
@@ -176,7 +181,7 @@ def dropping(world: World | None, model: str, name: str) -> tuple[list[float], d
 def test_dropout_is_the_same_in_every_layout(ranks: Two, model: str) -> None:
     alone = dropping(None, model, "replicas, micro-batches")
     assert len(set(alone[0])) == 4
-    for name in DROPPING:
+    for name in DROPPING | ALONG if model == "attention" else DROPPING:
         for losses, gradients in ranks.run(dropping, model, name):
             torch.testing.assert_close(losses, alone[0], rtol=1e-12, atol=0, msg=name)
             torch.testing.assert_close(gradients, alone[1], rtol=1e-10, atol=1e-13, msg=name)

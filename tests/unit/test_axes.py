@@ -35,7 +35,8 @@ def views(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 def taken(table: AxisFactors, dim: Dim, spans: dict[int, tuple[int, int]]) -> np.ndarray:
     """Indices of a dim inside a cut of axis factors."""
-    intervals = dim_intervals(Analysis(factors=table), dim, spans)
+    ranges = {factor: ((start, start + length),) for factor, (start, length) in spans.items()}
+    intervals = dim_intervals(Analysis(factors=table), dim, ranges)
     return np.concatenate([np.arange(a, b) for a, b in intervals] or [np.arange(0)])
 
 

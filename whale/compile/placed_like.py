@@ -72,9 +72,10 @@ class _Move:
     def stage(self, stage: PlacedStage, rows: Sequence[int]) -> PlacedStage:
         """A stage over the other graph."""
         choices = {self._nodes[n]: tuple(self._choice(n, choice) for choice in own) for n, own in stage.choices.items()}
+        mirrored = frozenset((axis, self._factors[factor]) for axis, factor in stage.layout.mirrored)
         return replace(
             stage,
-            layout=Layout(self._other.analysis, layout_axes(stage.mesh, rows)),
+            layout=Layout(self._other.analysis, layout_axes(stage.mesh, rows), mirrored),
             nodes=tuple(self._nodes[node] for node in stage.nodes),
             choices=choices,
             stored={self._value(v): self._held(stage.index, v, placed) for v, placed in stage.stored.items()},

@@ -15,10 +15,12 @@ from typing import Literal, NamedTuple, get_args
 from whale.errors import AnnotationError
 
 __all__ = [
+    "ATTENTIONS",
     "RECOMPUTES",
     "REPLICAS",
     "SHARDS",
     "Along",
+    "Attention",
     "DeviceSelection",
     "Kind",
     "Layout",
@@ -55,6 +57,13 @@ layer but its inputs."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
+
+Attention = Literal["gather", "ring", "ulysses"]
+"""How ranks that each have a part of a sequence compute its attention: each gathers the keys and values of all; they
+pass them on from one to the next (ring attention, Liu et al. 2023); or each takes some heads of the whole sequence
+(DeepSpeed-Ulysses, Jacobs et al. 2023)."""
+
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 MAX_DIMS = 64
 """Largest number of dims of a tensor in PyTorch."""
@@ -114,10 +123,12 @@ class Along:
     Attributes:
         dim: of the tensors that come into *region*; negative: from the last.
         region: identity of the region that was annotated so; the empty string is the unannotated rest.
+        attention: how attentions are computed whose rows are cut so; None: as is cheapest.
     """
 
     dim: int
     region: str
+    attention: Attention | None = None
 
 
 RegionRole = Role | Along
@@ -152,6 +163,8 @@ class Strategy:
         degree: number of replicas, parts or devices; None lets the planner choose.
         dim: only for ``split``: the dim of the region's input along which its operators are split; None: their matrices
             are split.
+        attention: only for ``split`` with a dim: how attentions are computed whose rows are cut so; None: as is
+            cheapest.
         devices: only for ``cluster``.
         recompute: only for ``stage``: what its backward computes again; None: as is said for the whole model.
 
@@ -164,6 +177,7 @@ class Strategy:
     kind: Kind
     degree: int | None = None
     dim: int | None = None
+    attention: Attention | None = None
     devices: DeviceSelection | None = None
     recompute: Recompute | None = None
 
@@ -185,6 +199,16 @@ class Strategy:
                 raise AnnotationError(
                     f"split(dim={self.dim!r}): the dim is a whole number that a tensor may have, as in "
                     "whale.split(2, dim=1) for the second dim of what comes into the region"
+                )
+        if self.attention is not None:
+            if self.dim is None:
+                raise AnnotationError(
+                    f"{self.kind}(attention={self.attention!r}): only split(n, dim=...) has a way to compute "
+                    "attention, for it cuts the rows of one"
+                )
+            if self.attention not in ATTENTIONS:
+                raise AnnotationError(
+                    f"split(attention={self.attention!r}): unknown way; use 'auto', {', '.join(map(repr, ATTENTIONS))}"
                 )
         if self.recompute is not None:
             if self.kind != "stage":
@@ -225,7 +249,7 @@ class Strategy:
     def role(self, region: str) -> RegionRole:
         """The role of its region along the axis that it makes."""
         if self.dim is not None:
-            return Along(dim=self.dim, region=region)
+            return Along(dim=self.dim, region=region, attention=self.attention)
         return SHARDS if self.shards_operators else REPLICAS
 
     def __str__(self) -> str:
@@ -233,6 +257,7 @@ class Strategy:
             return str(self.devices)
         given = [str(self.degree)] if self.degree is not None else []
         given += [f"dim={self.dim}"] if self.dim is not None else []
+        given += [f"attention={self.attention!r}"] if self.attention is not None else []
         given += [f"recompute={self.recompute!r}"] if self.recompute is not None else []
         return f"{self.kind}({', '.join(given)})"
 
@@ -240,6 +265,7 @@ class Strategy:
 _WRITTEN = re.compile(
     r"(?P<kind>replicate|split|stage)"
     r"\((?P<degree>[1-9][0-9]{0,5})?((?(degree), )dim=(?P<dim>0|-?[1-9][0-9]?))?"
+    r"(, attention=(?P<mark>['\"]?)(?P<attention>[a-z]{1,20})(?P=mark))?"
     r"((?(degree), )recompute=(?P<quote>['\"]?)(?P<recompute>[a-z]{1,20})(?P=quote))?\)"
 )
 
@@ -259,12 +285,13 @@ def parse_strategy(text: str) -> Strategy:
     if found is None:
         raise AnnotationError(
             f"{text[:60]!r} is no strategy; write replicate(), split() or stage(), with or without a number, "
-            "split(2, dim=1), or stage(recompute='full')"
+            "split(2, dim=1), split(2, dim=1, attention='ring'), or stage(recompute='full')"
         )
     return Strategy(
         kind=found["kind"],  # type: ignore[arg-type]
         degree=int(found["degree"]) if found["degree"] else None,
         dim=int(found["dim"]) if found["dim"] else None,
+        attention=found["attention"],  # type: ignore[arg-type]
         recompute=found["recompute"],  # type: ignore[arg-type]
     )
 
@@ -357,7 +384,9 @@ def encode_scopes(path: ScopePath) -> str:
     for scope in path:
         devices = scope.strategy.devices
         chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
-        more = [] if scope.strategy.recompute is None else [scope.strategy.recompute]
+        more: list[object] = [scope.strategy.recompute, scope.strategy.attention]
+        while more and more[-1] is None:
+            more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
     return json.dumps(rows, separators=(",", ":"))
 
@@ -377,8 +406,10 @@ def decode_scopes(text: str) -> ScopePath:
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            recompute = more[0] if more else None
-            strategy = Strategy(kind=kind, degree=degree, dim=dim, devices=devices, recompute=recompute)
+            recompute, attention = (*more, None, None)[:2]
+            strategy = Strategy(
+                kind=kind, degree=degree, dim=dim, attention=attention, devices=devices, recompute=recompute
+            )
             path.append(Scope(strategy=strategy, region=region))
     except (ValueError, TypeError, RecursionError) as error:
         raise AnnotationError(f"not an encoded scope path: {text[:200]!r} ({error})") from error

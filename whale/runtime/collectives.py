@@ -139,11 +139,16 @@ def _extent(view: Tensor, dim: int) -> int:
 
 def take(x: Tensor, cut: Cut, index: int) -> Tensor:
     """The shard of a whole tensor on rank *index* of the axis (R -> S). A view if the shard is contiguous."""
-    start, size = cut.start(index), cut.sizes[index]
-    if cut.contiguous:
+    ranges = cut.ranges(index)
+    if len(cut.segments) == 1 and cut.segments[0].outer == 1 and len(ranges) < 2:
         inner = cut.segments[0].inner
-        return x.narrow(cut.dim, start * inner, size * inner)
-    return _joined([view.narrow(cut.dim + 1, start, size) for view in parts(x, cut)], cut.dim)
+        start, stop = ranges[0] if ranges else (0, 0)
+        return x.narrow(cut.dim, start * inner, (stop - start) * inner)
+    views = []
+    for view in parts(x, cut):
+        pieces = [view.narrow(cut.dim + 1, start, stop - start) for start, stop in ranges or ((0, 0),)]
+        views.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim + 1))
+    return _joined(views, cut.dim)
 
 
 def embed(x: Tensor, cut: Cut, index: int) -> Tensor:
@@ -152,7 +157,10 @@ def embed(x: Tensor, cut: Cut, index: int) -> Tensor:
     shape[cut.dim] = cut.extent
     whole = x.new_zeros(shape)
     for target, source in zip(parts(whole, cut), _local_parts(x, cut, index), strict=True):
-        target.narrow(cut.dim + 1, cut.start(index), cut.sizes[index]).copy_(source)
+        base = 0
+        for start, stop in cut.ranges(index):
+            target.narrow(cut.dim + 1, start, stop - start).copy_(source.narrow(cut.dim + 1, base, stop - start))
+            base += stop - start
     return whole
 
 
@@ -171,7 +179,11 @@ def assemble(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
     if cut.contiguous:
         return torch.cat(list(pieces), cut.dim)
     local = [_local_parts(piece, cut, index) for index, piece in enumerate(pieces)]
-    return _joined([torch.cat(column, cut.dim + 1) for column in zip(*local, strict=True)], cut.dim)
+    columns = []
+    for column in zip(*local, strict=True):
+        stretches = [column[rank].narrow(cut.dim + 1, base, size) for rank, base, size in cut.order()]
+        columns.append(torch.cat(stretches or column, cut.dim + 1))
+    return _joined(columns, cut.dim)
 
 
 def _stacked(x: Tensor, cut: Cut) -> Tensor:
