@@ -403,7 +403,7 @@ class CostModel(LayerCosts):
         self, layers: Iterable[int], group: TensorGroup, rows: float, micro_batches: int, shards: int = 1
     ) -> StageCost:
         """A micro-batch of *rows* rows through *layers* on one replica."""
-        kinds = Counter(self.profile.layers[index] for index in layers)
+        kinds = Counter(map(self.profile.layers.__getitem__, layers))
         found = [(count, self.layer(kind, group, rows, micro_batches, shards)) for kind, count in kinds.items()]
         backward = sum(count * price.backward for count, price in found)
         forward = sum(count * price.forward for count, price in found)
@@ -500,7 +500,7 @@ class CostModel(LayerCosts):
         gradients."""
         if not self.runs:
             return num_bytes
-        kinds = self._counts if layers is None else Counter(self.profile.layers[index] for index in layers)
+        kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
         whole = messages = 0.0
         for kind, count in kinds.items():
             size, num = self._messages_of(kind, degree)

@@ -17,6 +17,7 @@ from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.schedules.orders import SCHEDULES
 
 __all__ = [
+    "MAX_BATCH",
     "PRICED",
     "Candidate",
     "Degrees",
