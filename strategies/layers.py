@@ -59,6 +59,7 @@ class LayeredModel:
     time: Mapping[fx.Node, Choice]
     like: LayeredModel | None = None
     _placed: dict[tuple[int, int, tuple[str, ...]], PlacedStage] = field(default_factory=dict)
+    _between: dict[tuple[int, int], PlacedStage] = field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
@@ -91,12 +92,33 @@ class LayeredModel:
             self._placed[key] = self._solved(problem, Prices() if experts else MEGATRON)
         return self._placed[key]
 
+    def place_between(self, kind: int, degree: int) -> PlacedStage:
+        """A kind of layer split over *degree* devices as in the middle of a stage: what it receives and hands on has
+        the form that costs least. The devices have equal parts: they divide rows only where these are multiples of the
+        degree, and else do as with a micro-batch of a single row.
+
+        Raises:
+            InfeasibleError: the layer cannot be split over that number of devices.
+        """
+        key = (kind, degree)
+        if degree == 1:
+            return self.place(kind, degree)
+        if key not in self._between and self.like is not None:
+            self._between[key] = _translated(self.like.place_between(*key), self.like, self)
+        elif key not in self._between:
+            problem = replace(self._problem(kind, degree), fixed=self._shared(kind, degree))
+            if any(rows % degree for rows in self.rows[:2]):
+                problem = replace(problem, rows=(1,) * len(self.rows))
+            stage = self._solved(problem, Prices())
+            self._between[key] = replace(stage, layout=Layout(self.analysis, layout_axes(stage.mesh, self.rows)))
+        return self._between[key]
+
     def held_shares(self, kind: int, degree: int) -> tuple[float, float]:
         """The parts of what a kind of layer receives from the layers before, and of what it hands on, that each of
         *degree* devices has where it is the first, or the last, of a stage."""
         if degree == 1:
             return 1.0, 1.0
-        stage = self._solved(replace(self._problem(kind, degree), fixed=self._shared(kind, degree)), Prices())
+        stage = self.place_between(kind, degree)
         at = (0,) * (1 + len(stage.mesh.axes))
         shares = []
         for placed in ({value: stage.stored[value] for value in stage.received}, stage.sent):
@@ -178,7 +200,14 @@ class LayeredModel:
     ) -> LocalProgram:
         """The program of the first device of the group for a kind of layer, for one of ``rows``; *clock* as in
         `whale.strategies.lowering.lower`."""
-        stage, micro_batch = self.place(kind, degree, experts), self.rows.index(rows)
+        return self._lowered(self.place(kind, degree, experts), rows, clock)
+
+    def program_between(self, kind: int, degree: int, rows: int, *, clock: RNGPosition | None = None) -> LocalProgram:
+        """The same for a kind of layer in the middle of a stage."""
+        return self._lowered(self.place_between(kind, degree), rows, clock)
+
+    def _lowered(self, stage: PlacedStage, rows: int, clock: RNGPosition | None) -> LocalProgram:
+        micro_batch = self.rows.index(rows)
         program = lower(self.captured, self.analysis, stage, 0, micro_batch, clock=clock)
         return at_micro_batch(program, stage, 0, micro_batch)
 
@@ -331,7 +360,8 @@ def _filled(batch: int, rows: Sequence[int]) -> tuple[int, ...]:
 def _cut(layers: LayeredModel, batch: int, rows: Sequence[int]) -> LayeredModel:
     """The layers with a batch that is divided into these rows and smaller ones."""
     filled = _filled(batch, rows)
-    return replace(layers, rows=filled, time=_time(layers.chain, layers.analysis, len(filled)), like=None, _placed={})
+    time = _time(layers.chain, layers.analysis, len(filled))
+    return replace(layers, rows=filled, time=time, like=None, _placed={}, _between={})
 
 
 def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> LayeredModel:

@@ -366,8 +366,10 @@ class _KindCosts:
             self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in self.models]
             nodes = first.chain.partition.stages[self.kind].nodes
             if has_regions(nodes) if self.rules else any(map(is_checkpointed, nodes)):
-                few = list(self.models)[:LEAST_ROWS]
-                self.again[degree, experts] = [self._trace_again(rows, degree, experts) for rows in few]
+                every = list(self.models)  # devices that divide the rows have equal parts of these two
+                self.again[degree, experts] = [
+                    self._trace_again(rows, degree, experts) for rows in (every[0], every[-1])
+                ]
         return True
 
     def _trace(self, rows: int, degree: int, experts: tuple[str, ...]) -> Trace:
@@ -381,11 +383,21 @@ class _KindCosts:
         )
 
     def _trace_again(self, rows: int, degree: int, experts: tuple[str, ...]) -> Mapping[Recompute, Again]:
-        model = self.models[rows]
+        model, clock = self.models[rows], RNGPosition(0)
+        if experts:
+            stage, program = (
+                model.place(self.kind, degree, experts),
+                model.program(self.kind, degree, rows, experts, clock=clock),
+            )
+        else:  # results of collectives are kept, and which these are depends on the form of what layers hand on
+            stage, program = (
+                model.place_between(self.kind, degree),
+                model.program_between(self.kind, degree, rows, clock=clock),
+            )
         return trace_again(
             model.captured,
-            model.place(self.kind, degree, experts),
-            model.program(self.kind, degree, rows, experts, clock=RNGPosition(0)),
+            stage,
+            program,
             model.rows.index(rows),
             self.dtype,
             rules=RECOMPUTES if self.rules else ("none",),
@@ -464,12 +476,14 @@ class _KindCosts:
             raise _NoLaw(f"layer {self.name}: its {what} depend on the number of rows ({counts}), so it has no law")
         return list(zip(*runs, strict=True))
 
-    def _law(self, values: Sequence[int]) -> Affine:
-        (first, second), (low, high) = self.counted[:2], values[:2]
+    def _law(self, values: Sequence[int], counted: Sequence[int] = ()) -> Affine:
+        """Affine function of the rows through *values*, which are at *counted* rows, by default at all."""
+        counted = counted or self.counted
+        (first, second), (low, high) = counted[:2], values[:2]
         rise, run = high - low, second - first
         slope = Fraction(rise, run) if rise % run else rise // run  # whole numbers are faster
         fixed = low - first * slope
-        if any(value != fixed + rows * slope for rows, value in zip(self.counted, values, strict=False)):
+        if any(value != fixed + rows * slope for rows, value in zip(counted, values, strict=False)):
             raise _NoLaw(
                 f"layer {self.name}: something in it grows with the rows of a micro-batch as "
                 f"{', '.join(map(str, values))} at {', '.join(map(str, self.models))} rows, not by the row; such a "
@@ -477,8 +491,9 @@ class _KindCosts:
             )
         return Affine(_number(fixed), _number(slope))
 
-    def _amount(self, sizes: Sequence[Traffic]) -> Amount:
-        return Amount(elements=self._law([s.elements for s in sizes]), bytes=self._law([s.bytes for s in sizes]))
+    def _amount(self, sizes: Sequence[Traffic], counted: Sequence[int] = ()) -> Amount:
+        elements, others = [size.elements for size in sizes], [size.bytes for size in sizes]
+        return Amount(elements=self._law(elements, counted), bytes=self._law(others, counted))
 
     def _kernels(
         self, runs: Sequence[Sequence[KernelRun]], regions: _Regions, *, forward: bool = True
@@ -545,14 +560,14 @@ class _KindCosts:
 
     def _under_rules(self, again: Sequence[Mapping[Recompute, Again]], *, sent: bool) -> tuple[RuleCosts, ...]:
         """Memory under each rule; *sent* as in `variant`."""
-        found = []
+        found, counted = [], (self.counted[0], self.counted[len(self.models) - 1])
         for rule in again[0] if again else ():
             runs = [one[rule] for one in again]
-            kept = self._amount([run.kept if sent else run.kept - run.sent for run in runs])
+            kept = self._amount([run.kept if sent else run.kept - run.sent for run in runs], counted)
             working: tuple[Amount, ...] = ()
             if len({len(run.alive) for run in runs}) == 1:
                 moments = dict.fromkeys(zip(*(run.alive for run in runs), strict=True))
-                working = _most_of([_without_all(self._amount(same), [kept]) for same in moments])
+                working = _most_of([_without_all(self._amount(same, counted), [kept]) for same in moments])
             found.append(RuleCosts(rule=rule, kept=kept, working=working))
         return tuple(found)
 

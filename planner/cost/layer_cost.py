@@ -288,7 +288,7 @@ class LayerCosts:
         """Elements of parameters of *layers* on a device: dense, and of experts. Tied ones count once."""
         positions = set(layers)
         dense = experts = 0.0
-        for kind, count in Counter(self.profile.layers[index] for index in positions).items():
+        for kind, count in Counter(map(self.profile.layers.__getitem__, positions)).items():
             own, of_experts = self.parameters_of(kind, degree, expert)
             dense, experts = dense + count * own, experts + count * of_experts
         for readers, shared in self.profile.tied:

@@ -369,22 +369,30 @@ class CostModel(LayerCosts):
         *micro_batches* of a step, whose optimizer states *shards* devices may divide."""
         if not rows:
             return NOTHING._replace(update=self.layer(kind, group, 1, micro_batches, shards).update)
-        if self.runs:
-            rows = group.whole_rows(int(rows))
+        whole = group.whole_rows(int(rows)) if self.runs else rows
+        lacking = round(whole - rows) if len(group.types) > 1 else 0
         times = micro_batches if self._accumulates[kind] else 1
-        key = (kind, group.kind, rows, times, shards, self.stack.recompute)
+        key = (kind, group.kind, whole, lacking, times, shards, self.stack.recompute)
         found = self.memo.layers.get(key)
         if found is None:
-            found = self.memo.layers[key] = self._price(kind, group, rows / group.positions, times, shards)
+            found = self.memo.layers[key] = self._price(kind, group, whole / group.positions, times, shards, lacking)
         return found
 
-    def _price(self, kind: int, group: TensorGroup, rows: float, micro_batches: int, shards: int) -> StageCost:
-        """Cost of *rows* rows on each device."""
-        degrees = group.tensor, group.expert
-        spent = [self.seconds(kind, type_, degrees, rows, micro_batches, shards) for type_ in group.types]
+    def _price(
+        self, kind: int, group: TensorGroup, rows: float, micro_batches: int, shards: int, lacking: int = 0
+    ) -> StageCost:
+        """Cost of *rows* rows on each device, of which the last ones, *lacking* of them, have a row fewer."""
+        degrees, first = (group.tensor, group.expert), group.ranks[: group.degree - lacking]
+        most = {self.cluster.devices[rank].type for rank in first} if lacking else group.types
+        fewer = rows - 1 or rows - lacking / group.expert  # who has no row computes experts for the rows of others
+        spent = [
+            self.seconds(kind, type_, degrees, rows if type_ in most else fewer, micro_batches, shards)
+            for type_ in group.types
+        ]
         slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
-        forward = sum(self._collective_of(one, group) for one in slowest.forward_collectives)
-        backward = sum(self._collective_of(one, group) for one in slowest.backward_collectives)
+        largest = next(one for one, type_ in zip(spent, group.types, strict=True) if type_ in most)
+        forward = sum(self._collective_of(one, group) for one in largest.forward_collectives)
+        backward = sum(self._collective_of(one, group) for one in largest.backward_collectives)
         if not self.runs:
             context = self._context_seconds(kind, group, rows)
             forward, backward = exposed_seconds(
@@ -409,7 +417,7 @@ class CostModel(LayerCosts):
         self, layers: Iterable[int], group: TensorGroup, rows: float, micro_batches: int, shards: int = 1
     ) -> StageCost:
         """A micro-batch of *rows* rows through *layers* on one replica."""
-        kinds = Counter(self.profile.layers[index] for index in layers)
+        kinds = Counter(map(self.profile.layers.__getitem__, layers))
         found = [(count, self.layer(kind, group, rows, micro_batches, shards)) for kind, count in kinds.items()]
         backward = sum(count * price.backward for count, price in found)
         forward = sum(count * price.forward for count, price in found)
@@ -512,7 +520,7 @@ class CostModel(LayerCosts):
         if shape not in self.memo.buckets:
             self.memo.buckets[shape] = bucket_bytes(self.described, ranks)
         capacity = self.memo.buckets[shape]
-        kinds = self._counts if layers is None else Counter(self.profile.layers[index] for index in layers)
+        kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
         whole = messages = 0.0
         for kind, count in kinds.items():
             size, num = self._messages_of(kind, degree, capacity)

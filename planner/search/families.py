@@ -153,6 +153,7 @@ class Family:
         """Time like `even_work`, with gradient reductions; and a lower bound on the slowest stage, because layers are
         whole and memory has room for some of them."""
         rows = meshes.rows(batch, self.micro_batches)
+        meshes.find_paces((mesh for _, mesh in self.extremes), rows, self.micro_batches)
         found = self._even(meshes.paces, rows)
         if not self.one_of_each:
             return found
@@ -302,12 +303,14 @@ class Outlook:
 def outlooks(meshes: CostTable, batch: int, micro_batches: int, max_stages: int) -> Iterator[Outlook]:
     """All families for a number of micro-batches."""
     rows = meshes.rows(batch, micro_batches)
-    listed = [any_meshes(meshes, rows, micro_batches, max_stages), _matched(meshes, rows, micro_batches, max_stages)]
-    for family in (*listed, *_alike(meshes, rows, micro_batches, max_stages)):
-        if family is not None and family.extremes:
-            shallowest = family.least_depth(meshes, batch)
-            reach = family.reach(family.even_work(meshes, batch), shallowest)
-            yield Outlook(name=family.name, reach=reach, make=partial(_itself, family), shallowest=shallowest)
+    every = [any_meshes(meshes, rows, micro_batches, max_stages), _matched(meshes, rows, micro_batches, max_stages)]
+    every += _alike(meshes, rows, micro_batches, max_stages)
+    families = [family for family in every if family is not None and family.extremes]
+    meshes.find_likely_work((mesh for family in families for _, mesh in family.extremes), rows, micro_batches)
+    for family in families:
+        shallowest = family.least_depth(meshes, batch)
+        reach = family.reach(family.even_work(meshes, batch), shallowest)
+        yield Outlook(name=family.name, reach=reach, make=partial(_itself, family), shallowest=shallowest)
     yield from _replicas(meshes, rows, micro_batches, max_stages)
 
 
@@ -390,46 +393,51 @@ class _Line(NamedTuple):
 
 
 def _replicas(meshes: CostTable, rows: int, micro_batches: int, max_stages: int) -> Iterator[Outlook]:
-    pools = meshes.pools
+    pools, num_kinds = meshes.pools, len(meshes.layer_counts)
     degrees = [degree for degree in _degrees(max(len(pool.ranks) for pool in pools)) if degree <= rows]
-    lines = [
-        _lines(meshes, rows, micro_batches, max_stages, index, [data for data in degrees if data <= len(pool.ranks)])
+    nothing = _Line(None, 0, np.zeros(num_kinds), inf, inf)
+    some = [
+        _line_meshes(meshes, rows, index, [data for data in degrees if data <= len(pool.ranks)])
         for index, pool in enumerate(pools)
     ]
-    nothing = _Line(None, 0, np.zeros(len(meshes.layer_counts)), inf, inf)
+    meshes.find_work((mesh for own, _ in some for alike in own for mesh in alike), rows, micro_batches)
+    lines = [_lines(meshes, rows, micro_batches, max_stages, index, own) for index, (own, _) in enumerate(some)]
     for data in degrees:
-        own = [line.get(data, [nothing]) for line in lines]
+        own = [
+            found.get(data, []) + ([nothing] if data not in found or data in unfit else [])
+            for found, (_, unfit) in zip(lines, some, strict=True)
+        ]
         yield from _of_data_degree(meshes, micro_batches, max_stages, data, own)
 
 
-def _lines(
-    meshes: CostTable, rows: int, micro_batches: int, max_stages: int, index: int, degrees: Sequence[int]
-) -> dict[int, list[_Line]]:
-    """The stages that devices of a pool may make at each data degree; none where a tensor or expert degree is too large
-    for the pool, or no degree holds a layer."""
-    pool, num_pools = meshes.pools[index], len(meshes.pools)
-    found: dict[int, list[_Line]] = {data: [] for data in degrees}
-    unfit = dict.fromkeys(degrees, False)
+def _line_meshes(meshes: CostTable, rows: int, index: int, degrees: Sequence[int]) -> tuple[list[list[Mesh]], set[int]]:
+    """The meshes of devices of a pool at each tensor or expert degree, one for each data degree that the degree leaves
+    room for and that holds a layer; and the data degrees for which some degree is too large for the pool."""
+    pool, found, unfit = meshes.pools[index], [], set()
     for division in meshes.divisions(pool):
-        chosen = []
-        for data in degrees:
-            if not meshes.too_large(index, division, -(-rows // data)):
-                if data * prod(division) <= len(pool.ranks):
-                    chosen.append(data)
-                else:
-                    unfit[data] = True
-        if not chosen:
-            continue
-        quotas = [len(pool.ranks) // (data * prod(division)) for data in chosen]
-        held = meshes.together_held(
-            index, division, [-(-rows // data) for data in chosen], [min(q, max_stages) for q in quotas], micro_batches
-        )
-        for data, quota, own in zip(chosen, quotas, held, strict=True):
-            mesh = Mesh(_single(index, data * prod(division), num_pools), *division)
+        held = [data for data in degrees if not meshes.too_large(index, division, -(-rows // data))]
+        possible = [data for data in held if data * prod(division) <= len(pool.ranks)]
+        unfit |= set(held) - set(possible)
+        counts = (_single(index, data * prod(division), len(meshes.pools)) for data in possible)
+        found.append([Mesh(own, *division) for own in counts])
+    return found, unfit
+
+
+def _lines(
+    meshes: CostTable, rows: int, micro_batches: int, max_stages: int, index: int, alike: Sequence[Sequence[Mesh]]
+) -> dict[int, list[_Line]]:
+    """The stages that devices of a pool may make at each data degree, of the meshes of some tensor and expert
+    degrees."""
+    found: dict[int, list[_Line]] = {}
+    for own in filter(None, alike):
+        quotas = [len(meshes.pools[index].ranks) // mesh.counts[index] for mesh in own]
+        shares, stages = [-(-rows // mesh.data) for mesh in own], [min(quota, max_stages) for quota in quotas]
+        held = meshes.together_held(index, own[0][1:], shares, stages, micro_batches)
+        for mesh, quota, parts in zip(own, quotas, held, strict=True):
             pace = meshes.work(mesh, rows, micro_batches)
-            found[data].append(_Line(mesh, quota, own, max(pace.of_chain, 1e-12), pace.hop))
-    nothing = _Line(None, 0, np.zeros(len(meshes.layer_counts)), inf, inf)
-    return {data: own if own and not unfit[data] else [*own, nothing] for data, own in found.items()}
+            line = _Line(mesh, quota, parts, max(pace.of_chain, 1e-12), pace.hop)
+            found.setdefault(mesh.data, []).append(line)
+    return found
 
 
 def _of_data_degree(

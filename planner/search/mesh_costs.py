@@ -7,6 +7,7 @@ figures are made by `whale.planner.search.table`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -24,6 +25,9 @@ __all__ = ["Array", "Integers", "MeshCosts", "ReplicaCosts", "Tied", "added_by_s
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+TOGETHER = 8
+"""Numbers of micro-batches in flight for which it is worked out at once what fits in memory."""
 
 BARRED_SECONDS = 1e6
 """Cost of a part on a mesh of other degrees than its fixed ones: larger than any plan."""
@@ -100,26 +104,30 @@ class ReplicaCosts:
         return [one.tolist() for one in (self.fixed, self.step, self.kept, self.handed, self.working)]
 
     def reach(self, held: int) -> Integers:
-        """For each end of a stage the first part that it can reach back to within memory.
-
-        For every amount w that a part works with: no part of more may be in the stage, and what else the stage holds
-        must leave w. The least over all w is exact, in O(parts x log(parts)) for each w. Worked out once.
-        """
+        """For each end of a stage the first part that it can reach back to within memory, with as many micro-batches in
+        flight. Worked out once, for some numbers of micro-batches at a time."""
         if held not in self._reaches:
-            self._reaches[held] = self._first_held(held)
+            first = (held - 1) // TOGETHER * TOGETHER + 1
+            several = range(first, first + TOGETHER)
+            self._reaches.update(zip(several, self._first_held(several), strict=True))
         return self._reaches[held]
 
-    def _first_held(self, held: int) -> Integers:
+    def _first_held(self, several: Sequence[int]) -> Integers:
+        """`reach` for several numbers of micro-batches in flight (first axis), ascending.
+
+        For every amount w that a part works with: no part of more may be in the stage, and what else the stage holds
+        must leave w. The least over all w is exact, in O(parts x log(parts)) for each w.
+        """
         num = len(self.fixed)
-        entering, leaving = message_bytes(self.handed, 0.0, held), message_bytes(0.0, self.handed, held)
-        if self._need(0, num - 1, held) + float(entering.max() + leaving.max()) <= self.room:
-            return np.zeros(num, dtype=np.int64)
-        state, stepping = self.fixed + held * self.kept, self.fixed + self.step
-        freed = np.maximum.accumulate(state - entering)  # that begins there or, after less, before
+        into, out = np.array([(message_bytes(1, 0, held), message_bytes(0, 1, held)) for held in several]).T[:, :, None]
+        if self._need(0, num - 1, several[-1]) + float((into + out).max() * self.handed.max()) <= self.room:
+            return np.zeros((len(several), num), dtype=np.int64)
+        state, stepping = self.fixed + np.array(several)[:, None] * self.kept, self.fixed + self.step
+        freed = np.maximum.accumulate(state - into * self.handed, axis=1)  # that begins there or, after less, before
         most, after = self._amounts
-        wanted = state + leaving + most[:, None] - self.room
-        first = freed.searchsorted(wanted.ravel()).reshape(wanted.shape)
-        found = np.maximum(after, first).min(axis=0)
+        wanted = (state + out * self.handed)[:, None] + most[:, None] - self.room
+        first = np.array([own.searchsorted(needed.ravel()) for own, needed in zip(freed, wanted, strict=True)])
+        found = np.maximum(after, first.reshape(wanted.shape)).min(axis=1)
         return np.maximum(found, np.searchsorted(stepping, stepping - self.room, side="left"))
 
     @cached_property
@@ -137,13 +145,14 @@ class ReplicaCosts:
         return most, after
 
 
-def added_by_sums(sums: Array, backward: Array, beside: Beside) -> Array:
-    """Seconds that gradient sums add to a step if each part hides its own behind its backward; all are sums up to each
-    part."""
-    summed, rate = sums[1:] - sums[:-1], beside.rate
-    hidden = np.minimum(summed / rate, backward[1:] - backward[:-1])
-    found = np.zeros(len(sums))
-    (summed - (rate - beside.slowdown) * hidden).cumsum(out=found[1:])
+def added_by_sums(sums: Array, backward: Array, besides: Sequence[Beside]) -> Array:
+    """Seconds that gradient sums add to a step if each part hides its own behind its backward, of some meshes (first
+    axis); all are sums up to each part (second axis)."""
+    rate, slowdown = np.array([(one.rate, one.slowdown) for one in besides]).T[:, :, None]
+    summed = np.diff(sums)
+    hidden = np.minimum(summed / rate, np.diff(backward))
+    found = np.zeros(sums.shape)
+    (summed - (rate - slowdown) * hidden).cumsum(axis=1, out=found[:, 1:])
     return found
 
 
@@ -224,7 +233,7 @@ class MeshCosts:
     def once(self) -> Array:
         """Sums of what comes once a step: the optimizer, and by how much sums of gradients make it longer if each part
         hides its own behind its backward."""
-        return self.update + added_by_sums(self.sums, self.backward, self.beside)
+        return self.update + added_by_sums(self.sums[None], self.backward[None], (self.beside,))[0]
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int, int], tuple[float, float, float, float]]:

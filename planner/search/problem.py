@@ -17,6 +17,7 @@ from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.schedules.orders import SCHEDULES
 
 __all__ = [
+    "MAX_BATCH",
     "PRICED",
     "Candidate",
     "Degrees",
@@ -114,6 +115,7 @@ class Found:
         points: plans that were looked at.
         tried: how many were scored.
         seconds: that the search took.
+        default: of a thorough search, the result of the default search with which it began; None if that found none.
     """
 
     candidates: tuple[Candidate, ...]
@@ -123,6 +125,7 @@ class Found:
     points: tuple[Point, ...]
     tried: int
     seconds: float
+    default: Found | None = None
 
     @property
     def best(self) -> Candidate:

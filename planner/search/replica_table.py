@@ -18,6 +18,7 @@ import numpy as np
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts, Tied, counted_again
+from whale.planner.search.row_table import ACCUMULATION, BACKWARD, FAR, FORWARD, KEPT, NEAR, UPDATE, WORKING, RowTable
 from whale.planner.search.space import Division, Mesh, MeshSpace
 
 __all__ = ["HELD", "ReplicaTable", "fewest_holding", "total"]
@@ -38,7 +39,7 @@ class ReplicaTable(MeshSpace):
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, Array] = field(default_factory=dict, init=False)
     _commonest_held: dict[tuple[Mesh, int, int], list[int]] = field(default_factory=dict, init=False)
-    _near_sends: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+    _targets: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict, init=False)
     _direct_parts: dict[tuple[int, int, int, int], float] = field(default_factory=dict, init=False)
     _held_shares: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict, init=False)
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
@@ -83,7 +84,8 @@ class ReplicaTable(MeshSpace):
         key = (group.kind, rows, self.prices.adding(micro_batches))
         found = self._lists.get(key)
         if found is None:
-            found = self._lists[key] = self._table(group, rows, micro_batches)[[0, 1, 3, 4]].tolist()
+            table = self._table(group, rows, micro_batches)
+            found = self._lists[key] = table[[FORWARD, BACKWARD, KEPT, WORKING]].tolist()
         return found
 
     def replica_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> ReplicaCosts:
@@ -91,30 +93,27 @@ class ReplicaTable(MeshSpace):
         key = (group.kind, rows, self.prices.adding(micro_batches))
         if key not in self._slices:
             table = self._table(group, rows, micro_batches)
-            forward, backward, update, kept = table[:4] @ self._counts
+            forward, backward, update, kept = table[: KEPT + 1] @ self._counts
             starts, last_layers = self._ends
-            near = self._nears(group, rows)
-            latency, alone, near_latency, near_alone = (
-                np.concatenate([[0.0], of_kinds[last_layers], [0.0]])
-                for of_kinds in (*table[6:], *(table[6:] if near is None else near))
-            )
+            sent = np.zeros((4, len(self.chain) + 1))
+            sent[:, 1:-1] = table[[*FAR, *NEAR]][:, last_layers]
             self._slices[key] = ReplicaCosts(
                 group=group,
                 rows=rows,
-                of_kinds=table[:3],
+                of_kinds=table[: UPDATE + 1],
                 forward=forward,
                 backward=backward,
                 update=update,
-                latency=latency,
-                alone=alone,
-                near_latency=near_latency,
-                near_alone=near_alone,
+                latency=sent[0],
+                alone=sent[1],
+                near_latency=sent[2],
+                near_alone=sent[3],
                 fixed=self._parameters_of(group.tensor, group.expert)[2],
                 tied=self._tied_state(group.tensor),
                 step=self._parameters_of(group.tensor, group.expert)[3],
                 kept=kept,
                 handed=self._handed(rows / group.expert),
-                working=np.maximum.reduceat(table[4][self._layers], starts),
+                working=np.maximum.reduceat(table[WORKING][self._layers], starts),
                 room=self._room_of(group),
             )
         return self._slices[key]
@@ -124,39 +123,37 @@ class ReplicaTable(MeshSpace):
         return group.memory_bytes - max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
 
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
-        """Forward, backward, update, kept, working, what a later micro-batch's backward takes more, the latency of
-        handing on and back, and the seconds of handing on without latency (rows) of each kind of layer (columns),
-        interpolated between numbers of rows that are powers of two."""
-        rows, adding = group.whole_rows(rows), self.prices.adding(micro_batches)
-        key = (group.kind, rows, adding)
+        """The quantities of `row_table` (first axis) of each kind of layer (second axis) on a group."""
+        key = (group.kind, rows, self.prices.adding(micro_batches))
         found = self._tables.get(key)
         if found is None:
-            own = rows // group.expert
-            below = group.expert << (own.bit_length() - 1) if rows else 0
-            if adding > 1 and self.prices.runs:  # linear in the share of micro-batches that add to gradients
-                found = self._table(group, rows, 1).copy()
-                found[1] += (1 - 1 / adding) * found[5]
-            elif own <= self.exact_rows or rows == below:
-                found = self._priced(group, rows, adding)
-            else:
-                low, high = (self._table(group, count, micro_batches) for count in (below, 2 * below))
-                found = low + (rows - below) / below * (high - low)
-            self._tables[key] = found
+            found = self._tables[key] = self._tables_of([(group, rows)], micro_batches)[0]
         return found
 
+    def _tables_of(self, asked: Sequence[tuple[TensorGroup, int]], micro_batches: int) -> Array:
+        """`_table` of several groups with their rows (first axis)."""
+        adding = self.prices.adding(micro_batches)
+        if adding == 1 or not self.prices.runs:
+            return self._row_table.at(asked, adding)
+        found = self._row_table.at(asked, 1)  # linear in the share of micro-batches that add to gradients
+        found[:, BACKWARD] += (1 - 1 / adding) * found[:, ACCUMULATION]
+        return found
+
+    @cached_property
+    def _row_table(self) -> RowTable:
+        return RowTable(self._priced, len(self.prices.profile.kinds), self.exact_rows)
+
     def _priced(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
-        """`_table` of a number of rows that is priced."""
-        kinds = range(len(self.prices.profile.kinds))
+        """`_table` of a number of rows that is priced, for as many micro-batches that accumulate gradients."""
+        kinds, (far, near) = range(len(self.prices.profile.kinds)), self._targets_of(group)
         found = []
         for kind in kinds:
             one = self.prices.layer(kind, group, rows, micro_batches)
-            latency, alone = self._sent(kind, group, self._elsewhere(group.ranks), rows)
-            found.append(
-                (one.forward, one.backward, one.update, one.kept, one.working, one.accumulation, latency, alone)
-            )
-        columns = np.array(found).T
-        columns[3:5] *= self.prices.waste
-        return columns
+            kept, working = (self.prices.waste * amount for amount in (one.kept, one.working))
+            sent = self._sent(kind, group, far, rows)
+            within = sent if near == far else self._sent(kind, group, near, rows)
+            found.append((one.forward, one.backward, one.update, kept, working, one.accumulation, *sent, *within))
+        return np.array(found).T
 
     def too_large(self, pool: int, division: Division, rows: int) -> bool:
         """Whether a single layer does not fit on devices of a pool with the given rows of a micro-batch."""
@@ -287,18 +284,16 @@ class ReplicaTable(MeshSpace):
             self._direct_parts[key] = min(1.0, sent / whole) if whole else 1.0
         return self._direct_parts[key]
 
-    def _nears(self, group: TensorGroup, rows: int) -> Array | None:
-        """Times (rows) like `_sent` for each kind of layer, to a replica of the same node; None if there is no room for
-        one."""
-        node = self.prices.cluster.node_of(group.ranks[0])
-        other = next((rank for rank in node.ranks if rank not in group.ranks), None)
-        if other is None or 2 * group.degree > len(node.ranks):
-            return None
-        key = (group.kind, rows)
-        if key not in self._near_sends:
-            target, kinds = (other,) * len(group.ranks), range(len(self.prices.profile.kinds))
-            self._near_sends[key] = np.array([self._sent(kind, group, target, rows) for kind in kinds]).T
-        return self._near_sends[key]
+    def _targets_of(self, group: TensorGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ranks of a replica on another node if there is one, to which a group hands on, and of one on the same node if
+        there is room for it, else the same; nothing, where there are no other ranks."""
+        if group.kind not in self._targets:
+            node = self.prices.cluster.node_of(group.ranks[0])
+            far = self._elsewhere(group.ranks)
+            other = next((rank for rank in node.ranks if rank not in group.ranks), None)
+            room = other is not None and 2 * group.degree <= len(node.ranks)
+            self._targets[group.kind] = far, (other,) * len(group.ranks) if other is not None and room else far
+        return self._targets[group.kind]
 
     def _handed(self, rows: float) -> Array:
         """Bytes that a stage which ends there hands on, where it holds them."""

@@ -224,6 +224,7 @@ def _with_least_recompute(prices: CostModel, found: Sequence[Found], batch: int,
         least = _least(prices, candidate, batch)
         candidates.setdefault((least.stages, least.micro_batches, least.schedule), least)
     ordered = sorted(candidates.values(), key=_step_seconds)
+    default = [each.default for each in found if each.default is not None]
     dropped: Counter[tuple[str, str]] = Counter()
     for one in (one for each in found for one in each.dropped):
         dropped[one.family, one.reason] += one.count
@@ -235,6 +236,7 @@ def _with_least_recompute(prices: CostModel, found: Sequence[Found], batch: int,
         points=tuple(one for each in found for one in each.points),
         tried=sum(each.tried for each in found),
         seconds=sum(each.seconds for each in found),
+        default=_with_least_recompute(prices, default, batch, top) if default else None,
     )
 
 
@@ -304,7 +306,9 @@ class _Search:
         micro_batches, max_stages = self._micro_batches(), self._max_stages()
         self.bound = least_seconds(self.meshes.prices.under("none"), self.batch)
         candidates, near = self._tried(micro_batches, max_stages)
+        default = None
         if self.settings.thorough and not self._over():  # after all that a search does by default
+            default = self._found(candidates, near) if candidates else None
             self.effort = THOROUGH
             self.dropped.clear()
             self.lacking.clear()
@@ -319,17 +323,21 @@ class _Search:
             )
         if not candidates:
             return None
-        candidates.sort(key=_step_seconds)
-        self.bound = min(self.bound, candidates[0].prediction.step_seconds)
         self._tell()
+        return self._found(candidates, near, default)
+
+    def _found(self, candidates: Sequence[Candidate], near: Sequence[Candidate], default: Found | None = None) -> Found:
+        ordered = sorted(candidates, key=_step_seconds)
+        self.bound = min(self.bound, ordered[0].prediction.step_seconds)
         return Found(
-            candidates=tuple(_best_of(candidates, self.settings.top)),
+            candidates=tuple(_best_of(ordered, self.settings.top)),
             near=tuple(sorted(near, key=_step_seconds)),
             bound_seconds=self.bound,
             dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in self.dropped.items()),
             points=tuple(self.points),
             tried=self.tried,
             seconds=time.monotonic() - self.began,
+            default=default,
         )
 
     def _tried(self, micro_batches: Sequence[int], max_stages: int) -> tuple[list[Candidate], list[Candidate]]:

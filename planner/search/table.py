@@ -10,9 +10,9 @@ exactly by `whale.planner.search.evaluate`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from math import inf
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from whale.planner.cost.replicas import of_kind
 from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
+from whale.planner.search.row_table import BACKWARD, FAR, FORWARD, NEAR, UPDATE
 from whale.planner.search.space import Division, Mesh, lay_out, replicas_of
 
 __all__ = ["MOST_SAMPLED", "Array", "CostTable", "Pace"]
@@ -73,6 +74,7 @@ class CostTable(ReplicaTable):
     _gradient_sums: dict[Mesh, GradientSums] = field(default_factory=dict, init=False)
     _paces: dict[Any, Pace] = field(default_factory=dict, init=False)
     _work: dict[Any, Pace] = field(default_factory=dict, init=False)
+    _likely_work: dict[Any, Pace] = field(default_factory=dict, init=False)
     tied_sums: dict[Any, float] = field(default_factory=dict, init=False)
     fit_divisions: dict[tuple[int, ...], list[Division]] = field(default_factory=dict, init=False)
     any_meshes: list[tuple[tuple[int, ...], Mesh]] = field(default_factory=list, init=False)
@@ -250,12 +252,11 @@ class CostTable(ReplicaTable):
             return replica.near_latency + shares * replica.near_alone
         return replica.latency + shares * self._load(replica.group, mesh) * replica.alone
 
-    def _hop_of_commonest(self, group: TensorGroup, sent: Array, mesh: Mesh) -> float:
-        """`_hop` after the commonest part, by what of `_table`, or `_nears`, is about messages."""
-        end, last = self._end_of_commonest
-        latency, alone = sent[-2:, last].tolist()
+    def _hop_of_commonest(self, group: TensorGroup, sent: Sequence[float], mesh: Mesh) -> float:
+        """`_hop` after the commonest part, by the latency and the rest of a way that `_sends_of_commonest` gives."""
+        (end, _), (latency, alone) = self._end_of_commonest, sent
         share = sum(float(shares[end]) for shares in self.held_shares(mesh.tensor, mesh.tensor))
-        return latency + share * (1.0 if len(sent) == 2 else self._load(group, mesh)) * alone
+        return latency + share * (1.0 if self._lies_inside(mesh) else self._load(group, mesh)) * alone
 
     def _load(self, group: TensorGroup, mesh: Mesh) -> float:
         """Messages that move through an adapter of a node at a time, if each device of a mesh there has one."""
@@ -307,57 +308,103 @@ class CostTable(ReplicaTable):
         As `costs`, without the parts between; of the sums of the commonest part only what grows with the bytes."""
         key = (mesh, rows, micro_batches)
         if key not in self._paces:
-            of_chain, of_part, hop = self.work(mesh, rows, micro_batches)
-            part, _ = self.commonest
-            group, num = self.sample(mesh)[0][0]
-            sums = self.gradient_sums(mesh)
-            backward = self._table(group, -(-rows // num), micro_batches)[1] @ self._counts
-            once = added_by_sums(sums.upto, backward, sums.beside)
-            of_chain += (sums.message + float(once[-1])) / micro_batches
-            of_part += float(once[part + 1] - once[part]) / micro_batches
-            self._paces[key] = Pace(of_chain, of_part, hop)
+            self.find_paces((mesh,), rows, micro_batches)
         return self._paces[key]
+
+    def find_paces(self, meshes: Iterable[Mesh], rows: int, micro_batches: int) -> None:
+        """Work out `paces` of some meshes at once, before they are looked up one by one."""
+        new = [mesh for mesh in meshes if (mesh, rows, micro_batches) not in self._paces]
+        if not new:
+            return
+        self.find_work(new, rows, micro_batches)
+        part, _ = self.commonest
+        sums = [self.gradient_sums(mesh) for mesh in new]
+        firsts = [self.sample(mesh)[0][0] for mesh in new]
+        tables = self._tables_of([(group, -(-rows // num)) for group, num in firsts], micro_batches)
+        once = added_by_sums(
+            np.array([one.upto for one in sums]), tables[:, BACKWARD] @ self._counts, [one.beside for one in sums]
+        )
+        times = (once[:, -1], once[:, part + 1] - once[:, part])
+        for mesh, one, of_chain, of_part in zip(new, sums, *(own.tolist() for own in times), strict=True):
+            key = mesh, rows, micro_batches
+            work = self._work[key]
+            of_chain, of_part = (one.message + of_chain) / micro_batches, of_part / micro_batches
+            self._paces[key] = Pace(work.of_chain + of_chain, work.of_part + of_part, work.hop)
 
     def likely_work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
         """`work`, of types side by side as if each took as long for a row as for its equal share of them."""
-        groups, _ = self.sample(mesh)
-        if len(groups) == 1:
-            return self.work(mesh, rows, micro_batches)
-        slices, speed, hop, part = sum(num for _, num in groups), 0.0, 0.0, inf
-        share = -(-rows // slices)
-        for group, num in groups:
-            table = self._table(group, share, micro_batches)
-            each = table[0] + table[1]
-            speed += num * share / max(float(each @ self._num_layers), 1e-12)
-            part = min(part, float(each @ self._counts_of_commonest))
-            hop = max(hop, self._hop_of_commonest(group, table, mesh))
-        return Pace(rows / speed, part, hop)
+        key = (mesh, rows, micro_batches)
+        if key not in self._likely_work:
+            self.find_likely_work((mesh,), rows, micro_batches)
+        return self._likely_work[key]
+
+    def find_likely_work(self, meshes: Iterable[Mesh], rows: int, micro_batches: int) -> None:
+        """Work out `likely_work` of some meshes at once, before it is looked up for each."""
+        new = [mesh for mesh in meshes if (mesh, rows, micro_batches) not in self._likely_work]
+        mixed = [mesh for mesh in new if len(self.sample(mesh)[0]) > 1]
+        alike = [mesh for mesh in new if len(self.sample(mesh)[0]) == 1]
+        self.find_work(alike, rows, micro_batches)
+        for mesh in alike:
+            self._likely_work[mesh, rows, micro_batches] = self._work[mesh, rows, micro_batches]
+        if not mixed:
+            return
+        shares = [(group, -(-rows // mesh.data), num) for mesh in mixed for group, num in self.sample(mesh)[0]]
+        tables = self._tables_of([(group, share) for group, share, _ in shares], micro_batches)
+        chains, parts = self._times_of(tables[:, FORWARD] + tables[:, BACKWARD])
+        found = zip(shares, chains, parts, self._sends_of_commonest(tables, FAR), strict=True)
+        for mesh in mixed:
+            own = list(islice(found, len(self.sample(mesh)[0])))
+            speed = sum(num * share / max(chain, 1e-12) for (_, share, num), chain, _, _ in own)
+            hop = max(self._hop_of_commonest(group, sent, mesh) for (group, _, _), *_, sent in own)
+            self._likely_work[mesh, rows, micro_batches] = Pace(rows / speed, min(part for _, _, part, _ in own), hop)
 
     def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
         """Times like `paces`, without gradient reductions."""
         key = (mesh, rows, micro_batches)
         if key not in self._work:
-            groups, _ = self.sample(mesh)
-            if len(groups) == 1:
-                ((group, num),) = groups
-                table = self._table(group, -(-rows // num), micro_batches)
-                forward, backward, update = table[:3]
-                hop = self._hop_of_commonest(group, table, mesh)
-            else:
-                shared = self._shared(groups, rows, micro_batches)
-                tables = [self._table(*one, micro_batches) for one in shared]
-                forward, backward, update = self._slowest_of([one[:3] for one in tables])
-                hop = max(
-                    self._hop_of_commonest(group, table, mesh) for (group, _), table in zip(shared, tables, strict=True)
-                )
-            each, part = forward + backward + update / micro_batches, self._counts_of_commonest
-            if self._lies_inside(mesh) and (near := self._nears(groups[0][0], -(-rows // groups[0][1]))) is not None:
-                hop = self._hop_of_commonest(groups[0][0], near, mesh)
-            self._work[key] = Pace(float(each @ self._num_layers), float(each @ part), hop)
+            self.find_work((mesh,), rows, micro_batches)
         return self._work[key]
 
+    def find_work(self, meshes: Iterable[Mesh], rows: int, micro_batches: int) -> None:
+        """Work out `work` of some meshes at once, before it is looked up for each."""
+        new = [mesh for mesh in meshes if (mesh, rows, micro_batches) not in self._work]
+        if not new:
+            return
+        shares = [self._shared(self.sample(mesh)[0], rows, micro_batches) for mesh in new]
+        every = self._tables_of([one for own in shares for one in own], micro_batches)
+        if len(every) > len(new):  # those of types side by side are one
+            tables = np.empty((len(new), *every.shape[1:]))
+            begin = 0
+            for place, own in enumerate(shares):
+                tables[place] = self._side_by_side(every[begin : begin + len(own)])
+                begin += len(own)
+        else:
+            tables = every
+        times = self._times_of(tables[:, FORWARD] + tables[:, BACKWARD] + tables[:, UPDATE] / micro_batches)
+        sends = zip(*(self._sends_of_commonest(every, way) for way in (FAR, NEAR)), strict=True)
+        for mesh, own, chain, part in zip(new, shares, *times, strict=True):
+            inside = self._lies_inside(mesh)
+            hops = [self._hop_of_commonest(group, next(sends)[inside], mesh) for group, _ in own]
+            self._work[mesh, rows, micro_batches] = Pace(chain, part, max(hops))
+
+    def _times_of(self, seconds: Array) -> tuple[list[float], list[float]]:
+        """Seconds of the chain and of its commonest part, from those by kind of layer (second axis)."""
+        return (seconds @ self._num_layers).tolist(), (seconds @ self._counts_of_commonest).tolist()
+
+    def _sends_of_commonest(self, tables: Array, way: tuple[int, int]) -> list[list[float]]:
+        """Latency and the rest of handing on after the commonest part, from `_tables_of`."""
+        _, last = self._end_of_commonest
+        found: list[list[float]] = tables[:, way, last].tolist()
+        return found
+
+    def _side_by_side(self, tables: Array) -> Array:
+        """The table of replicas of several kinds (first axis): of each kind of layer those that take longest."""
+        found = tables.max(axis=0)
+        found[: UPDATE + 1] = self._slowest_of(tables[:, : UPDATE + 1])
+        return found
+
     @staticmethod
-    def _slowest_of(of_kinds: Sequence[Array]) -> Array:
+    def _slowest_of(of_kinds: Sequence[Array] | Array) -> Array:
         """Forward, backward and update of each kind of layer (columns), on the slices where it takes longest."""
         tables = np.array(of_kinds)
         slowest = tables[(tables[:, 0] + tables[:, 1]).argmax(axis=0), :, np.arange(tables.shape[2])].T

@@ -258,3 +258,26 @@ def test_a_batch_that_has_rows_for_some_of_the_traces_only_is_captured_again() -
     captured = CandidateCompiler(few.model, few.batch, name="moe").captured
     made = profile_model(few.model, few.batch, tensor_degrees=(1,), expert_degrees=(4,), captured=captured)
     assert [[one.expert_degree for one in kind.expert_variants] for kind in made.kinds] == [[], [4], []]
+
+
+def test_the_last_devices_of_an_expert_group_compute_a_row_fewer() -> None:
+    """Five rows on four devices are two on the first, and the slow last ones have one."""
+    slow = device_types()["T4"]
+    machines = Cluster.of(
+        [("node0", A100)] * 2 + [("node1", slow)] * 2,
+        intra=Link(bandwidth=10e9, latency=1e-5),
+        inter=Link(bandwidth=1.25e9, latency=1e-5),
+    )
+    sizes = SIZES["moe"] | {"hidden": 1024, "heads": 8, "kv_heads": 8, "seq": 1024, "batch_size": 5}
+    five, ranks = load_model("examples/models/moe.py:moe", sizes, device="meta"), (0, 1, 2, 3)
+    compiler = CandidateCompiler(five.model, five.batch, name="moe")
+    profile = profile_model(
+        five.model, five.batch, tensor_degrees=(1,), expert_degrees=(4,), captured=compiler.captured
+    )
+    stage = StageChoice(first=0, last=len(profile.layers), ranks=ranks, data=1, tensor=1, rows=(5,), expert=4)
+    candidate = evaluate(profile, machines, [stage], micro_batches=1)
+    writer = PlanWriter(profile, machines, 5, compiler)
+    choice = writer.with_prediction(writer.written(candidate), compiler)
+    assert choice.compiled, choice.reason
+    computed = [one.breakdown["compute"] for one in (candidate.prediction, choice.prediction)]
+    assert computed[0] == pytest.approx(computed[1], rel=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from whale.commands.searching import Choice, PlanWriter
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.ir.workload import DeviceMemory
 from whale.planner.catalog import device_types
 from whale.planner.cost.memory import FRAMEWORK_BYTES
@@ -118,6 +118,26 @@ def test_bytes_and_seconds_of_recompute_are_those_of_the_compiled_plan(name: str
         steps = [choice.prediction.step_seconds for choice in found]
         assert kept[0] > kept[2] > kept[1]  # nothing, selective, full
         assert steps[0] < steps[2] < steps[1]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_tensor_group_keeps_for_recompute_what_its_devices_gather_and_sum(rows: int) -> None:
+    """Large layers hand on parts, which the devices gather: of the tokens of a row, or of the rows of a micro-batch."""
+    wide = SIZES | {"hidden": 2048, "heads": 16, "seq": 2048, "vocab": 512, "batch_size": rows}
+    loaded = load_model("examples/models/llama.py:llama", wide, device="meta")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="llama")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4), captured=trial.captured, rules=True)
+    for degree, rule in product((2, 4), RECOMPUTES[1:]):
+        ranks = tuple(range(degree))
+        stage = StageChoice(
+            first=0, last=len(profile.layers), ranks=ranks, data=1, tensor=degree, rows=(rows,), recompute=rule
+        )
+        candidate = evaluate(profile, CLUSTER, [stage], micro_batches=1, precision="fp32")
+        choice = PlanWriter(profile, CLUSTER, rows, trial).compiled(candidate, trial)
+        assert choice.compiled, choice.reason
+        assert choice.plan.workload is not None
+        searched, compiled = (one.stages[0].kept_bytes[0] for one in (candidate.workload, choice.plan.workload))
+        assert 1.0 <= searched / compiled <= 1.12, (degree, rule)
 
 
 def compare(

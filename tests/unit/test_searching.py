@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 from tests.chains import card, chain, layer, machines
 from whale.cli.assumptions import in_precision
 from whale.cli.model_loader import load_model
+from whale.commands import searching
 from whale.commands.searching import search_plans
-from whale.errors import InfeasibleError
+from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, Link
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import Prediction, Workload
-from whale.planner.search import SearchSettings
+from whale.planner.search import Found, SearchSettings, search
 from whale.planner.search.simple import simple_plans
 
 SLOW = Link(bandwidth=1e8, latency=1e-3)
@@ -33,6 +35,7 @@ class Model:
     dtype: str = "float32"
     num_operators: int = 0
     compiled: int = 0
+    seconds: float = 0.0
 
     def uncut(self, micro_batches: int) -> str:
         return ""
@@ -42,6 +45,7 @@ class Model:
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         self.compiled += 1
+        time.sleep(self.seconds)
         assert plan.prediction is not None and plan.workload is not None
         return self.change(plan, plan.prediction), plan.workload
 
@@ -115,6 +119,18 @@ def test_where_no_plan_fits_once_compiled_others_are_tried_until_one_does(factor
     assert found.best.compiled and found.best.prediction.fits
 
 
+def test_where_no_plan_fits_once_compiled_others_are_tried_after_the_time_limit_too() -> None:
+    cluster = machines([card("fast"), card("slow")] * 2)
+    beyond = larger(cluster, 1e9)
+    time_limit = 0.5
+    model = Model(lambda plan, given: beyond(plan, given) if model.compiled < 4 else given, seconds=0.2)
+    assert searched(model, profile(), cluster, time_limit=time_limit).best.compiled
+    assert model.compiled >= 4
+    model = Model(beyond, seconds=0.35)
+    with pytest.raises(UsageError, match="no time .* give it more. So far none of the . best plans .* needs .* on cpu"):
+        searched(model, profile(), cluster, time_limit=time_limit)
+
+
 def test_what_does_not_fit_at_all_is_refused_with_what_it_lacks() -> None:
     cluster = machines([card("fast")] * 2)
     with pytest.raises(InfeasibleError, match="can be run: needs .* on cpu-fast"):
@@ -142,3 +158,24 @@ def test_plans_that_could_be_better_than_what_compiling_shows_are_compiled_too()
     found = searched(Model(slower), profile(), cluster, top=2)
     assert found.best.plan.micro_batches != first.micro_batches
     assert found.best.prediction.step_seconds < 1.29 * first.prediction.step_seconds
+
+
+def test_a_thorough_search_begins_with_the_default_one_and_searches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is compiled by default is compiled too, without another search."""
+    cluster, given = machines([card("fast")] * 3 + [card("slow")] * 3, SLOW), profile(parameters=1e6)
+    found: list[Found] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Found:
+        found.append(search(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(searching, "search", counted)
+    default, model = Model(faster(1, 1.0)), Model(faster(1, 1.0))
+    plain = searched(default, given, cluster, time_limit=100.0).best.prediction.step_seconds
+    thorough = searched(model, given, cluster, time_limit=100.0, thorough=True).best.prediction.step_seconds
+    first, second = found
+    assert first.default is None
+    assert second.default is not None
+    assert second.default.candidates == first.candidates
+    assert thorough <= plain
+    assert model.compiled >= default.compiled

@@ -58,6 +58,9 @@ compiling."""
 LEAST_SHARE = 0.25
 """Fraction of the time limit for another search with less memory."""
 
+PATIENCE = 2.0
+"""Multiple of the time limit for which candidates are compiled as long as none can be run."""
+
 RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
 
@@ -184,7 +187,7 @@ def search_plans(
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
-        UsageError: the settings contradict themselves, the batch or the model, or need a model.
+        UsageError: the settings contradict themselves, the batch or the model, or need a model; there was no time.
     """
     begin = time.monotonic()
     settings.check(batch)
@@ -217,7 +220,8 @@ def search_plans(
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
     wanted = replace(settings, top=settings.top + RESERVE)
     writer = PlanWriter(profile, cluster, batch, trial)
-    tried = _Tried(writer, trial, base, begin + settings.time_limit, stop, processes)
+    limit = settings.time_limit
+    tried = _Tried(writer, trial, base, begin + limit, limit, stop, processes)
 
     def searched(where: Cluster, how: SearchSettings, known: Memo | None) -> Found:
         """The plans of a search, of which the best are compiled."""
@@ -226,14 +230,13 @@ def search_plans(
         )
         tried.writer = replace(tried.writer, profile=profile)
         simple = partial(simple_plans, profile, where, batch=batch, settings=settings, known=known)
-        tried.best_of(found, simple, settings.top)
+        for one in (found.default, found):  # what is sold without --thorough is compiled too
+            if one is not None:
+                tried.best_of(one, simple, settings.top)
         return found
 
-    if settings.thorough:  # what is sold without it is compiled too
-        with suppress(InfeasibleError):
-            searched(cluster, replace(wanted, thorough=False), known)
     found = searched(cluster, wanted, known)
-    while not tried.choices and not tried.over() and (room := tried.with_less_memory(cluster)) is not None:
+    while not tried.choices and not tried.gives_up() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
         with suppress(InfeasibleError, UsageError):  # nothing fits, or there is no time left
             searched(room, left, None)
@@ -244,9 +247,10 @@ def search_plans(
             tried.compile(candidate)
     if not tried.choices:
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in tried.refused))
-        raise InfeasibleError(
-            f"none of the {len(tried.refused)} best plans that the search found can be run: {reasons}"
-        )
+        none = f"none of the {len(tried.refused)} best plans that the search found can be run: {reasons}"
+        if tried.gives_up() and not stop():
+            raise UsageError(f"there was no time to find a plan that can be run; give it more. So far {none}")
+        raise InfeasibleError(none)
     return Searched(
         choices=_shown(_ranked(tried.choices), settings.top),
         refused=tuple(tried.refused),
@@ -268,6 +272,7 @@ class _Tried:
     Attributes:
         schedule: in place of that by which the search went, if not None.
         until: the time at which no more are compiled, if one can be run.
+        time_limit: seconds that end then.
         processes: which compile.
         room: of each device type, the part of its memory that candidates of another search may take.
     """
@@ -276,6 +281,7 @@ class _Tried:
     trial: Trial
     schedule: str | None
     until: float
+    time_limit: float
     stopped: Callable[[], bool]
     processes: int
     choices: list[Choice] = field(default_factory=list)
@@ -284,9 +290,9 @@ class _Tried:
     seen: set[object] = field(default_factory=set)
     room: dict[str, float] = field(default_factory=dict)
 
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return self.stopped() or time.monotonic() > self.until
+    def gives_up(self) -> bool:
+        """Whether no other is compiled although none can be run."""
+        return self.stopped() or time.monotonic() > self.until + (PATIENCE - 1) * self.time_limit
 
     def late(self) -> bool:
         """Whether there is one that can be run, and no time to compile another."""
@@ -307,7 +313,7 @@ class _Tried:
             for number, candidate in enumerate(others):
                 self.compile(candidate, self.schedule, partial(shared.result, number))
         for candidate in found.candidates[top:]:
-            if self.choices or self.over():
+            if self.choices or self.gives_up():
                 break
             self.compile(candidate, self.schedule)
         unsure = sorted((*found.candidates[top:], *found.near), key=lambda one: one.prediction.step_seconds)

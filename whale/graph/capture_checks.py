@@ -50,6 +50,7 @@ __all__ = [
     "place_of_node",
     "refusing",
     "where",
+    "without_logs",
 ]
 
 
@@ -501,7 +502,6 @@ def refusing() -> Iterator[None]:
         with checkpointing():
             yield
 
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     filter_frames = getattr(TracerBase, "_filter_traceback_frames", None)
     stderr = sys.stderr
     non_reentrant = checkpoint._checkpoint_without_reentrant_generator
@@ -509,15 +509,24 @@ def refusing() -> Iterator[None]:
     TracerBase._filter_traceback_frames = _lines_of_model  # type: ignore[assignment, method-assign]
     sys.stderr = _WithoutDumps(stderr)
     try:
-        for name in _LOGGERS:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        with _Refuse(), _refusing_seeds(), _without_inference_mode(), standing_in():
+        with without_logs(), _Refuse(), _refusing_seeds(), _without_inference_mode(), standing_in():
             yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = non_reentrant
         if filter_frames is not None:
             TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign]
         sys.stderr = stderr
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Context in which torch does not log the errors that it raises in captures and on fake tensors."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    try:
+        for name in _LOGGERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        yield
+    finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
 

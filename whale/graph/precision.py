@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.annotations import NODE_KEY
 from whale.graph.canonical import emit
-from whale.graph.capture_checks import located, place_of_node
+from whale.graph.capture_checks import located, place_of_node, without_logs
 from whale.graph.composites import inline_parts, parts_of
 
 __all__ = ["LOW_PRECISIONS", "Autocast", "autocast_around", "under_autocast", "write_casts"]
@@ -176,7 +176,7 @@ def _casts_of(node: fx.Node, inputs: list[fx.Node], state: Autocast) -> tuple[tu
     def recorded(own: Autocast, cast: Mapping[int, torch.dtype] = {}) -> _Recorder | None:
         given = pytree.tree_map_only(Tensor, lambda x: x.to(cast.get(id(x), x.dtype)), (args, kwargs))
         try:
-            with torch.no_grad(), under_autocast(own), _Recorder() as recorder:
+            with without_logs(), torch.no_grad(), under_autocast(own), _Recorder() as recorder:
                 target(*given[0], **given[1])
         except (RuntimeError, TypeError):  # tensors of several dtypes
             return None

@@ -83,6 +83,14 @@ class DeviceType:
     memory_bandwidth: float
     intra_node: Link | None = None
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.rates, self.memory_bytes, self.memory_bandwidth, self.intra_node))
+
+    def __hash__(self) -> int:
+        """Worked out once: types are part of the keys by which costs are looked up."""
+        return self._hash
+
     @property
     def is_processor(self) -> bool:
         """Whether devices of this type are processors: their names begin with ``cpu``, because they have no driver of
