@@ -124,8 +124,8 @@ def split(
     * ``"gather"``: each device gathers the keys and values of all;
     * ``"ring"``: keys and values go round from device to device, and none holds all of them (ring attention). Rows of
       causal attention are assigned so that each device computes its share;
-    * ``"ulysses"``: each device exchanges its rows of all heads for all rows of some heads (DeepSpeed-Ulysses), for as
-      many devices as heads or fewer;
+    * ``"ulysses"``: each device exchanges its rows of all heads for all rows of some heads (DeepSpeed-Ulysses); there
+      are no more devices than heads, or groups of heads with one key;
     * ``"auto"``: the one that moves least.
 
     >>> print(split(4), split(2, dim=1), split(2, dim=1, attention="ring"))
