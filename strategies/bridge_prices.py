@@ -17,18 +17,21 @@ class Prices:
     """Prices of communication and computation, in units of a byte sent over a link.
 
     ``latency``: a collective's start-up. ``byte_touched``: a byte read or written by a kernel. ``flop``: one floating
-    point operation. ``reduce_scatter``: its price as a fraction of an all-reduce of the same tensor. The defaults are
-    300 GB/s links of 10 us beside 2 TB/s memory and 300 TFLOP/s (an A100's data sheet, rounded).
+    point operation. ``reduce_scatter``: its price as a fraction of an all-reduce of the same tensor. ``score``: a score
+    of attention in a ring where no kernel fuses them: in single precision, or with a mask. The defaults are 300 GB/s
+    links of 10 us beside 2 TB/s memory and 300 TFLOP/s (an A100's data sheet, rounded).
     """
 
     latency: float = 3e6
     byte_touched: float = 0.15
     flop: float = 1e-3
     reduce_scatter: float = 0.5
+    score: float = 6.0
 
 
-GLOO = Prices(latency=5e4, byte_touched=0.1, flop=1e-2, reduce_scatter=1.0)
-"""Loopback sockets and a CPU: assumed, not measured, as 1.5 GB/s and 30 us, with no gain from reduce-scatter."""
+GLOO = Prices(latency=5e4, byte_touched=0.1, flop=1e-2, reduce_scatter=1.0, score=0.0)
+"""Loopback sockets and a CPU: assumed, not measured, as 1.5 GB/s and 30 us, with no gain from reduce-scatter. A kernel
+for processors takes all that a ring needs."""
 
 
 def conversion_cost(a: Placement, b: Placement, nbytes: float, size: int, grad: bool, prices: Prices) -> float:

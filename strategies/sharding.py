@@ -253,7 +253,11 @@ class _Solver:
         scores = problem.local_bytes(query) / value_tensor(query).element_size() * value_shape(key)[-2] / problem.size
         seen = 2 if op.args.get("is_causal") or node.meta.get("mask") == "causal" else 1
         nbytes = (problem.local_bytes(key) + problem.local_bytes(value)) / repetitions(key[0])
-        return ring_price(nbytes, 4 * scores / seen * problem.prices.flop, problem.size, problem.prices)
+        masked = op.operand("attn_mask") is not None and "mask" not in node.meta
+        fused = value_tensor(query).element_size() == 2 and not masked
+        work = 4 * scores / seen * problem.prices.flop
+        unfused = 0.0 if fused else scores / seen * problem.prices.score
+        return ring_price(nbytes, work, problem.size, problem.prices) + unfused
 
     def _halo_bytes(self, node: fx.Node, dim: int) -> float:
         """Bytes of the halo of an operand with windows."""

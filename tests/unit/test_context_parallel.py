@@ -104,10 +104,10 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2)).square().mean()
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, length: int, size: int, groups: int = 32) -> str:
+def chosen(monkeypatch: pytest.MonkeyPatch, length: int, size: int, dtype: torch.dtype = torch.bfloat16) -> str:
     monkeypatch.setattr("whale.compile.compile.GLOO", Prices())
     with torch.device("meta"):
-        model, x = Attention(4096, 32, groups), torch.empty(1, length, 4096)
+        model, x = Attention(4096, 32, 32).to(dtype), torch.empty(1, length, 4096, dtype=dtype)
     stage = compiled((model, {"x": x}), size=size).stages[0]
     (choice,) = (c[1] for node, c in stage.choices.items() if "scaled_dot" in str(node.target))
     return "ring" if choice.form == "ring" else "ulysses" if choice.outputs[0].dim == 1 else "gather"
@@ -120,6 +120,7 @@ def test_a_long_sequence_goes_round_behind_its_products_and_a_shorter_one_by_hea
     assert chosen(monkeypatch, 2**13, 16) == "ulysses"
     assert chosen(monkeypatch, 2**12, 64) == "gather"  # more ranks than heads, and nothing to hide behind
     assert chosen(monkeypatch, 2**18, 64) == "ring"
+    assert chosen(monkeypatch, 2**16, 4, torch.float32) == "ulysses"  # a ring has no fused kernel there
 
 
 def test_a_ring_passes_on_one_key_for_the_heads_of_a_group() -> None:
@@ -308,6 +309,21 @@ def go_round(ring: Ring, given: list[Tensor], mask: Tensor | None, grad: Tensor)
     for thread in threads:
         thread.join(30)
     return found
+
+
+def test_scores_of_many_rows_are_computed_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    query, key, value, grad = (torch.randn(2, 3, 7, 4).double() for _ in range(4))
+    bias = torch.randn(7, 7).double()
+    monkeypatch.setattr("whale.runtime.ring._on_processor", lambda query, value: False)
+    for mask, causal in ((None, True), (bias, False), (bias[:1], False)):
+        found = []
+        for most in (10**6, 90):
+            monkeypatch.setattr("whale.runtime.ring._MOST_SCORES", most)
+            result, sums = attend(query, key, value, mask, causal, None)
+            back = attend_back(grad, query, key, value, result, sums, mask, causal, None, mask is not None)
+            found.append([result, sums, *(x for x in back if x is not None)])
+        assert all(torch.allclose(one, other, atol=1e-13) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("ring", RINGS.values(), ids=RINGS.keys())

@@ -322,10 +322,14 @@ def attend(
     if _by_flash(query, value, mask):
         found = aten._scaled_dot_product_flash_attention.default(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
-    scores = _scores(query, key, mask, causal, scale)
-    sums = scores.logsumexp(-1).clamp_min(torch.finfo(scores.dtype).min)
-    weights = (scores - sums.unsqueeze(-1)).exp()
-    return weights @ value.to(scores.dtype), sums
+    parts = []
+    for first, stop in _stretches(query, key):
+        scores = _scores(query, key, mask, causal, scale, first, stop)
+        sums = scores.logsumexp(-1).clamp_min(torch.finfo(scores.dtype).min)
+        weights = scores.sub_(sums.unsqueeze(-1)).exp_()
+        parts.append((weights @ value.to(scores.dtype), sums))
+    results, logs = zip(*parts, strict=True)
+    return torch.cat(results, -2), torch.cat(logs, -1)
 
 
 def attend_back(
@@ -356,17 +360,22 @@ def attend_back(
             nothing, nothing, scale=scale,
         )  # fmt: skip
     else:
-        scores = _scores(query, keys, mask, causal, scale)
-        weights = scores.sub_(sums.unsqueeze(-1)).exp_()
-        wide = weights.dtype
-        grad, result, query, keys, values = (x.to(wide) for x in (grad, result, query, keys, values))
-        inner = grad @ values.transpose(-2, -1) - (grad * result).sum(-1, keepdim=True)
-        of_values = weights.transpose(-2, -1) @ grad
-        of_scores = weights.mul_(inner)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        found = (of_scores @ keys * factor, of_scores.transpose(-2, -1) @ query * factor, of_values)
-        if of_mask and mask is not None:
-            of_bias = of_scores.sum_to_size(mask.shape)
+        wide, factor = _wide(query.dtype), query.shape[-1] ** -0.5 if scale is None else scale
+        found = tuple(torch.zeros_like(x, dtype=wide) for x in (query, keys, values))
+        of_bias = torch.zeros_like(mask, dtype=wide) if of_mask and mask is not None else None
+        for first, stop in _stretches(query, keys):
+            weights = _scores(query, keys, mask, causal, scale, first, stop)
+            weights.sub_(sums[..., first:stop].unsqueeze(-1)).exp_()
+            rows = first, stop
+            above, made, asked = (_cut(x, rows).to(wide) for x in (grad, result, query))
+            found[2].add_(weights.transpose(-2, -1) @ above)
+            inner = above @ values.to(wide).transpose(-2, -1) - (above * made).sum(-1, keepdim=True)
+            of_scores = weights.mul_(inner)
+            _cut(found[0], rows).add_(of_scores @ keys.to(wide), alpha=factor)
+            found[1].add_(of_scores.transpose(-2, -1) @ asked, alpha=factor)
+            if of_bias is not None:
+                place = of_bias if of_bias.shape[-2] == 1 else _cut(of_bias, rows)
+                place.add_(of_scores.sum_to_size(place.shape))
     of_key, of_value = (_summed(x, groups) for x in found[1:3])
     return found[0], of_key, of_value, of_bias
 
@@ -393,12 +402,28 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return mask.to(query.dtype).reshape((1,) * (query.dim() - mask.dim()) + tuple(mask.shape))
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+_MOST_SCORES = 2**26
+"""The number of scores that are in memory at once where no kernel computes them."""
+
+
+def _stretches(query: Tensor, key: Tensor) -> list[Stretch]:
+    """The rows in stretches whose scores fit in memory."""
+    rows = query.shape[-2]
+    size = max(1, _MOST_SCORES // max(prod(query.shape[:-2]) * key.shape[-2], 1))
+    return [(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def _scores(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None, first: int, stop: int
+) -> Tensor:
+    """The scores of some rows."""
     wide = _wide(query.dtype)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query.to(wide) * factor) @ key.to(wide).transpose(-2, -1)
+    scores = (_cut(query, (first, stop)).to(wide) * factor) @ key.to(wide).transpose(-2, -1)
+    if mask is not None and mask.shape[-2] > 1:
+        mask = _cut(mask, (first, stop))
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(first + 1)
         scores.masked_fill_(hidden, -torch.inf)
     if mask is not None and mask.dtype == torch.bool:
         scores.masked_fill_(~mask, -torch.inf)
